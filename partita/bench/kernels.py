@@ -36,7 +36,7 @@ import partita as pt
 from partita.capture.fakes import captured_for
 from partita.graph.backend.inductor import compile_program, cut_into_sections
 from partita.graph.backend.inductor_scheduling import COMBINE
-from partita.graph.graph_nodes import is_collective, section_of
+from partita.graph.graph_nodes import is_collective, subgraph_of
 from partita.tensor.op_facts import facts_of
 from partita.testing.believed_gpu import (
     CHIPS,
@@ -232,7 +232,7 @@ def _count_of_program(program: Any) -> Counts:
     of_section = {section: _count_of_graph(section) for section in cut.different}
     counts: Counts = Counter()
     for node in cut.outer.graph.nodes:
-        section = section_of(node)
+        section = subgraph_of(node)
         if section is not None:
             counts.update(of_section[section])
         elif is_collective(node):

@@ -6,8 +6,8 @@ the block whose module runs, in backward the one whose autograd node runs (`Reco
 operands from outside, notes. What differs between equal blocks is given to each call: operands,
 the labels of calls, and floats where a tensor in their place gives the same bits.
 
-    f = block_forward(program, (), *operands)      block_output(f, number), for each result
-    b = block_backward(program, f, *cotangents)    block_output(b, number), for each gradient
+    f = call_subgraph(block, operands)          getitem(f, i), for each result
+    b = call_backward(block, f, cotangents)     getitem(b, i), for each gradient
 
 The update of a block's parameters is a block call, too. It may write inputs of the step, if it is
 the last to use them. What it computes from step counts that are equal in all blocks is computed
@@ -24,6 +24,7 @@ replace the first, so that no decision depends on the result of another.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,16 +37,19 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm.device import HOST
-from partita.graph.block_calls import LABELS, block_backward, block_forward, block_output
-from partita.graph.block_programs import BlockProgram, find_base_of_alias
 from partita.graph.errors import CaptureError, UnsureOfWrites
 from partita.graph.fake_values import make_distinct, tensors_in
 from partita.graph.graph_nodes import (
     BLOCK,
+    BLOCK_RESULT,
+    LABELS,
     NOTE,
     Note,
+    Subgraph,
     add_call,
     add_input,
+    call_backward,
+    call_subgraph,
     copy_node,
     drop_unused,
     has_effect,
@@ -233,7 +237,7 @@ class StepBlocks:
             given = run.taken[operand]
             if any(w not in run.own for w in self._writers.get(self._memory.get(given, -1), ())):
                 return False
-            groups.add(self._equal.get(find_base_of_alias(given)))
+            groups.add(self._equal.get(_find_base_of_alias(given)))
         return len(groups) == 1 and None not in groups
 
     # -- which can be folded -----------------------------------------------------------------------
@@ -364,7 +368,7 @@ class StepBlocks:
         return (
             not run.backward
             and len(shown) == 1
-            and find_base_of_alias(shown[0]).op == "placeholder"
+            and _find_base_of_alias(shown[0]).op == "placeholder"
             and all(w in run.own for w in self._writers[memory])
             and all(u in run.own or self._places[u] < start for u in users)
         )
@@ -379,7 +383,7 @@ class StepBlocks:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _make_program(self, run: _BlockRun, varying: Sequence[int]) -> BlockProgram:
+    def _make_program(self, run: _BlockRun, varying: Sequence[int]) -> Subgraph:
         """Returns the program of a block.
 
         Args:
@@ -421,20 +425,15 @@ class StepBlocks:
         graph.output([of[made_by[n]] for n in (*results, *(first + n for n in gradients))])
         made_graph = functionalize_graph(lazy_graph_module(self.step, graph))
         drop_unused(made_graph.graph)
-        program = BlockProgram(
-            _name_of(run.kinds),
-            made_graph,
-            taken,
-            [*results],
-            [*gradients],
-            bool(run.backward),
-            tuple(run.labels),
-        )
+        of_forward: Any = {"taken": taken, "returned": len(results)} if run.backward else {}
+        block = Subgraph(made_graph, _name_of(run.kinds), labels=tuple(run.labels), **of_forward)
         if any(max(pair) < len(results) for pair in overlapping_results(made_graph.graph)):
             raise UnsureOfWrites  # results show one memory, or that of an operand
-        program.bodies(made_graph.graph)
-        program.mark_results()
-        return program
+        if run.backward and (block.written or not block.late.isdisjoint(block.outputs_of(False))):
+            raise UnsureOfWrites  # which of the two writes is not said; a result is of backward
+        for node in block.outputs_of(False):
+            _find_base_of_alias(node).meta[BLOCK_RESULT] = True
+        return block
 
     def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
         """Replace the nodes of a block by calls of its program."""
@@ -444,7 +443,7 @@ class StepBlocks:
         results, gradients = run.read
         graph = self.graph
         with graph.inserting_after(run.forward[-1]):
-            forward = add_call(graph, block_forward)
+            forward = add_call(graph, call_subgraph)
         first = note_of(run.forward[0])
         forward.meta = {NOTE: Note(first.source, first.phase), LABELS: tuple(run.labels)}
         numbers = []
@@ -454,11 +453,11 @@ class StepBlocks:
                 numbers.append(add_call(graph, _SCALAR, (run.floats[i],), options))
                 numbers[-1].meta = {"val": _make_number_like(run), NOTE: forward.meta[NOTE]}
         part: Any = group.program
-        forward.args = (part, (), *early, *numbers)
+        forward.args = (part, [*early, *numbers])
         self._replace(run, forward, run.forward, results, later[0])
         if run.backward:
             with graph.inserting_after(run.backward[-1]):
-                backward = add_call(graph, block_backward, (part, forward, *late))
+                backward = add_call(graph, call_backward, (part, forward, late))
             first = note_of(run.backward[0])
             backward.meta = {NOTE: Note(first.source, first.phase)}
             self._replace(run, backward, run.backward, gradients, later[1])
@@ -475,10 +474,11 @@ class StepBlocks:
     ) -> None:
         """Replace the results of `nodes` by those of `call`, and move `later` after them."""
         last = call
-        for number in read:
-            node = nodes[number]
+        made = [nodes[place] for place in read]
+        call.meta["val"] = [node.meta["val"] for node in made]
+        for i, node in enumerate(made):
             with self.graph.inserting_after(last):
-                last = add_call(self.graph, block_output, (call, number))
+                last = add_call(self.graph, operator.getitem, (call, i))
             note = note_of(node)
             last.meta = {"val": node.meta["val"]}
             last.meta[NOTE] = Note(note.source, note.phase, note.layout)
@@ -538,6 +538,13 @@ class _OrderMatters(Exception):
     """The nodes of a block cannot be moved next to each other; the message says why."""
 
 
+def _find_base_of_alias(node: fx.Node) -> fx.Node:
+    """Returns the node that `node` is an alias of; `node` itself if it is none."""
+    while node.op == "call_function" and facts_of(node.target).is_alias:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def _make_number_like(run: _BlockRun) -> torch.Tensor:
     """Returns the value of a number in a graph without numbers, of the fake mode of a block."""
     mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta.get("val")))  # type: ignore[attr-defined]
@@ -554,7 +561,7 @@ class _EqualRuns:
     """
 
     runs: list[_BlockRun]
-    program: BlockProgram
+    program: Subgraph
     varying: list[int]
 
 

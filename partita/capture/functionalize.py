@@ -25,18 +25,18 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from partita.graph.block_calls import is_block_node
 from partita.graph.errors import UnsureOfWrites, not_captured
 from partita.graph.fake_values import call_without_memory, fake_mode_in
 from partita.graph.graph_nodes import (
     NOTE,
-    GraphPart,
     add_call,
     add_input,
     drop_unused,
     lazy_graph_module,
     nodes_since,
     note_of,
+    subgraph_calls,
+    subgraph_of,
     written_operands,
 )
 from partita.graph.shared_memory import (
@@ -107,7 +107,7 @@ def functionalize_graph(
     try:
         made, shared = rewrite_without_writes(graph, memory, makers)
     except UnsureOfWrites:
-        if any(map(is_block_node, graph.graph.nodes)):
+        if subgraph_calls(graph.graph):
             raise
         refuse_lost_writes(graph.graph, traced=True)
         made, shared = trace_without_writes(graph, makers)
@@ -379,7 +379,7 @@ class _Rewrite:
         elif getattr(target, "_opname", "").startswith("_foreach_"):
             self._call_list(node)
             return
-        elif node.args and isinstance(node.args[0], GraphPart):
+        elif subgraph_of(node) is not None:
             self._call_part(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)

@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire
-from partita.graph.block_calls import is_block_node
 from partita.graph.errors import not_captured
-from partita.graph.graph_nodes import drop_unused, written_operands
+from partita.graph.graph_nodes import drop_unused, subgraph_of, written_operands
 from partita.graph.program import Input, Output, Program, ResultPlace, padding_boundary
 from partita.graph.slots import Slot
 from partita.layout import Fix
@@ -383,4 +382,5 @@ def _without_memory(given: Input, inputs: GraphInputs) -> Input:
 def _find_compared(value: fx.Node) -> fx.Node:
     """What is compared for an "admitted" output, which is a copy of it; that of a block is made in
     the block."""
-    return value if is_block_node(value) else value.args[0]  # type: ignore[return-value]
+    made: Any = value.args[0]
+    return value if subgraph_of(made) is not None else made

@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, substitute_wires
 from partita.graph.backend.executor import function_of
-from partita.graph.block_programs import inline_block_programs
 from partita.graph.errors import (
     UnsureOfWrites,
     explain_error,
@@ -35,6 +34,7 @@ from partita.graph.errors import (
 from partita.graph.graph_nodes import drop_unused, lazy_graph_modules, note_of
 from partita.graph.program import Input, Program
 from partita.graph.slots import ParamState, Slot
+from partita.graph.subgraphs import inline_subgraphs
 from partita.graph.verify import SPACES
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of, find_unknown_effect
@@ -432,7 +432,7 @@ class Tracer:
 
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
         """Inline blocks around whose calls the graph cannot do without writes."""
-        inline_block_programs(made.graph)
+        inline_subgraphs(made.graph)
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
 
     def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:

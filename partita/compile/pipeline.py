@@ -14,7 +14,6 @@ from typing import Any
 from partita.capture.block_choice import BlockChoice
 from partita.capture.conditions import Sharing
 from partita.comm import Wire
-from partita.graph.block_programs import inline_block_programs
 from partita.graph.errors import CaptureError, cannot_be_kept
 from partita.graph.graph_nodes import note_of
 from partita.graph.graph_text import agree_on_program, canonical, digest_of, key_of, versions
@@ -23,6 +22,7 @@ from partita.graph.passes import order_passes
 from partita.graph.program import StepOptions
 from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import changes_of
+from partita.graph.subgraphs import inline_subgraphs
 from partita.graph.verify import verifies_each_pass, verify
 from partita.guards.answers import Guesses
 from partita.guards.capture_run import capture_step
@@ -67,9 +67,9 @@ def make_program(
         if verifies_each_pass():
             verify(program, "capture")
         if program.compared is not None:  # another graph, small
-            inline_block_programs(program.compared.side.graph.graph)
+            inline_subgraphs(program.compared.side.graph.graph)
         if program.asked is not None:
-            inline_block_programs(program.asked.graph.graph)
+            inline_subgraphs(program.asked.graph.graph)
         return FormSearch(CapturedForms(program))
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))

@@ -3,11 +3,11 @@
 In reading order:
 
 - What a program is: `program` (a graph, its inputs and outputs, its options), `slots` (the places
-  of state), `graph_nodes` (nodes, their notes, sections), `fake_values` (metadata of a call's
+  of state), `graph_nodes` (nodes, their notes, subgraphs), `fake_values` (metadata of a call's
   result), `verify` (the grammar of graphs), `errors`.
 - Its memory: `shared_memory` (which nodes share memory), `memory` (the schedule).
-- Its blocks: `block_calls` (calls of blocks in a graph), `block_programs` (a structure as a
-  separate graph), `step_forms` (blocks as calls; how much is recomputed for a budget).
+- Its blocks: `subgraphs` (in place of their calls), `step_forms` (blocks as calls; how much is
+  recomputed for a budget).
 - Rewrites: `passes/`.
 - Execution: `backend/` (node by node, Inductor, CUDA graphs).
 - Texts: `graph_text` (for people, and the key that ranks compare), `step_report`.

@@ -127,8 +127,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     """Returns `target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
 
     Args:
-        like: a value of the same fake mode, for calls without a tensor operand; for a part of a
-            graph (`GraphPart`) its result.
+        like: a value of the same fake mode, for calls without a tensor operand; for a call of a
+            `Subgraph` its result.
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))

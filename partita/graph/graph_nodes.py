@@ -1,19 +1,18 @@
-"""Nodes of graphs: added, copied, dropped and ordered; their notes; sections, which are called.
+"""Nodes of graphs: added, copied, dropped and ordered; their notes; subgraphs, which are called.
 
 `fx.Graph` walks through the operands of each new call to warn about symbolic numbers, which is half
 the cost of a node. A captured graph (`verify`) has none, so operands are assigned afterwards.
 `fx.GraphModule` writes and compiles Python code whenever its graph is set. Between capture and the
 last pass nobody runs it, so the modules here do it on first use. A `Note` has the user's line, the
-phase and the move of a node. A `Section` is one call in a graph, and equal parts are one section:
+phase and the move of a node. A `Subgraph` is one call in a graph, and equal parts are one subgraph:
 
-    call = call_section(section, [x, weight])     y = call[0]
+    call = call_subgraph(part, [x, weight])       y = call[0]
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
 import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -194,24 +193,6 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 # -- effects ---------------------------------------------------------------------------------------
 
 
-class GraphPart:
-    """A part of a graph as a separate graph; the first operand of one call in the outer graph.
-
-    Attributes:
-        has_effect: True if it writes, draws random numbers or checks.
-        written: the positions, among the arguments of the part, of those that it writes.
-    """
-
-    has_effect: bool
-    written: tuple[int, ...] = ()
-
-    def operands(self, call: fx.Node) -> Sequence[Any]:
-        """Returns the arguments of a call for the part: for a block, those after the first two
-        operands.
-        """
-        return call.args[2:]
-
-
 def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
     """The places of the inputs that a graph without writes but into inputs writes, in order."""
     written = {operand for node in graph.nodes for operand in written_operands(node)}
@@ -220,10 +201,10 @@ def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that a call of a graph without writes but into inputs writes: those of `copy_`
-    and of parts in which it is."""
+    and of subgraphs with it."""
     if node.target is _COPY:
         yield node.args[0]  # type: ignore[misc]
-    elif node.args and isinstance(part := node.args[0], GraphPart) and part.written:
+    elif (part := subgraph_of(node)) is not None and part.written:
         operands = part.operands(node)
         for place in part.written:
             yield operands[place]
@@ -248,8 +229,8 @@ def has_effect(node: fx.Node) -> bool:
     """True if a node must stay although its value is not used: it writes, draws or checks."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    if node.args and isinstance(node.args[0], GraphPart):
-        return node.args[0].has_effect
+    if (part := subgraph_of(node)) is not None:
+        return part.has_effect
     facts = facts_of(node.target)
     if facts.statistics:
         return bool(node.args[3] is not None and node.args[5])
@@ -346,11 +327,14 @@ def order_by_needs(
             yield node
 
 
-# -- sections --------------------------------------------------------------------------------------
+# -- subgraphs -------------------------------------------------------------------------------------
 
 DEEP = 3000
 """Calls in a graph above which it is cut. A smaller one is compiled whole in as little time, and
 the call of a section costs some microseconds."""
+
+LABELS = "labels"
+"""The key, in the `meta` of a `call_subgraph` node, of the labels of that block's moves."""
 
 
 @dataclass(frozen=True)
@@ -374,19 +358,30 @@ class SectionSchedule:
 
 
 @dataclass(eq=False)
-class Section(GraphPart):
-    """A part of a graph, as a separate graph.
+class Subgraph:
+    """A part of a graph as a graph of its own; the first operand of its calls in the outer graph.
 
-    Its results have their own memory. It may write inputs, by the `copy_` calls in it.
+    It has no writes but those of its `copy_` calls into inputs. A block with a backward has two
+    calls, all others have one. A section is a part that is compiled alone: between two collectives,
+    with results that have their own memory.
 
     Attributes:
-        graph: its output is a list.
-        key: a hash of its text, equal for equal sections.
-        schedule: of its memory if it runs call by call; None until it is computed (`memory`).
+        graph: its output is a list; None in place of an output that nothing reads.
+        name: of the class of a block; of an update "AdamW of Block".
+        key: of a section, a hash of its text, equal for equal sections; "" for others.
+        taken, returned: of a block with a backward, how many of the inputs and outputs are those of
+            forward; None for others.
+        labels: of the moves of forward that have one, in order, as in the notes.
+        schedule: of a section's memory if it runs call by call; None until it is computed
+            (`memory`).
     """
 
     graph: fx.GraphModule
-    key: str
+    name: str = ""
+    key: str = ""
+    taken: int | None = None
+    returned: int | None = None
+    labels: tuple[str, ...] = ()
     schedule: SectionSchedule | None = None
 
     def example(self) -> list[torch.Tensor]:
@@ -394,17 +389,52 @@ class Section(GraphPart):
         return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """Returns the arguments of a call for the section."""
-        given: Any = call.args[1]
+        """Returns the arguments of a call for the inputs."""
+        given: Any = call.args[-1]
         return given  # type: ignore[no-any-return]
 
+    @property
+    def outputs(self) -> list[Any]:
+        """The nodes that it returns."""
+        (end,) = self.graph.graph.find_nodes(op="output")
+        return end.args[0]  # type: ignore[return-value]
+
+    def inputs_of(self, is_late: bool) -> list[fx.Node]:
+        """Returns the inputs that backward adds, or those of forward."""
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        return inputs[self.taken :] if is_late else inputs[: self.taken]
+
+    def outputs_of(self, is_late: bool) -> list[Any]:
+        """Returns the outputs of backward, or those of forward."""
+        return self.outputs[self.returned :] if is_late else self.outputs[: self.returned]
+
+    def nodes_of(self, is_late: bool) -> list[fx.Node]:
+        """Returns the calls of backward, or those of forward."""
+        calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
+        return [n for n in calls if (n in self.late) is is_late]
+
     @cached_property
-    def written(self) -> tuple[int, ...]:  # type: ignore[override]
+    def late(self) -> set[fx.Node]:
+        """The nodes of backward: those in its phase, and those that depend on them or on inputs of
+        backward.
+        """
+        if self.taken is None:
+            return set()
+        late = set(self.inputs_of(True))
+        for node in self.graph.graph.nodes:
+            if node.op == "call_function" and (
+                note_of(node).phase == "backward" or not late.isdisjoint(node.all_input_nodes)
+            ):
+                late.add(node)
+        return late
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
         """The positions of the inputs that it writes."""
         return written_inputs_of(self.graph.graph)
 
     @cached_property
-    def has_effect(self) -> bool:  # type: ignore[override]
+    def has_effect(self) -> bool:
         """True if it writes, draws random numbers or checks."""
         calls = self.graph.graph.nodes
         return any(n.op == "call_function" and has_effect(n) for n in calls)
@@ -416,72 +446,43 @@ class Section(GraphPart):
         facts = (facts_of(n.target) for n in calls)
         return all(f.moves or f.casts for f in facts)
 
-    @property
-    def name(self) -> str:
-        """The name in printed graphs."""
-        return f"section_{self.key[:8]}"
-
     def __repr__(self) -> str:
-        return f"section {self.key}"
+        return f"section {self.key}" if self.key else f"a {self.name}"
 
 
 @declare_facts(OpFacts(makes_new=True))
-def call_section(section: Section, takes: Sequence[Any]) -> Any:
-    """Returns the target of nodes that call a section. (Written code calls what was made of it.)"""
-    raise RuntimeError("a section was not made code")
+def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
+    """The target of nodes that call a subgraph, a block's forward; it is never called itself."""
+    raise RuntimeError("a subgraph was not put in its place")
 
 
-def section_of(node: fx.Node) -> Section | None:
-    """Returns the section that a node calls, or None."""
-    return node.args[0] if node.target is call_section else None  # type: ignore[return-value]
+@declare_facts(OpFacts(makes_new=True))
+def call_backward(part: Subgraph, forward: Any, takes: Sequence[Any]) -> Any:
+    """The target of nodes that call the backward of a block, whose forward was another call."""
+    raise RuntimeError("a block's backward was not put in its place")
 
 
-def sections_in(graph: fx.Graph) -> list[Section]:
-    """Returns the different sections that a graph calls, in the order of their first call."""
-    calls = graph.find_nodes(op="call_function", target=call_section)
+def subgraph_of(node: fx.Node) -> Subgraph | None:
+    """Returns the subgraph that a node calls, or None."""
+    is_call = node.target is call_subgraph or node.target is call_backward
+    return node.args[0] if is_call else None  # type: ignore[return-value]
+
+
+def subgraph_calls(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the calls of subgraphs in a graph, in order."""
+    return [n for n in graph.nodes if n.target is call_subgraph or n.target is call_backward]
+
+
+def subgraphs_in(graph: fx.Graph) -> list[Subgraph]:
+    """Returns the different subgraphs that a graph calls, in the order of their first call."""
+    calls = graph.find_nodes(op="call_function", target=call_subgraph)
     return list(dict.fromkeys(n.args[0] for n in calls))  # type: ignore[misc]
 
 
 def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the calls of a graph, those within its sections once for each section."""
-    for graph_of_part in (graph, *(s.graph.graph for s in sections_in(graph))):
+    """Yields the calls of a graph, those within its subgraphs once for each subgraph."""
+    for graph_of_part in (graph, *(s.graph.graph for s in subgraphs_in(graph))):
         yield from (n for n in graph_of_part.nodes if n.op == "call_function")
-
-
-def inline_sections(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph with the calls of each section in place of it; `module` itself if there is
-    none.
-
-    A result of a section that is not used stays alive until the section has ended, as when it is
-    called.
-    """
-    if not sections_in(module.graph):
-        return module
-    graph, of = fx.Graph(), dict[fx.Node, Any]()
-    for node in module.graph.nodes:
-        section = section_of(node)
-        if section is not None:
-            of[node] = _inline_call(graph, section, [of[n] for n in node.args[1]])
-            unread = set(range(len(of[node]))).difference(u.args[1] for u in node.users)
-            for i in sorted(unread):
-                there = add_call(graph, torch.ops.aten.alias.default, (of[node][i],))
-                there.meta = dict(of[node][i].meta)
-        elif node.target is operator.getitem and isinstance(of[node.args[0]], list):
-            of[node] = of[node.args[0]][node.args[1]]
-        else:
-            of[node] = copy_node(graph, node, of.__getitem__)
-    return lazy_graph_module(module, graph)
-
-
-def _inline_call(graph: fx.Graph, section: Section, takes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Add the calls of a section. Returns the nodes of its results."""
-    inner = section.graph.graph
-    of = dict(zip(inner.find_nodes(op="placeholder"), takes, strict=True))
-    for node in inner.nodes:
-        if node.op == "call_function":
-            of[node] = copy_node(graph, node, of.__getitem__)
-    (end,) = inner.find_nodes(op="output")
-    return [of[n] for n in end.args[0]]  # type: ignore[union-attr, index]
 
 
 class ByIdentity:

@@ -29,7 +29,7 @@ from partita.tensor.dtensor import short_dtype
 from partita.tensor.tensor_state import Spec
 from partita.versions import __version__
 
-from .graph_nodes import is_collective, nbytes_of, note_of, section_of, sections_in
+from .graph_nodes import is_collective, nbytes_of, note_of, subgraph_of, subgraphs_in
 from .program import Program
 
 
@@ -62,7 +62,7 @@ class Graph:
             numbers: dict[Any, int] = {}
             alike = [_signature_of_row(n, row) for n, row in zip(nodes, rows, strict=True)]
             lines = _fold_repeats(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
-        for section in sections_in(self.program.graph.graph):
+        for section in subgraphs_in(self.program.graph.graph):
             lines += ["", f"{section.name}:", *_write_rows([*section.graph.graph.nodes])[1]]
         sent = sum(note_of(n).nbytes for n in self.moves)
         total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
@@ -94,7 +94,7 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, ...]:
     if note.kind:
         why = f"{note.kind} over {' '.join(note.axes)}: {note.before} -> {note.after}"
         why += f", {note.reason}, for {note.op}"
-    section = section_of(node)
+    section = subgraph_of(node)
     name = _name(node.target) if section is None else section.name
     operands = ", ".join(a.name for a in node.all_input_nodes)
     called = node.op if node.op != "call_function" else f"{name}({operands})"
@@ -163,7 +163,7 @@ def canonical(program: Program) -> list[str]:
         part = f" of part {output.part}" if output.part else ""
         lines.append(f"{output.kind}{part} {layout}")
     lines.append(f"returns {program.result} of {program.constants}")
-    for section in sections_in(program.graph.graph):
+    for section in subgraphs_in(program.graph.graph):
         lines += [f"{section}:", *lines_of(section.graph.graph)]
     return lines
 

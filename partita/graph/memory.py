@@ -33,7 +33,7 @@ from partita.layout.text import format_table, human
 from partita.tensor.op_facts import facts_of
 
 from .fake_values import call_without_memory, tensors_in
-from .graph_nodes import Note, Section, SectionSchedule, is_collective, note_of, section_of
+from .graph_nodes import Note, SectionSchedule, Subgraph, is_collective, note_of, subgraph_of
 from .program import Groups, Program
 
 _SHOWN = 12  # rows of a printed table
@@ -240,7 +240,7 @@ class Storages:
 
     def _find_shown_by_call(self, node: fx.Node) -> Sequence[int]:
         """Returns the storage of each tensor in a call's value."""
-        section = section_of(node)
+        section = subgraph_of(node)
         if section is not None:  # what it gives lies in memory of its own
             if extra := _schedule_of_section(section).workspace:
                 self.passing[node] = extra
@@ -274,7 +274,7 @@ def storages_of(program: Program) -> Storages:
     return Storages(program.graph, program.groups)
 
 
-def _schedule_of_section(section: Section) -> SectionSchedule:
+def _schedule_of_section(section: Subgraph) -> SectionSchedule:
     """Returns the allocated bytes in each call of a section, and which calls read an input last."""
     if section.schedule is None:
         storages = Storages(section.graph, {})
@@ -338,7 +338,7 @@ def peak_of(program: Program) -> int:
         if node.op != "call_function":
             continue
         made, freed = storages.sum_bytes(storages.made_by(node)), storages.freed_by(node)
-        section = section_of(node)
+        section = subgraph_of(node)
         if section is None:
             peak = max(peak, live + made + storages.passing.get(node, 0))
         else:
@@ -347,7 +347,9 @@ def peak_of(program: Program) -> int:
     return peak
 
 
-def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Sequence[int]) -> int:
+def _peak_of_call(
+    call: fx.Node, section: Subgraph, storages: Storages, freed: Sequence[int]
+) -> int:
     """Returns the most bytes that a call of a section adds to those allocated before it.
 
     The section frees those inputs that nobody reads later.

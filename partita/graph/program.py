@@ -30,8 +30,9 @@ from partita.tensor.op_facts import facts_of, without_any_autocast
 from partita.tensor.tensor_state import Spec, count_holders, spec_of, state_of
 from partita.tensor.uneven_pieces import find_padded, show_front
 
-from .graph_nodes import calls_within, examples_of, inline_sections, written_inputs_of
+from .graph_nodes import calls_within, examples_of, written_inputs_of
 from .slots import Slot
+from .subgraphs import flatten_module
 
 Pass = Callable[[Any], Any]
 """Changes the graph of a `Program`, and returns in a few words what it did."""
@@ -76,7 +77,7 @@ class StepOptions:
     def outline_above(self) -> int | None:
         """The number of nodes of a graph above which blocks stay calls of sections; None for never.
 
-        Capture makes a program of each block structure that can have one (`outline_blocks`), and
+        Capture makes a program of each block structure that can have one (`capture/fold.py`), and
         `FormSearch` inlines them if the budget requires it.
         """
         if self.sections is False or self.passes or self.cuda_graphs:
@@ -366,7 +367,7 @@ class Program:
 
     def flat(self) -> Program:
         """Returns the program with the calls of its sections inlined; itself if it has none."""
-        graph = inline_sections(self.graph)
+        graph = flatten_module(self.graph)
         if graph is self.graph:
             return self
         found = copy.copy(self)

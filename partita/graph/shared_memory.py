@@ -23,7 +23,7 @@ from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from .fake_values import tensors_in
-from .graph_nodes import NOTE, GraphPart, add_call, written_operands
+from .graph_nodes import NOTE, add_call, subgraph_of, written_operands
 
 _aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if node.op != "call_function":
         return []
-    if node.args and isinstance(node.args[0], GraphPart):
+    if subgraph_of(node) is not None:
         return [*written_operands(node)]
     if facts_of(target).statistics:
         statistics = node.args[3:5] if node.args[5] else ()

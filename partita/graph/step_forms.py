@@ -7,15 +7,16 @@ once, cuts it at its collectives, and puts calls of these sections in place of t
 
 Blocks stay calls if all of these allow it: the options, by the size of the graph
 (`StepOptions.outline_above`); capture, which inlines a structure that cannot be a separate graph
-(`block_programs`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
+(`fold`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,23 +24,24 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backend.section_cutter import UnsureOfSections, sections_of_blocks
-from .block_calls import (
-    BlockBody,
-    block_backward,
-    block_forward,
-    block_output,
-    calls_of_blocks,
-    inline_bodies,
-)
-from .block_programs import BlockProgram, find_late, inline_block_programs
 from .errors import cannot_be_kept
-from .graph_nodes import Section, copy_graph, lazy_graph_module, sections_in
+from .graph_nodes import (
+    Subgraph,
+    call_backward,
+    call_subgraph,
+    copy_graph,
+    drop_unused,
+    lazy_graph_module,
+    subgraph_calls,
+    subgraphs_in,
+)
 from .memory import peak_of
 from .passes import Change, record_changes, run_passes
 from .passes.pass_manager import OF_STEP, OF_STEP_AND_UPDATES
 from .passes.regather import is_gather, packing_of
 from .passes.remat import cost_of_recompute
 from .program import Input, Output, Program, RecomputeLevel
+from .subgraphs import inline_subgraphs
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class CapturedForms:
     """
 
     def __init__(self, program: Program):
-        self.has_blocks = bool(calls_of_blocks(program.graph.graph))
+        self.has_blocks = bool(subgraph_calls(program.graph.graph))
         self.form = StepForm(in_blocks=self.has_blocks)
         self._unchanged: Program | None = program
         self._kind, self._root_module = type(program), program.graph
@@ -96,7 +98,7 @@ class CapturedForms:
         if form.in_blocks:
             _lower_blocks(program, recorded)
         else:
-            inline_block_programs(program.graph.graph)
+            inline_subgraphs(program.graph.graph)
         return program
 
     def inlined(self) -> Program:
@@ -174,7 +176,7 @@ class FormSearch:
                 if is_last:
                     break
                 level += 1
-            if in_blocks and not sections_in(program.graph.graph):
+            if in_blocks and not subgraphs_in(program.graph.graph):
                 return  # they could not stay calls
 
 
@@ -212,36 +214,36 @@ def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None
         IllegalGraph: a pass breaks a block's graph.
     """
     try:
-        inline_bodies(program.graph.graph, _Lowering(program, recorded).body_of)
+        inline_subgraphs(program.graph.graph, _Lowering(program, recorded).lower)
     except UnsureOfSections:
-        inline_block_programs(program.graph.graph)
+        inline_subgraphs(program.graph.graph)
         if recorded is not None:
             recorded.clear()
 
 
 class _Lowering:
-    """The sections of the block programs of one step."""
+    """The blocks of one step as calls of sections."""
 
     def __init__(self, program: Program, recorded: list[RewrittenBlock] | None):
         self.program, self._recorded = program, recorded
-        self._sections: dict[Any, Section] = {}
+        self._sections: dict[Any, Subgraph] = {}
         self._read = _find_read(program.graph.graph)
         self._calls: defaultdict[Any, list[fx.Node]] = defaultdict(list)
-        for node in program.graph.graph.find_nodes(op="call_function", target=block_forward):
+        for node in program.graph.graph.find_nodes(op="call_function", target=call_subgraph):
             self._calls[node.args[0]].append(node)
-        self._bodies: dict[BlockProgram, tuple[BlockBody, BlockBody]] = {}
+        self._lowered: dict[Subgraph, Subgraph] = {}
 
-    def body_of(self, node: fx.Node) -> BlockBody:
-        """Returns the body of a block node."""
+    def lower(self, node: fx.Node) -> Subgraph:
+        """Returns the block that a node calls, as a graph of collectives and calls of sections."""
         block: Any = node.args[0]
-        if block not in self._bodies:
-            self._bodies[block] = self._lower(block)
-        return self._bodies[block][node.target is block_backward]
+        if block not in self._lowered:
+            self._lowered[block] = self._rewrite_and_cut(block)
+        return self._lowered[block]
 
-    def _lower(self, block: BlockProgram) -> tuple[BlockBody, BlockBody]:
+    def _rewrite_and_cut(self, block: Subgraph) -> Subgraph:
         calls = self._calls[block]
-        block = block.narrowed(*self._read[block], _find_equal_operands(block, calls))
-        part = _program_of_block(block, self.program)
+        graph = _copy_narrowed(block, self._read[block], _find_equal_operands(block, calls))
+        part = _program_of_block(lazy_graph_module(block.graph, graph), self.program)
         left_out = OF_STEP if block.written else (*OF_STEP, *OF_STEP_AND_UPDATES)
         without = (*self.program.options.without, *left_out)
         part.options = replace(self.program.options, without=without, passes=())
@@ -250,24 +252,40 @@ class _Lowering:
         else:
             changed = [change for change in record_changes(part) if change.changed]
             self._recorded.append(RewrittenBlock(block.name, len(calls), changed))
-        late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
+        late = replace(block, graph=part.graph).late
         packing = [*_find_packing_of_gathers(part.graph.graph)]
-        outer = sections_of_blocks(part, late, packing, self._sections)
-        return block.bodies(outer)
+        return replace(block, graph=sections_of_blocks(part, late, packing, self._sections))
 
 
-def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
-    """Returns for each block program the numbers of the results, and of the gradients, that are
-    used.
+def _find_read(graph: fx.Graph) -> dict[Any, set[int]]:
+    """Returns for each block the places of its outputs that are used.
 
     Values that were only compared are not used.
     """
-    found: dict[Any, tuple[set[int], set[int]]] = {}
-    for call in calls_of_blocks(graph):
-        read = found.setdefault(call.args[0], (set(), set()))
-        users = (n for n in call.users if n.target is block_output)
-        read[call.target is block_backward].update(n.args[1] for n in users)  # type: ignore[misc]
+    found: defaultdict[Any, set[int]] = defaultdict(set)
+    for call in subgraph_calls(graph):
+        block: Any = call.args[0]
+        first: int = block.returned if call.target is call_backward else 0
+        items: Any = (n.args[1] for n in call.users if n.target is operator.getitem)
+        found[block].update(first + i for i in items)
     return found
+
+
+def _copy_narrowed(
+    block: Subgraph, read: Collection[int], equal: Iterable[tuple[int, int]]
+) -> fx.Graph:
+    """Returns a copy of a block's graph with only the outputs at the places `read`.
+
+    Of operands that are `equal`, by pairs of places, it reads only the first.
+    """
+    graph = copy_graph(block.graph.graph)
+    inputs, (end,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+    for first, other in equal:
+        inputs[other].replace_all_uses_with(inputs[first])
+    outputs: Any = end.args[0]
+    end.args = ([node if i in read else None for i, node in enumerate(outputs)],)
+    drop_unused(graph)
+    return graph
 
 
 def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
@@ -280,9 +298,7 @@ def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
             yield packing - {node}
 
 
-def _find_equal_operands(
-    block: BlockProgram, calls: Sequence[fx.Node]
-) -> Iterator[tuple[int, int]]:
+def _find_equal_operands(block: Subgraph, calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
     """Pairs of places at which each call of a block gives one node, that is not written."""
     first: dict[tuple[Any, ...], int] = {}
     for place, given in enumerate(zip(*(block.operands(call) for call in calls), strict=True)):
@@ -290,15 +306,14 @@ def _find_equal_operands(
             yield first[given], place
 
 
-def _program_of_block(block: BlockProgram, step: Program) -> Program:
-    """Returns a copy of a block's graph, as a program that passes rewrite."""
-    graph = copy_graph(block.graph.graph)
-    inputs = graph.find_nodes(op="placeholder")
-    (end,) = graph.find_nodes(op="output")
+def _program_of_block(graph: fx.GraphModule, step: Program) -> Program:
+    """Returns a block's graph as a program that passes rewrite."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    (end,) = graph.graph.find_nodes(op="output")
     outputs: Any = end.args[0]
     nothing = pytree.tree_structure(None)
     return Program(
-        lazy_graph_module(block.graph, graph),
+        graph,
         [Input(n.name, "argument", n.meta["val"]) for n in inputs],
         [Output("result", None) for _ in outputs],
         nothing,

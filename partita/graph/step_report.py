@@ -19,7 +19,7 @@ from partita.comm.ledger import Record
 from partita.layout.text import human
 from partita.tensor.dtensor import DTensor
 
-from .graph_nodes import call_section, section_of, sections_in
+from .graph_nodes import call_subgraph, subgraph_of, subgraphs_in
 from .memory import Buffer, Memory, memory_of
 from .passes import Change, record_changes
 from .passes.pass_manager import GraphFigures, format_figure
@@ -133,7 +133,7 @@ def explain_passes(captured: CapturedForms) -> str:
     blocks = program.blocks
     if not captured.form.in_blocks:
         blocks = blocks.left_flat("for the budget")
-    elif not sections_in(program.graph.graph):
+    elif not subgraphs_in(program.graph.graph):
         blocks = blocks.left_flat("a part of a block gives another part no tensor")
     if lines := str(blocks):
         texts.insert(0, f"blocks\n{indent(lines, '  ')}")
@@ -144,7 +144,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
     """Returns what a program recomputes for its budget, in each section and between them."""
     graph = program.graph.graph
     lines = [f"{human(peak)} of {human(budget)}, at level {program.level} of recomputation"]
-    calls = Counter(map(section_of, graph.find_nodes(op="call_function", target=call_section)))
+    calls = Counter(map(subgraph_of, graph.find_nodes(op="call_function", target=call_subgraph)))
     for section, count in calls.items():
         assert section is not None
         if again := count_made_again(section.graph.graph):

@@ -22,8 +22,7 @@ from partita.comm.collective import WAIT
 from partita.layout import LayoutError
 from partita.tensor.op_facts import facts_of, find_unknown_effect
 
-from .block_calls import is_block_node
-from .graph_nodes import call_section, is_collective, note_of, written_operands
+from .graph_nodes import is_collective, note_of, subgraph_of, written_operands
 from .program import Program
 
 _COPY = torch.ops.aten.copy_.default
@@ -84,7 +83,7 @@ def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
 
 def _find_faults_of_call(program: Program, node: fx.Node) -> Iterator[str]:
     target: Any = node.target
-    if target is operator.getitem or target is call_section or is_block_node(node):
+    if target is operator.getitem or subgraph_of(node) is not None:
         return
     if not isinstance(target, torch._ops.OpOverload):
         yield f"{target} is not an operator of torch"

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import partita as pt
 from partita.capture import fold
 from partita.capture.block_choice import BlockCalls
-from partita.graph.graph_nodes import call_section, note_of, sections_in
+from partita.graph.graph_nodes import call_subgraph, note_of, subgraphs_in
 from partita.graph.graph_text import canonical
 from partita.graph.passes.regather import is_gather, only_moves
 from partita.graph.verify import verify
@@ -279,7 +279,7 @@ def made(build, step_of, mesh, blocks, stage=3, calls=3, sections=None):
 
 def sections_of_forward(step):
     """The sections that the forward of a step calls, and how often in all."""
-    calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
+    calls = [n for n in step.program.graph.graph.nodes if n.target is call_subgraph]
     of = [n.args[0] for n in calls if note_of(n).phase == "forward"]
     return len({*of}), len(of)
 
@@ -1060,7 +1060,7 @@ def test_a_structure_that_has_to_be_inlined_leaves_the_others_calls(monkeypatch)
             monkeypatch.setattr(fold, "functionalize_graph", refuse_sines)
         found, step = made(Mixed, squares, None, True, sections=True)
         assert all(map(torch.equal, found, wanted))
-        calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
+        calls = [n for n in step.program.graph.graph.nodes if n.target is call_subgraph]
         # The first block goes back to no gradient of its input: it has no equal.
         assert sum(note_of(n).phase == "forward" for n in calls) == calls_of_forward
         assert len(step.program.blocks.structures) == 3
@@ -1099,7 +1099,7 @@ class Twice(Block):
 
 def test_a_section_tells_its_inputs_apart():
     _, step = made(lambda: Stack(Twice), squares, None, True, sections=True)
-    for section in sections_in(step.program.graph.graph):
+    for section in subgraphs_in(step.program.graph.graph):
         given = section.example()
         assert len({x.untyped_storage()._cdata for x in given}) == len(given)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.graph.graph_nodes import call_section, note_of
+from partita.graph.graph_nodes import call_subgraph, note_of
 from tests.programs import stacks
 
 WIDTH, BLOCKS = 8, 3
@@ -173,7 +173,7 @@ def test_a_step_with_folded_blocks_has_the_bits_of_the_flat_one(body, kind):
 @pytest.mark.parametrize("body", [accumulated, clipped_in_place, drawn_between])
 def test_blocks_are_folded_whatever_stands_between_them(body):
     _, step = trained(body, Block, compiled(True))
-    calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
+    calls = [n for n in step.program.graph.graph.nodes if n.target is call_subgraph]
     forward = [n.args[0] for n in calls if note_of(n).phase == "forward"]
     assert len(forward) >= BLOCKS and len({*forward}) < len(forward)
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
-from partita.graph.graph_nodes import call_section, written_operands
+from partita.graph.graph_nodes import call_subgraph, written_operands
 from partita.graph.graph_text import canonical
 from tests.programs import stacks
 from tests.programs.steps import squares
@@ -438,7 +438,7 @@ def test_gradients_that_stay_are_added_to():
 def test_an_update_that_stays_a_call_is_one_section_that_writes_what_it_takes():
     _, step = trained(None, True, sections=True)
     graph = step.program.graph.graph
-    calls = [n for n in graph.nodes if n.target is call_section and n.args[0].written]
+    calls = [n for n in graph.nodes if n.target is call_subgraph and n.args[0].written]
     assert len(calls) == BLOCKS
     assert len({n.args[0] for n in calls}) == 1
     weights = sum(1 for _ in Block().parameters())

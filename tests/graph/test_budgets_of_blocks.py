@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import partita as pt
-from partita.graph.graph_nodes import call_section, note_of, sections_in
+from partita.graph.graph_nodes import call_subgraph, note_of, subgraphs_in
 from partita.graph.memory import memory_of, peak_of
 from partita.graph.passes.remat import cost_of_recompute
 from partita.testing.allocated_bytes import counted
@@ -67,7 +67,7 @@ def trained(mesh, budget=None, blocks=6, drop=0.0):
 
 def made_again(graph):
     """The calls of a graph that are made again, but for parameters that are gathered again."""
-    notes = (note_of(n) for n in graph.nodes if n.target is not call_section)
+    notes = (note_of(n) for n in graph.nodes if n.target is not call_subgraph)
     return [note for note in notes if note.again and note.reason != "regather"]
 
 
@@ -82,7 +82,7 @@ def test_a_sharded_step_of_blocks_keeps_a_budget_with_the_same_losses_and_parame
             torch.manual_seed(mesh.get_rank())
             values, step = trained(mesh, int(share * peak), drop=drop)
             assert all(torch.equal(a, b) for a, b in zip(values, wanted, strict=True))
-            sections = sections_in(step.program.graph.graph)
+            sections = subgraphs_in(step.program.graph.graph)
             assert any(made_again(s.graph.graph) for s in sections)
             assert peak_of(step.program) == memory_of(step.program).peak <= share * peak
             found.append((step.key, step.memory.peak, step.program.level))
@@ -101,9 +101,9 @@ def test_more_blocks_of_a_structure_have_no_more_variants():
             _, without = trained(mesh, blocks=blocks)
             _, step = trained(mesh, without.memory.peak * 2 // 3, blocks=blocks)
             graph = step.program.graph.graph
-            found.append((step.program.level, sorted(s.key for s in sections_in(graph))))
-            calls = [n for n in graph.nodes if n.target is call_section]
-            assert len(calls) >= 3 * blocks > len(sections_in(graph))
+            found.append((step.program.level, sorted(s.key for s in subgraphs_in(graph))))
+            calls = [n for n in graph.nodes if n.target is call_subgraph]
+            assert len(calls) >= 3 * blocks > len(subgraphs_in(graph))
         return found
 
     with pt.ranks(dp=2) as world:
@@ -121,7 +121,7 @@ def test_what_is_made_again_is_said_and_each_section_is_printed_once():
     with pt.ranks(dp=2) as world:
         (step, without, _), _ = world.run(body)
         said, printed = step.explain(), str(step.graph)
-    sections = sections_in(step.program.graph.graph)
+    sections = subgraphs_in(step.program.graph.graph)
     for section in sections:
         assert printed.count(f"\n{section.name}:") == 1
     again = {s.name: len(made_again(s.graph.graph)) for s in sections}
@@ -158,8 +158,8 @@ def test_blocks_are_inlined_where_no_variant_of_them_is_enough():
     for one, budget in ((small, least), (large, 3 * least // 2)):
         assert all(torch.equal(a, b) for a, b in zip(one(), wanted, strict=True))
         assert counted(one) == one.memory.peak <= budget
-    assert not sections_in(small.program.graph.graph)
-    assert sections_in(large.program.graph.graph)
+    assert not subgraphs_in(small.program.graph.graph)
+    assert subgraphs_in(large.program.graph.graph)
     costs = [cost_of_recompute(one.program.graph.graph) for one in (small, large)]
     assert all(a >= b for a, b in zip(*costs, strict=True))
 
@@ -170,7 +170,7 @@ def test_a_small_step_has_its_blocks_inlined_under_a_budget_too():
     without()
     small = compiled(step, without.memory.peak * 3 // 4, sections=None)
     small()
-    assert not sections_in(small.program.graph.graph)
+    assert not subgraphs_in(small.program.graph.graph)
     assert small.memory.peak <= without.memory.peak * 3 // 4
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import partita as pt
 from partita.bench.models import MODELS
 from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
-from partita.graph.graph_nodes import sections_in
+from partita.graph.graph_nodes import subgraphs_in
 from partita.testing.allocated_bytes import counted
 from tests.programs.gloo_ranks import run_ranks
 from tests.programs.stacks import Stack
@@ -181,7 +181,7 @@ def test_where_code_takes_more_than_its_budget_more_is_made_again(sections):
     budget = compiled(backend="graph").memory.peak
     loose, tight = compiled(), compiled(budget=budget)
     assert counted(loose) > budget >= counted(tight)
-    called = [bool(sections_in(step.program.graph.graph)) for step in (loose, tight)]
+    called = [bool(subgraphs_in(step.program.graph.graph)) for step in (loose, tight)]
     assert called == [sections is True] * 2
     torch.testing.assert_close(tight(), loose())
 

@@ -28,7 +28,7 @@ from partita.comm import PendingWork, Request, Wire
 from partita.comm.collective import ALL_REDUCE, WAIT, all_gather
 from partita.comm.device import new_empty
 
-from ..graph_nodes import COLLECTIVES, Section, note_of, request_of_collective, section_of
+from ..graph_nodes import COLLECTIVES, Subgraph, note_of, request_of_collective, subgraph_of
 from ..program import Axes, Call, Groups
 
 SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -38,7 +38,7 @@ SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
 def function_of(
     graph: fx.GraphModule,
     groups: Groups | None,
-    calls: Mapping[Section, SectionCall] | None = None,
+    calls: Mapping[Subgraph, SectionCall] | None = None,
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Returns a function of the graph's inputs that returns its outputs.
 
@@ -99,12 +99,12 @@ class GraphWriter:
         self,
         graph: fx.GraphModule,
         groups: Groups | None,
-        calls: Mapping[Section, SectionCall] | None = None,
+        calls: Mapping[Subgraph, SectionCall] | None = None,
         drops_inputs: bool = False,
     ):
         self.graph, self.groups, self.drops_inputs = graph, groups, drops_inputs
         self.nodes_of_sections: dict[CodeType, list[fx.Node]] = {}
-        self._calls: dict[Section, SectionCall] = dict(calls or {})
+        self._calls: dict[Subgraph, SectionCall] = dict(calls or {})
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._of: dict[Any, str] = {}
         self.names: dict[fx.Node, str] = {}
@@ -130,7 +130,7 @@ class GraphWriter:
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
         """The line of a node, with the deletion of the names that it is the last to read."""
-        if (section := section_of(node)) is None:
+        if (section := subgraph_of(node)) is None:
             return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
         # In a list, which it empties: so it frees what it is the last to read.
         gone = "".join(f"del {self.names[n]}; " for n in dropped if n is not node)
@@ -139,7 +139,7 @@ class GraphWriter:
         call = self.bind(self.call_of(section))
         return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
 
-    def call_of(self, section: Section) -> SectionCall:
+    def call_of(self, section: Subgraph) -> SectionCall:
         """Returns the function that runs a section."""
         if section not in self._calls:
             written = GraphWriter(section.graph, self.groups, drops_inputs=True)
@@ -286,13 +286,13 @@ class Sections:
 
     Attributes:
         outer: a graph of the same inputs and outputs; its calls are collectives, views and
-            `call_section`.
+            `call_subgraph`.
         different: the different sections, in the order of their first call.
         calls: the number of calls of sections.
     """
 
     outer: fx.GraphModule
-    different: list[Section]
+    different: list[Subgraph]
     calls: int
 
     @property

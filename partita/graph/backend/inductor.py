@@ -54,7 +54,7 @@ from partita.layout import Fix, LayoutError
 from partita.versions import INPUT_CHECK, __version__
 
 from ..fake_values import fake_mode_of
-from ..graph_nodes import NOTE, Section, checks_value, section_of
+from ..graph_nodes import NOTE, Subgraph, checks_value, subgraph_of
 from ..program import Built, Call, Program
 from .codegen_memory import memory_of_code
 from .executor import (
@@ -109,7 +109,7 @@ def cut_into_sections(program: Program, sections: bool | None) -> Sections | Non
     checks = any(map(checks_value, nodes))
     if sections is False and not checks:
         return None
-    has_sections = any(section_of(node) is not None for node in nodes)
+    has_sections = any(subgraph_of(node) is not None for node in nodes)
     return sections_of(program, always=checks or has_sections or sections is True)
 
 
@@ -228,13 +228,13 @@ class _BuildRequest:
         key: of the program and of the compiler, in the store.
     """
 
-    def __init__(self, program: Program | Section, facts: dict[str, Any]):
+    def __init__(self, program: Program | Subgraph, facts: dict[str, Any]):
         self.program, self.facts = program, facts
         self.built: Built | None = None
         self.error: Exception | None = None
         self.key = ""
         self.store: Store | None = None
-        self._is_boxed = isinstance(program, Section)
+        self._is_boxed = isinstance(program, Subgraph)
         self.attempt(self._find_key_and_store)
 
     def _find_key_and_store(self) -> None:
@@ -339,7 +339,7 @@ _IRRELEVANT_SETTINGS = re.compile(
 )
 
 
-def compile_program(program: Program | Section) -> tuple[Call, bytes | None, list[str]]:
+def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, list[str]]:
     """Compile a program.
 
     Returns:
@@ -411,7 +411,7 @@ _UNCHECKED = ("cotangent", "saved", "kept")
 """Kinds of inputs whose shapes and strides neither guards nor the signature check before a call."""
 
 
-def _has_checked_inputs(program: Program | Section) -> bool:
+def _has_checked_inputs(program: Program | Subgraph) -> bool:
     return isinstance(program, Program) and all(i.kind not in _UNCHECKED for i in program.inputs)
 
 

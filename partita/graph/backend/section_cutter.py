@@ -23,17 +23,17 @@ from ..graph_nodes import (
     DEEP,
     NOTE,
     Note,
-    Section,
+    Subgraph,
     add_call,
     add_input,
-    call_section,
+    call_subgraph,
     checks_value,
     copy_node,
     has_effect,
     is_collective,
     lazy_graph_module,
     note_of,
-    section_of,
+    subgraph_of,
 )
 from ..graph_text import key_of, line_of
 from ..memory import Storages, storages_of
@@ -72,8 +72,8 @@ def sections_of_blocks(
     program: Program,
     late: Collection[fx.Node],
     packing: Sequence[Collection[fx.Node]],
-    known: dict[Any, Section],
-) -> fx.Graph:
+    known: dict[Any, Subgraph],
+) -> fx.GraphModule:
     """The graph of a block's forward and backward, cut at its collectives and between the two.
 
     Args:
@@ -85,7 +85,7 @@ def sections_of_blocks(
     Raises:
         UnsureOfSections: a part gives another what is no tensor, or a view.
     """
-    return _GraphCutter(program, late, packing, known).cut_graph().outer.graph
+    return _GraphCutter(program, late, packing, known).cut_graph().outer
 
 
 class UnsureOfSections(Exception):
@@ -100,7 +100,7 @@ class _GraphCutter:
         program: Program,
         late: Collection[fx.Node] = (),
         packing: Sequence[Collection[fx.Node]] = (),
-        known: dict[Any, Section] | None = None,
+        known: dict[Any, Subgraph] | None = None,
     ):
         self.program, self.late = program, late
         self.storages = storages_of(program)
@@ -113,7 +113,7 @@ class _GraphCutter:
         self.order = self._with_packing_first(order) if packing else order
         self.of: dict[fx.Node, int] = {}  # for each call the number of its part
         self.is_of_block = known is not None
-        self.known: dict[Any, Section] = {} if known is None else known
+        self.known: dict[Any, Subgraph] = {} if known is None else known
         self.calls = 0
         self._outer = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}  # for each node its node in the outer graph
@@ -132,7 +132,7 @@ class _GraphCutter:
                 self._values[node] = self._copy_to_outer(node)
         starts = {part[0]: part for part in parts}
         for node in self.order:
-            if (section := section_of(node)) is not None:
+            if (section := subgraph_of(node)) is not None:
                 self.known[section.key, _devices_of(section.graph.graph)] = section
                 self.calls += 1
             if node in starts:
@@ -249,13 +249,14 @@ class _GraphCutter:
         section = self.known.get((key, made.devices))
         if section is None:
             graph = lazy_graph_module(torch.nn.Module(), made.graph)
-            section = self.known[key, made.devices] = Section(graph, key)
+            section = Subgraph(graph, f"section_{key[:8]}", key)
+            self.known[key, made.devices] = section
         self._check_owned(made.outputs)
         self.calls += 1
         for node in made.inputs:
             self._ensure_value(node)
         given = [self._values[n] for n in made.inputs]
-        call = add_call(self._outer, call_section, (section, given))  # type: ignore[arg-type]
+        call = add_call(self._outer, call_subgraph, (section, given))  # type: ignore[arg-type]
         first = note_of(part[0])
         note = Note(first.source, first.phase, again=first.again)  # what moves is not the section
         call.meta = {NOTE: note, "val": [n.meta["val"] for n in made.outputs]}
@@ -369,8 +370,8 @@ def _stands_between(node: fx.Node) -> bool:
     or an item of its result.
     """
     if node.target is operator.getitem:
-        return node.args[0].target is call_section  # type: ignore[union-attr]
-    return node.target in (WAIT, call_section) or is_collective(node) or checks_value(node)
+        return node.args[0].target is call_subgraph  # type: ignore[union-attr]
+    return node.target in (WAIT, call_subgraph) or is_collective(node) or checks_value(node)
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import fx
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import NOTE, copy_node, is_collective, note_of, section_of
+from ..graph_nodes import NOTE, copy_node, is_collective, note_of, subgraph_of
 from ..program import Program
 
 _PAD = torch.ops.aten.constant_pad_nd.default
@@ -194,7 +194,7 @@ def is_backward(node: fx.Node) -> bool:
 
 def only_moves(node: fx.Node) -> bool:
     """True for a view, a copy or a cast of operands, without computation."""
-    if (section := section_of(node)) is not None:
+    if (section := subgraph_of(node)) is not None:
         return section.only_moves
     facts = facts_of(node.target)
     return facts.moves or facts.casts

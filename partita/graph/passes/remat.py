@@ -22,13 +22,13 @@ from partita.tensor.op_facts import facts_of
 from ..graph_nodes import (
     BLOCK_RESULT,
     NOTE,
-    Section,
+    Subgraph,
     copy_node,
     is_collective,
     nbytes_of,
     note_of,
     order_by_needs,
-    section_of,
+    subgraph_of,
 )
 from ..memory import Storages, storages_of
 from ..program import Program
@@ -221,7 +221,7 @@ def _can_be_made_again(node: fx.Node) -> bool:
     facts = facts_of(node.target)
     return (
         node.op == "call_function"
-        and section_of(node) is None
+        and subgraph_of(node) is None
         and getattr(node.target, "namespace", "aten") in SPACES
         and note_of(node).phase == "forward"
         and not facts.draws
@@ -284,10 +284,10 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
 
     Without parameters that are gathered again, which is for `regather` to say.
     """
-    within: dict[Section, tuple[int, int]] = {}
+    within: dict[Subgraph, tuple[int, int]] = {}
     flops = nbytes = 0
     for node in graph.nodes:
-        section = section_of(node)
+        section = subgraph_of(node)
         if section is not None:
             if section not in within:
                 within[section] = cost_of_recompute(section.graph.graph)
@@ -308,6 +308,6 @@ def count_made_again(graph: fx.Graph) -> int:
 def _is_made_again(node: fx.Node) -> bool:
     note = note_of(node)
     item_of = node.args[0] if node.target is operator.getitem else node
-    if section_of(item_of) is not None:  # type: ignore[arg-type]
+    if subgraph_of(item_of) is not None:  # type: ignore[arg-type]
         return False  # the section says it
     return note.again and note.reason not in ("gather", "regather")

@@ -1,0 +1,156 @@
+"""Subgraphs in place of their calls: copies of their nodes, for each call.
+
+`fold` makes the subgraphs of blocks and of the updates of their parameters. A block's forward and
+backward are one subgraph, so it is functionalized, rewritten by passes and compiled once, however
+many blocks have the structure. Its first inputs are the operands of forward, its first outputs the
+results of forward. The others are those of backward. `section_cutter` makes the subgraphs that are
+compiled, each with one call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.tensor.op_facts import facts_of
+
+from .graph_nodes import (
+    LABELS,
+    NOTE,
+    Note,
+    Subgraph,
+    add_call,
+    call_backward,
+    copy_graph,
+    copy_node,
+    lazy_graph_module,
+    note_of,
+    subgraph_calls,
+)
+from .shared_memory import lie_alike
+
+
+def inline_subgraphs(
+    graph: fx.Graph, find_subgraph: Callable[[fx.Node], Any] = lambda call: call.args[0]
+) -> None:
+    """Replace calls of subgraphs by copies of their nodes.
+
+    Args:
+        find_subgraph: returns the subgraph whose nodes replace a call.
+    """
+    calls = subgraph_calls(graph)
+    if not calls:
+        return
+    moves = max((note_of(n).move for n in graph.nodes), default=0)
+    regions = max((note_of(n).region for n in graph.nodes), default=0)
+    free = count(moves + 1), count(regions + 1)
+    copies: dict[Any, _Copy] = {}
+    for node in calls:
+        part: Subgraph = find_subgraph(node)
+        is_late = node.target is call_backward
+        if is_late:
+            copy = copies[node.args[1]]
+        else:
+            labels = dict(zip(part.labels, node.meta.get(LABELS, ()), strict=True))
+            copies[node] = copy = _Copy({}, labels, *free)
+        copy.of.update(zip(part.inputs_of(is_late), part.operands(node), strict=True))
+        with graph.inserting_before(node):
+            copy.add_nodes(graph, part.nodes_of(is_late))
+        outputs = part.outputs_of(is_late)
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                inner: Any = outputs[user.args[1]]  # type: ignore[index]
+                user.replace_all_uses_with(copy.of.get(inner, inner))
+                graph.erase_node(user)
+    for node in reversed(calls):
+        graph.erase_node(node)
+
+
+def flatten_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph with the nodes of each section in place of its calls; `module` itself if
+    there is none.
+
+    A result of a section that is not used stays alive until the section has ended, as when it is
+    called.
+    """
+    if not subgraph_calls(module.graph):
+        return module
+    graph = copy_graph(module.graph)
+    for call in subgraph_calls(graph):
+        last, read = call, {user.args[1] for user in call.users}
+        for i, value in enumerate(call.meta["val"]):
+            if i not in read:
+                for target, args in ((operator.getitem, (call, i)), (_ALIAS, None)):
+                    with graph.inserting_after(last):
+                        last = add_call(graph, target, args or (last,))
+                    last.meta = {"val": value, NOTE: note_of(call)}
+    inline_subgraphs(graph)
+    return lazy_graph_module(module, graph)
+
+
+_ALIAS = torch.ops.aten.alias.default
+
+
+@dataclass
+class _Copy:
+    """The copy of a subgraph for one forward and its backward.
+
+    Attributes:
+        of: by the subgraph's node, the copied node, operand or number.
+        labels: by the label in the subgraph's notes, the label in the copies.
+        free_moves, free_regions: return the next numbers that are free in the graph.
+        moves, regions: by the number in the subgraph's notes, the number in the copies.
+        notes: by the id of a note of the subgraph, the note of the copies.
+    """
+
+    of: dict[fx.Node, Any]
+    labels: dict[str, str]
+    free_moves: Iterator[int]
+    free_regions: Iterator[int]
+    moves: dict[int, int] = field(default_factory=dict)
+    regions: dict[int, int] = field(default_factory=dict)
+    notes: dict[int, Note] = field(default_factory=dict)
+
+    def add_nodes(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+        """Add copies of a subgraph's nodes at the insertion point of a graph."""
+        of = self.of
+        for node in nodes:
+            if node in of:
+                continue
+            if _is_alias(node):
+                shown: Any = node.args[0]
+                of[node] = of.get(shown, shown)
+            else:
+                of[node] = copied = copy_node(graph, node, lambda n: of.get(n, n))
+                note = note_of(node)
+                if id(note) not in self.notes:
+                    self.notes[id(note)] = self._renumber_note(note)
+                copied.meta[NOTE] = self.notes[id(note)]
+
+    def _renumber_note(self, note: Note) -> Note:
+        """Returns the note with numbers of this copy, so that moves and regions are distinct."""
+        region = note.region
+        if region:  # it lies within the block
+            region = self.regions.get(note.region) or next(self.free_regions)
+            self.regions[note.region] = region
+        if not note.move:
+            return note if region == note.region else replace(note, region=region)
+        if note.move not in self.moves:
+            self.moves[note.move] = next(self.free_moves)
+        op = self.labels.get(note.op, note.op)
+        return replace(note, move=self.moves[note.move], region=region, op=op)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """True if a call returns an alias of its operand, or a view of the same shape and strides."""
+    if facts_of(node.target).is_alias:
+        return True
+    if node.target is not torch.ops.aten.view.default:
+        return False
+    return lie_alike(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]

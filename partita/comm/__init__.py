@@ -1,10 +1,13 @@
 """Communication between ranks. This is the only package that imports `torch.distributed`.
 
+A *wire* (class `Wire`) is one rank's connection to the other ranks of one mesh. It *carries* moves:
+runs each step of a redistribution on this rank's piece of a tensor. The *ledger* records them.
+
 In reading order:
 
 - a move: `collective` (requests, pending work, and transports), `move_steps` (which elements go
   where, and each kind of move as a function), `wire` (`carry`: a move on a transport; mesh handles,
-  and the wire without peers)
+  and dry meshes, which have one rank)
 - the record: `ledger` (moves, the user's lines that caused them, `strict`, `check_ranks`)
 - transports: `groups` (process groups, and what their ranks compare) with `backends/`, `ranks`
   (ranks that are threads of one process), `trace` (nodes of a captured graph, between padded

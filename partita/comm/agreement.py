@@ -1,12 +1,13 @@
-"""Agreement of ranks: a text that must be equal on all ranks of a mesh, and a decision of all ranks
-of the job on something that is no tensor of the program.
+"""Agreement of ranks: checks that a text is equal on all ranks of a mesh, and decisions that all
+ranks of the job make together.
 
     agree("from_local", "f32[8, 16] Shard(0)", wire)
     paths = control_plane().decide("saves", mine, lambda brought: [brought[0]] * len(brought))
 
-`agree` exchanges a digest, and the text only where digests differ; each rank then raises one error
-that names two of them. What a program passes is compared the first time that a line of it does so
-(`agree_first`), and each time under `check_ranks()`: in the steady state nothing is sent.
+`agree` exchanges a digest. If digests differ, it exchanges the texts, and every rank raises the
+same error, which names two ranks. The arguments of a call are compared the first time that a line
+of the program makes it (`agree_first`), and every time under `check_ranks()`. Later calls send
+nothing.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from .wire import Wire
 
 
 def agree(what: str, mine: str, wire: Wire, **message: Any) -> None:
-    """Return if `mine` is equal on all ranks of the mesh; raise on all of them if not.
+    """Raise LayoutError on all ranks of the mesh unless `mine` is equal on all of them.
 
     Args:
-        what: names the operation, alike on all ranks: "from_local".
+        what: the name of the operation, equal on all ranks: "from_local".
         mine: this rank's text, of any length.
-        message: `fact`, `reason` and `fixes`, as of `make_disagreement_error`.
+        message: `fact`, `reason` and `fixes`, as for `make_disagreement_error`.
 
     Raises:
-        LayoutError: with the texts of two ranks.
+        LayoutError: shows the texts of two ranks.
     """
     if is_alone(wire):
         return
@@ -64,9 +65,9 @@ def agree_first(
     """Call `agree` the first time that this line of the program runs, or under `check_ranks()`.
 
     Args:
-        where: which argument it is, if a line has several.
+        where: identifies the argument, if one line compares several.
         each: True compares each new text of a line; False compares only its first.
-        message: as of `agree`.
+        message: as for `agree`.
     """
     key = (call_site(), what, *where, mine if each else None)
     if is_agreed(wire, key):
@@ -78,7 +79,7 @@ def agree_first(
 def is_alone(wire: Wire) -> bool:
     """True if there are no other ranks to compare with.
 
-    In a captured step too: ranks compare the keys of captured steps instead.
+    Also True while a step is captured: ranks compare the keys of captured steps instead.
     """
     return wire.mesh.size() == 1 or not wire.has_peers or isinstance(wire, TraceWire)
 
@@ -90,7 +91,7 @@ def is_agreed(wire: Wire, key: object) -> bool:
 
 def remember_agreed(wire: Wire, key: object) -> None:
     """Make `is_agreed` return True for `key` from now on."""
-    # A program has few lines, but a line may bring any number of shapes.
+    # A program has few lines, but one line may compare any number of different shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
     wire.agreed.add(key)
@@ -138,17 +139,17 @@ def digest_of_text(text: str) -> int:
 
 
 # -- messages --------------------------------------------------------------------------------------
-# Values and errors as JSON, since to unpickle what comes from the network could run code. A message
-# has Python's own types, tensors' shapes and dtypes, paths, dataclasses that were declared with
-# `message`, and errors: Python's own, those of partita's layouts, and any other as the nearest of
-# these, with its name in its text.
+# Values and errors are sent as JSON, because unpickling data from the network could run code. A
+# message contains built-in types, shapes and dtypes of tensors, paths, dataclasses declared with
+# `message`, and errors. An error that is neither built-in nor a LayoutError is sent as the nearest
+# of these, with its class's name in its text.
 
 T = TypeVar("T")
 _declared: dict[str, type] = {}
 
 
 def message(kind: type[T]) -> type[T]:
-    """A class decorator that allows instances of this dataclass to be sent to other ranks."""
+    """Decorate a dataclass, so that its instances can be sent to other ranks."""
     _declared[kind.__name__] = kind
     return kind
 
@@ -332,7 +333,7 @@ class BackgroundResult(Future[Any]):
 
 
 class ControlPlane:
-    """All ranks of the job, as seen by one rank.
+    """Decisions that one rank makes together with all other ranks of the job.
 
     Attributes:
         rank: this rank's number.
@@ -347,14 +348,17 @@ class ControlPlane:
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
-        """Returns rank 0's answer to the values of all ranks. Every rank calls this.
+        """Send `mine` to rank 0, which computes an answer for each rank. Returns this rank's
+        answer.
+
+        Every rank calls this.
 
         Args:
             why: what the ranks do, equal on all ranks: "saves a checkpoint (pt.save)".
             mine: this rank's value, or an exception if this rank has failed.
             answer: called on rank 0 with every rank's `mine`, in rank order. Returns the answer for
                 each rank, in rank order.
-            shown: more of what this rank does, for errors.
+            shown: details of what this rank does, for errors.
 
         Raises:
             LayoutError: other ranks do something else, or have ended. All ranks raise it.
@@ -365,7 +369,7 @@ class ControlPlane:
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """Returns `decide` with this `why`."""
+        """Returns a function like `decide` that already has `why` and `shown`."""
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
@@ -375,16 +379,15 @@ class ControlPlane:
     def run_in_background(
         self, prepare: Callable[[], Callable[[Decide], Any]], why: str, shown: str = ""
     ) -> BackgroundResult:
-        """Start `prepare()(decide)` in another thread of every rank, after the previous one has
-        ended.
+        """Call `prepare()` in this thread, and the function that it returns in a background thread.
 
-        Every rank calls this and waits for the others, then calls `prepare` in this thread. The
-        function that `prepare` returns runs in the other thread, and communicates only by the given
-        `decide`. One thread serves all calls: starting a new one would wait until it runs.
+        Every rank calls this and waits for the others first, and for earlier background work. The
+        background function gets `decide` as its argument, and may communicate only by that. All
+        calls share one thread, because starting a new one blocks until it runs.
 
         Args:
-            prepare: runs after the ranks have met, so that no rank waits for another rank's
-                `prepare`. It must not raise.
+            prepare: runs after the ranks have met, so no rank waits for another rank's `prepare`.
+                It must not raise.
 
         Raises:
             LayoutError: as `decide`.
@@ -406,7 +409,7 @@ class ControlPlane:
         return outcome
 
     def wait(self) -> None:
-        """Wait until what was started in the background has ended on this rank."""
+        """Wait until all background work of this rank has ended."""
         if self._background is not None:
             wait([self._background])
             self._background = None
@@ -428,7 +431,7 @@ class ControlPlane:
 def _run_into_future(
     run: Callable[[Decide], Any], decide: Decide, outcomes: list[BackgroundResult]
 ) -> None:
-    # An error's traceback holds this frame and its callers', none of which may hold the error.
+    # The error's traceback refers to this frame. A reference back would be a cycle.
     outcome: BackgroundResult | None = outcomes.pop()
     assert outcome is not None
     try:
@@ -517,7 +520,7 @@ class _OfOneProcess(ControlPlane):
         def answer_outcomes(brought: list[Any]) -> Sequence[Any]:
             return _compute_outcomes(brought, answer)
 
-        return self._wire.together(mine, answer_outcomes, why, shown=shown)
+        return self._wire.decide(mine, answer_outcomes, why, shown=shown)
 
     def _start_background(self, why: str, shown: str) -> Decide:
         make = lambda brought: [_Board(self.size)] * self.size  # noqa: E731
@@ -589,7 +592,7 @@ _of_groups: _OfGroups | None = None
 
 
 def control_plane() -> ControlPlane:
-    """Returns the control plane of the job. It sends nothing."""
+    """Returns the control plane of the job. Sends nothing."""
     global _of_groups
     wire = running_wire()
     if wire is not None:

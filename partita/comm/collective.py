@@ -1,13 +1,15 @@
 """Collectives and transports: requests, splits of buffers, pending work, and how a transport runs a
 collective for any dtype.
 
-A transport is a rank's place in a mesh. It performs collectives with the ranks that differ from it
-along some axes: process groups in `groups`, ranks of one process in `ranks`, none in `wire`. It
+A transport is a rank's place in a mesh. It runs collectives with the ranks that differ from it
+along
+some axes: over process groups in `groups`, over threads in `ranks`, with no other rank in `wire`.
+    It
 does not know the purpose of a collective: `move_steps` builds moves on it, and `Wire.carry` runs
 them.
 
-Shares that ranks exchange are added in the order of the ranks (`reduce_in_rank_order`; in graphs
-`sum_of_shares`). So the bits of a sum do not depend on the collective that delivered the shares.
+Shares (addends of a Partial value) are added in the order of the ranks (`reduce_in_rank_order`; in
+graphs `sum_of_shares`). So the bits of a sum do not depend on the collective that sent the shares.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """A collective of one rank without its tensors: what it does, and why.
+    """The description of a collective: what it does and why, without its tensors.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; or a text
-            that says what is compared.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; for an
+            exchange of texts, a sentence that says what is compared.
         move: the move that it is a part of, or None.
         op: the op that needs it, such as "matmul".
         reduce_op: "sum", "max" or "min", for a reduction.
-        get, send: for an all_to_all, the segments of its two buffers.
-        root: for a broadcast, the member whose tensor is sent to the others.
+        get, send: for an all_to_all, the segments of the output and of the input buffer.
+        root: for a broadcast, the index in the group of the rank whose tensor is sent.
     """
 
     kind: str
@@ -50,7 +52,7 @@ class Request(NamedTuple):
     root: int = 0
 
     def describe(self) -> str:
-        """Returns `all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
+        """Returns a text such as `all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
         what = self.kind if self.move is None else str(self.move)
         return f"{what}, for {self.op}" if self.op else what
 
@@ -65,9 +67,9 @@ class Splits:
 
     Attributes:
         count: the number of segments.
-        total: elements of all of them.
-        even: True if all have one size.
-        place: returns `(start, length)` of the i-th one.
+        total: the number of elements of all segments together.
+        even: True if all segments have one size.
+        place: a function that returns `(start, length)` of segment i, in elements.
     """
 
     def __init__(self, count: int, total: int, even: bool, place: Callable[[int], tuple[int, int]]):
@@ -100,14 +102,14 @@ class Splits:
 
 
 class PendingWork(Protocol):
-    """A collective that has begun and that this rank has not waited for yet."""
+    """A collective that has begun, and for which this rank has not waited yet."""
 
     def wait(self) -> object:
-        """Wait until the result may be read (on a GPU: by work that is queued from now on)."""
+        """Wait until the result may be read (on a GPU: by kernels that are launched afterwards)."""
 
 
 class PendingList:
-    """Pieces of work under way, waited for in order; none where all was complete at once."""
+    """Several pending collectives, which are waited for in order. It may be empty."""
 
     def __init__(self, parts: Sequence[PendingWork] = ()):
         self._parts = parts
@@ -119,16 +121,16 @@ class PendingList:
 
 @dataclass
 class PendingCall:
-    """Work under way whose wait is a function."""
+    """Pending work with a function that waits for it."""
 
     wait: Callable[[], object]
 
 
 class PendingSum:
-    """An exchange of shares that are summed when they have arrived.
+    """An exchange of shares, which are summed when they have arrived.
 
-    Each rank gets its piece of every rank's share and adds them in rank order, in the dtype of
-    `out` but at least 32 bits: the sum is the same bits whichever collective brought the shares.
+    Each rank gets its piece of every rank's share. It adds them in rank order, in the dtype of
+    `out` but in at least 32 bits.
     """
 
     def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):
@@ -150,8 +152,10 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def reduce_in_rank_order(
     shares: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str = "sum"
 ) -> torch.Tensor:
-    """Reduce `shares`, in their order, into `out`, which may be the first; narrow floats in 32
-    bits, and rounded once."""
+    """Reduce `shares` into `out` in their order. `out` may be the first share.
+
+    Floats of less than 32 bits are reduced in float32, and rounded once at the end.
+    """
     narrow = out.is_floating_point() and out.element_size() < 4
     total = shares[0].to(torch.float32 if narrow else out.dtype, copy=narrow)
     into = total if narrow else out
@@ -161,9 +165,7 @@ def reduce_in_rank_order(
 
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if both tensors have one storage. Works for tensors without memory, as on the meta
-    device.
-    """
+    """True if both tensors have the same storage. Works on the meta device, too."""
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
@@ -172,7 +174,7 @@ def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
 Axes = tuple[str, ...]
 ALL_DTYPES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
 
-# Summed or compared in a type that holds all their values, where a backend lacks the type itself.
+# Where a backend cannot reduce a dtype, it reduces in a dtype that holds all its values.
 _WIDER = {
     torch.bool: torch.uint8,
     torch.int16: torch.int32,
@@ -194,9 +196,9 @@ class Transport:
     """
 
     moved_dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes that the backend moves as they are; others travel as bytes."""
+    """Dtypes that the backend can send; others are sent as bytes."""
     reduced_dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes that the backend reduces as they are; others are widened."""
+    """Dtypes that the backend can reduce; others are converted to a wider dtype."""
 
     def __init__(self, mesh: Mesh, at: Coordinate):
         self.mesh, self.at = mesh, at
@@ -207,11 +209,11 @@ class Transport:
 
     @property
     def rank(self) -> int:
-        """This rank's number along the mesh, row-major."""
+        """This rank's index in the mesh, row-major."""
         return self.index(self.mesh.names)
 
     def index(self, axes: Axes | str) -> int:
-        """This rank's position among the ranks that differ from it along `axes`, first slowest."""
+        """Returns this rank's index along `axes` together. The first axis varies slowest."""
         n = 0
         for axis in (axes,) if isinstance(axes, str) else axes:
             n = n * self.mesh.size(axis) + self.at[self.mesh.index(axis)]
@@ -225,7 +227,10 @@ class Transport:
         return n
 
     def group(self, axes: Axes) -> tuple[Axes, tuple[Coordinate, ...]]:
-        """`axes` in mesh order (one group serves all orders), and its members in group order."""
+        """Returns `axes` in mesh order, and the coordinates of the group's members in its order.
+
+        One process group serves all orders of the same axes.
+        """
         found = self._groups.get(axes)
         if found is None:
             key = tuple(a for a in self.mesh.names if a in axes)
@@ -233,8 +238,9 @@ class Transport:
         return found
 
     def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
-        """`axes` in mesh order, and for each member of their process group its number along them;
-        None where the members ascend."""
+        """Returns `axes` in mesh order, and for each member of their group its index along `axes`.
+
+        The second is None if these indices ascend."""
         found = self._orders.get(axes)
         if found is None:
             key = tuple(a for a in self.mesh.names if a in axes)
@@ -246,12 +252,12 @@ class Transport:
     def run_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> None:
-        """Run the collective `request` of the group from `x` into `out`; both are contiguous.
+        """Run the collective `request` over `axes`, from `x` into `out`. Both are contiguous.
 
-        Any dtype works: it is converted to dtypes that the backend has. Members are in the group's
-        order. `all_gather` joins their `x`, `reduce_scatter` returns to each its piece of the
-        reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and `broadcast`, `out`
-        is `x`.
+        Any dtype works: it is converted to one that the backend has. Members are in the group's
+        order. `all_gather` concatenates their `x`. `reduce_scatter` gives each member its piece of
+        the reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and `broadcast`,
+        `out` is `x`.
         """
         x = without_lazy_bits(x)
         if request.kind in ("all_reduce", "reduce_scatter"):
@@ -299,16 +305,16 @@ class Transport:
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        """Begin what `run_collective` does, of a dtype that the backend has; `x` may lie in `out`.
+        """Begin a collective, as `run_collective`, for a dtype that the backend has.
 
-        A reduce_scatter may add up in the dtype of `out`, where that is wider.
+        `x` may be a part of `out`. If the dtype of `out` is wider, a reduce_scatter adds in that.
         """
         self._perform(out, x, axes, request)
         return PendingList()
 
 
 def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
-    """`x` with a pending conjugation or negation applied: a collective reads memory."""
+    """Returns `x` with a lazy conjugation or negation applied, since a collective reads memory."""
     if x.is_complex():
         return x.resolve_conj()
     return x.resolve_neg() if x.is_neg() else x
@@ -325,8 +331,8 @@ def _narrow_to_dtype(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 # -- in captured graphs ----------------------------------------------------------------------------
-# Torch's functional ones by name, and three that it lacks. Compiled code finds a process group by
-# name and waits with torch's own `wait_tensor`, at which the work of ours is registered.
+# Torch's functional collectives by name, and three that torch lacks. Compiled code finds a process
+# group by its name, and waits with torch's `wait_tensor`, with which we register our pending work.
 
 _functional = torch.ops._c10d_functional
 ALL_GATHER = _functional.all_gather_into_tensor.default
@@ -347,7 +353,8 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 
     On CPUs that takes half the processor time of a ring, and `x` is not read after this returns.
     """
-    # Private torch: a functional collective's group and its work are known by name and by tensor.
+    # Private torch: functional collectives find a group by its name, and pending work by its
+    # tensor.
     c10d: Any = torch._C._distributed_c10d
     group = c10d._resolve_process_group(group_name)
     out = new_empty(x, (group_size * x.shape[0], *x.shape[1:]))

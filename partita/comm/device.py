@@ -52,16 +52,16 @@ class Device:
     def runs_at_once(self) -> bool:
         """True if a kernel has finished when its call returns.
 
-        On other devices it waits in a stream, and a collective may keep its received memory for a
-        while.
+        On other devices it is queued in a stream, and a collective may use its buffers for a while.
         """
         return self.is_host
 
     @property
     def clears_new_memory(self) -> bool:
-        """True if the system clears each page of new memory, which costs a tenth of a sum over it.
+        """True if the system clears each page of new memory, as on the host.
 
-        An accelerator's allocator returns memory that it had before.
+        Clearing takes a tenth of the time of a sum over it. An accelerator's allocator reuses
+        memory.
         """
         return self.is_host
 
@@ -84,16 +84,17 @@ class Device:
         return self.type == "cuda"
 
     def make_recording_pool(self) -> Any:
-        """Returns a memory pool for recordings, of which only one is replayed at a time."""
+        """Returns a memory pool for recordings. Only one of them may be replayed at a time."""
         return torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> KernelRecording:
         """Record the kernels of a call without running them.
 
         Args:
-            call: uses only tensors on `device`, which is of this kind. Its kernels have run before,
-                so nothing is compiled, loaded or connected during the recording.
-            pool: from `make_recording_pool`; the call allocates from it.
+            call: a function that uses only tensors on `device`. Its kernels must have run before,
+                so that nothing is compiled, loaded or connected during the recording.
+            device: a device of this kind.
+            pool: the result of `make_recording_pool`, from which the call allocates.
 
         Raises:
             RuntimeError: the call did something that cannot be recorded, such as waiting for the
@@ -120,14 +121,12 @@ class Device:
 
     @property
     def rounds_factors(self) -> bool:
-        """True if sums in half precision round the factor of an addend before they use it."""
+        """True if `add(x, y, alpha=a)` in half precision rounds `a` to that precision first."""
         return self.is_host
 
     @property
     def autocast_heeds_dtype(self) -> bool:
-        """True if a reduction that autocast would compute in float32 respects its argument
-        `dtype=`.
-        """
+        """True if a reduction with `dtype=` uses that dtype where autocast would use float32."""
         return not self.is_host
 
     @property
@@ -138,7 +137,7 @@ class Device:
     # -- processes ---------------------------------------------------------------------------------
 
     def current(self) -> torch.device:
-        """Returns the device of this kind that this process computes on."""
+        """Returns the current device of this kind, on which this process computes."""
         if self.type != "cuda":
             return torch.device(self.type)
         return torch.device(self.type, torch.cuda.current_device())
@@ -147,7 +146,7 @@ class Device:
         """Select the device of this process: the one of its local rank.
 
         Raises:
-            ValueError: the machine has fewer than it has ranks.
+            ValueError: the machine has fewer devices than ranks.
         """
         if self.is_host:
             return
@@ -177,16 +176,16 @@ class Device:
 class KernelRecording:
     """The kernels of one call as a CUDA graph.
 
-    Each replay reads and writes the addresses that the recorded call read and wrote, and the
-    numbers of the default generator go on as if the call had run.
+    Each replay reads and writes the addresses that the recorded call read and wrote. It advances
+    the default random generator as the call would.
 
     Attributes:
-        value: what the call returned, whose tensors each replay fills.
+        value: the result of the recorded call. Each replay writes into its tensors.
     """
 
     def __init__(self, call: Callable[[], Any], device: torch.device, pool: Any):
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: those that look after collectives, say.
+        # Other threads may use the device meanwhile, such as the watchdog of collectives.
         record = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
         with torch.cuda.device(device), record:
             self.value = call()
@@ -233,7 +232,7 @@ def _kinds_that_cast() -> tuple[str, ...]:
 
 
 def keys_of_kernels() -> list[str]:
-    """Returns the dispatch keys of the kernels of each kind of device here. Private torch."""
+    """Returns the dispatch key of each kind of device on this machine. Private torch."""
     return [torch._C._dispatch_key_for_device(kind) for kind in _list_kinds()]
 
 
@@ -267,7 +266,7 @@ def finish_copies() -> None:
 
 
 def accelerator_indices(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Returns the numbers of the GPUs that `tensors` lie on."""
+    """Returns the indices of the GPUs on which `tensors` are."""
     return sorted({t.device.index for t in tensors if t.is_cuda and t.device.index is not None})
 
 
@@ -301,9 +300,9 @@ def is_of_host(event: Any) -> bool:
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Returns a text of what code compiled for `device` depends on; "" for the host.
+    """Returns a text that identifies the hardware for which code is compiled; "" for the host.
 
-    The store of compiled code describes the host itself.
+    The store of compiled code adds a description of the host itself.
     """
     if device.type != "cuda":
         return ""
@@ -366,8 +365,7 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
 
 
 # -- bytes of host memory --------------------------------------------------------------------------
-# Read where they lie: torch's own way there, `x.numpy()`, wants numpy, which torch neither needs
-# nor brings.
+# Not `x.numpy()`, which needs numpy: torch does not require it.
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:

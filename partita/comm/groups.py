@@ -1,10 +1,10 @@
-"""Process groups: the wire over them, and how its ranks exchange messages without those groups.
+"""Process groups: the wire that sends tensors over them, and control groups for messages.
 
-Each `Backend` (`backends`) defines how its kind of process group runs collectives. Comparisons and
-reads of ranks use the mesh's `ControlGroup`, a separate process group. Each message begins with a
-digest of its reason, so ranks never mistake it for another message or for a tensor. Some ranks may
-be in collectives that other ranks do not know about. Ranks then wait for one another with keys in
-the job's store (`meet_in_store`), which no other collective can satisfy.
+Each `Backend` (`backends`) defines how its kind of process group runs collectives. Messages, such
+as texts to compare, use the mesh's `ControlGroup`, a separate process group. Each message begins
+with a digest of its reason, so a rank never mistakes it for another message or for a tensor. Before
+the control group exists, some ranks may still be in collectives that others have not begun. Ranks
+then wait for one another with keys in the job's store (`meet_in_store`), not with a collective.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _COMMON = frozenset(
 class GroupWire(Wire):
     """The wire of this process on a `DeviceMesh`.
 
-    The group of one axis is the mesh's own. A group over several axes is made at the first move
-    that needs it. Only its members make it, and all of them take part in that move.
+    The process group of one axis is that of the mesh. A group over several axes is made at the
+    first move over these axes, by its members alone: all of them take part in that move.
     """
 
     moved_dtypes = _COMMON
@@ -98,7 +98,7 @@ class GroupWire(Wire):
     # -- groups ----------------------------------------------------------------------------------
 
     def process_group(self, axes: Axes) -> dist.ProcessGroup:
-        """Returns the group over `axes` of this rank; `axes` in mesh order, more than one rank."""
+        """Returns this rank's process group over `axes`, in mesh order, with more than one rank."""
         found = self._process_groups.get(axes)
         if found is None:
             wanted = sorted(self._rank_at[m] for m in self.mesh.group(axes, self.at))
@@ -125,7 +125,7 @@ class GroupWire(Wire):
         members = self.mesh.group(axes, self.at)
         if len(members) == 1:
             return members
-        # The order within a group is the group's own to say: a mesh may list ranks in any order.
+        # The members' order is that of the group, because a mesh may list ranks in any order.
         order = dist.get_process_group_ranks(self.process_group(axes))
         return tuple(self._at_rank[rank] for rank in order)
 
@@ -156,7 +156,7 @@ class GroupWire(Wire):
 
     @property
     def control(self) -> ControlGroup:
-        """The control group of this mesh. Every rank of the mesh must join the first read."""
+        """The control group of this mesh. The first read must happen on every rank of the mesh."""
         if self._control is None:
             if (group := self.group_of_all()) is not None:
                 why = "compares something for the first time"
@@ -166,14 +166,15 @@ class GroupWire(Wire):
         return self._control
 
     def make_control(self) -> None:
-        """Make the control group, where every rank of the mesh is known to call this."""
+        """Make the control group. Every rank of the mesh must call this."""
         if self._control is None and self._others_exist():
             ranks = [self._rank_at[at] for at in self.mesh.coordinates()]
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """Returns the group of all ranks of the mesh. Other meshes of the same ranks may share its
-        store.
+        """Returns the process group of all ranks of the mesh.
+
+        Other meshes with the same ranks may share its store.
         """
         if not self._others_exist():
             return None
@@ -253,9 +254,9 @@ _LENGTH = struct.Struct("<q")
 
 
 class ControlGroup:
-    """One rank's end of the control group of some ranks of the job: those of a mesh, or all.
+    """A process group for messages between the ranks of a mesh, or all ranks of the job.
 
-    They make it together: in `init_device_mesh`, or where all are known to be (`meet_in_store`).
+    All its ranks make it together: in `init_device_mesh`, or after they have met in the store.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]):
@@ -272,7 +273,7 @@ class ControlGroup:
                 raise
             raise gone from error
         BEGUN[self._name] = 0
-        # A rank that ended now would close connections that slower ranks have yet to accept.
+        # A rank that ends now would close connections that slower ranks have not accepted yet.
         remember_processes(self._ranks, self.exchange(why, describe_process()))
 
     def exchange(
@@ -288,7 +289,7 @@ class ControlGroup:
         """Exchange bytes as `Wire.exchange` does.
 
         An error names two ranks with different reasons, or the ranks that did not arrive before the
-        deadline. The default deadline is the timeout of `init_process_group`.
+        deadline, in seconds. The default is the timeout of `init_process_group`.
 
         Args:
             warns: True warns if other ranks are late for a long time.
@@ -317,11 +318,11 @@ class ControlGroup:
         *,
         watched: bool = True,
     ) -> bytes:
-        """Returns this rank's part of the first rank's `answer` to the bytes of all ranks.
+        """Send `mine` to the first rank, which computes an `answer` for each. Returns this rank's.
 
         Args:
             watched: True shows other ranks what this rank waits for. False in a background thread,
-                which does not keep its rank from continuing.
+                because its rank continues meanwhile.
         """
         wait: Callable[[Any], None] = _wait_unwatched
         if watched:
@@ -448,7 +449,9 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Wait until all ranks of the mesh are about to capture, equally often as this rank.
+    """Wait until all ranks of the mesh have called this as often as this rank has.
+
+    A capture begins with this.
 
     Args:
         why: what this rank does, for errors of other ranks.
@@ -462,10 +465,10 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
 
 
 def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
-    """Wait until all ranks of `group` have made this call equally often as this rank.
+    """Wait until all ranks of `group` have made this call as often as this rank has.
 
     Args:
-        kind: the kind of meeting; each kind is counted separately.
+        kind: the name of the meeting; calls of each name are counted separately.
         why: what this rank does, for errors of other ranks.
 
     Raises:
@@ -504,10 +507,10 @@ def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """Returns the error that explains why a collective of this rank failed with `failure`.
+    """Returns an error that explains why a collective of this rank failed with `failure`.
 
-    Other ranks wait at the barrier, or have found a deadlock, or a rank has ended. None if none of
-    this is the case.
+    Possible causes: other ranks wait in `meet_in_store`, they have found a deadlock, or a rank has
+    ended. Returns None if there is no such cause.
     """
     group = wire.group_of_all()
     if group is None:

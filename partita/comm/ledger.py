@@ -1,5 +1,4 @@
-"""The ledger, and checks of moves: records of the moves of a rank, with the user's line that caused
-each, and rules that refuse some.
+"""The ledger, which records the moves of a rank and their lines, and checks that refuse some moves.
 
 A `Scope` holds both for a rank. Open ledgers record moves (bytes, axes, op, line, reason) and
 matrix products that several ranks repeat. `strict()` refuses moves that the user did not request.
@@ -42,19 +41,19 @@ class Record:
     """One move that one rank took part in.
 
     Attributes:
-        kind: the move, such as "all_gather".
+        kind: the kind of the move, such as "all_gather".
         axes: the mesh axes that it ran over, outermost first.
-        nbytes: bytes that one rank sent (of uneven shards, a rank with the largest); 0 for a move
-            that stays on the rank.
+        nbytes: bytes that one rank sent; with uneven shards, the rank with the largest. 0 for a
+            local move.
         op: the operation that needed it, such as "matmul".
         source: the user's "file:line", or "".
         reason: why it was made. "explicit": the user called redistribute. "implicit": an op needed
             it. "gradient": backward. "gather" and "regather": a sharded weight in forward and in
             backward. "settle": the reduction of gradients. "recompute": a region ran again in
-            backward. "padding": ranks with no elements borrow one, so that the graph is equal on
-            all ranks.
-        rank: the rank, counted along the mesh.
-        before, after: the layouts, in brief.
+            backward. "padding": ranks with no elements get one from a neighbor, so that the graph
+            is equal on all ranks.
+        rank: the rank's index in the mesh, row-major.
+        before, after: the layouts, as `Layout.brief` prints them.
     """
 
     kind: str
@@ -86,7 +85,10 @@ class RepeatedWork:
 
 
 class Ledger:
-    """The moves noted while it was open, in order. Printing it gives a table."""
+    """The moves recorded while it was open, in order. Prints as a table.
+
+    A move is one step of a redistribution: a collective, or a local change such as a slice.
+    """
 
     def __init__(self) -> None:
         self.moves: list[Record] = []
@@ -95,7 +97,7 @@ class Ledger:
     def note_work(
         self, rank: int, op: str, source: str, axes: tuple[str, ...], operations: float
     ) -> None:
-        """Note that `rank` did so many operations, and every other rank along `axes` as well."""
+        """Record that `rank` did so many operations, which all ranks along `axes` repeat."""
         self._work[rank, op, source, axes] += operations
 
     @property
@@ -123,18 +125,20 @@ class Ledger:
 
     @property
     def bytes(self) -> int:
-        """The bytes sent by all moves: one rank's, or all ranks' of an enclosed `ranks` world."""
+        """The bytes sent by all recorded moves: by one rank, or by all ranks of a `ranks` world."""
         return sum(m.nbytes for m in self.moves)
 
     def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
-        """Returns the number of moves of this kind and reason; of any where None."""
+        """Returns the number of moves with this kind and reason. None: any."""
         return sum(
             (kind is None or m.kind == kind) and (reason is None or m.reason == reason)
             for m in self.moves
         )
 
     def to_json(self) -> str:
-        """`{"bytes": int, "moves": [{"kind": ..., "axes": [...], "nbytes": ..., ...}],
+        """Returns the ledger as JSON.
+
+        `{"bytes": int, "moves": [{"kind": ..., "axes": [...], "nbytes": ..., ...}],
         "repeated": [{"op": ..., "source": ..., "axes": [...], "share": ...}]}`."""
         moves, repeated = ([asdict(one) for one in all] for all in (self.moves, self.repeated))
         return json.dumps({"bytes": self.bytes, "moves": moves, "repeated": repeated})
@@ -173,10 +177,10 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 
 
 class Scope:
-    """The ledgers that note one rank's moves, and the checks that these must pass.
+    """The ledgers that record one rank's moves, and the checks that these moves must pass.
 
-    Belongs to a rank and not to a thread: in a process group the autograd engine's threads carry
-    for the same rank as the main thread does.
+    A scope belongs to a rank, not to a thread: with process groups, the autograd engine's threads
+    run moves for the same rank as the main thread does.
     """
 
     __slots__ = ("busy", "captured", "check", "ledgers", "listeners", "recomputing", "strict")
@@ -203,13 +207,18 @@ class Scope:
 
     @property
     def work_ledgers(self) -> tuple[Ledger, ...]:
-        """The ledgers that note repeated work: those that are open; while a step is captured, the
-        one that its calls are noted from later."""
+        """The ledgers that record repeated work: the open ones.
+
+        During a capture it is the capture's own ledger, from which each run of the step is
+        recorded later.
+        """
         return self.ledgers if self.captured is None else (self.captured,)
 
     def add_listener(self, listener: Any) -> None:
-        """Call `listener.listen(on)` when the first ledger is opened and when the last is closed,
-        as long as it lives; and now where one is open."""
+        """Call `listener.listen(True)` when the first ledger opens (now, if one is open).
+
+        Call `listener.listen(False)` when the last one closes. The listener is held weakly.
+        """
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
             listener.listen(True)
@@ -223,7 +232,7 @@ _thread = threading.local()
 
 
 def scope() -> Scope:
-    """The scope of the rank that runs here: a rank's thread has its own, a process has one."""
+    """Returns the scope of the current rank: that of its thread in `ranks`, else the process's."""
     return getattr(_thread, "scope", _process)
 
 
@@ -240,21 +249,25 @@ def _set_within(**changes: Any) -> Iterator[None]:
 
 
 def enter_rank_thread(own: Scope) -> None:
-    """Make `own` the scope of this thread, which is a rank from now on."""
+    """Set the scope of this thread, which is a rank of `ranks` from now on."""
     _thread.scope = own
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Record moves inside the block as "recompute": they were carried before."""
+    """Record moves inside the block with the reason "recompute"."""
     return _set_within(recomputing=True)
 
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Record every move inside the block. Ledgers nest: each records all moves inside it.
+    """Record every move inside the block: each collective and local change of a redistribution.
 
-    Inside a rank's function it records that rank's moves. Around `world.run` it records those of
-    all ranks.
+        with pt.ledger() as log:
+            loss = model(x)
+        print(log)                  # a table: kind, axes, bytes, op, line, reason
+
+    Ledgers nest: each records all moves inside it. In the function of a rank of `pt.ranks` it
+    records that rank's moves. Around `world.run` it records those of all ranks.
     """
     log, here = Ledger(), scope()
     here.set(ledgers=(*here.ledgers, log))
@@ -269,20 +282,21 @@ def ledger() -> Iterator[Ledger]:
 
 @contextmanager
 def strict(on: bool = True) -> Iterator[None]:
-    """Raise LayoutError in place of each implicit move that would send bytes, inside the block.
+    """Raise LayoutError for each implicit redistribution that would send bytes, inside the block.
 
-    Slicing, masking and retyping send nothing and stay allowed. An axis of one rank counts like an
-    axis of many, so a program that passes on one rank passes on all.
+    Implicit means that an op needed it and the program did not request it. Local changes, such as
+    slicing a Replicate value, stay allowed. An axis of one rank counts like an axis of several, so
+    a program that passes on one rank passes on all.
 
     Args:
-        on: False allows implicit moves again, inside a strict block.
+        on: False allows implicit redistributions again, inside a strict block.
     """
     with _set_within(strict=on):
         yield
 
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
-    """Raise the error of an implicit move under `strict()`."""
+    """Raise the error of `strict()` for an implicit move."""
     asked = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
     cost = f"{move.kind} {human(nbytes)}"
     raise LayoutError(
@@ -301,21 +315,21 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
 
 
 class Check:
-    """One `check_ranks()` region: what its ranks compare before each collective.
+    """One `check_ranks()` block, in which ranks compare texts before each collective.
 
-    All ranks of a mesh compare, not only the group of the collective: two ranks that disagree
-    about the group itself would each wait in another one.
+    All ranks of the mesh compare, not only the group of the collective: two ranks that disagree
+    about the group itself would wait in different ones.
     """
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        # Wires that were used inside: leaving the region is compared on each. (`wire` knows this
-        # file, and not the other way round: only their `exchange` is used.)
+        # The wires used inside: ranks compare on each of them when they leave the block. (Typed
+        # Any, because `wire` imports this file.)
         self.wires: dict[int, Any] = {}
-        self.broken = False  # a comparison has failed: to wait for another rank again would hang
+        self.broken = False  # True after a failed comparison: waiting for ranks again would hang
 
     def compare(self, wire: Any, text: str) -> None:
-        """Raise on every rank of the mesh, naming two that differ, unless all say `text`."""
+        """Raise on every rank of the mesh unless `text` is equal on all. The error names two."""
         self.wires[id(wire)] = wire
         try:
             wire.exchange(text, b"", self.timeout)
@@ -324,7 +338,7 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Notify ranks that may wait inside the region that this one has left it."""
+        """Notify ranks that may wait inside the block that this one has left it."""
         for wire in self.wires.values():
             if not self.broken:
                 self.compare(wire, text)
@@ -346,18 +360,18 @@ def enter_check_hooks() -> Iterator[None]:
 
 @contextmanager
 def check_ranks(timeout: float = 60.0) -> Iterator[None]:
-    """Compare, before each collective on process groups, what the ranks are about to do.
+    """Compare the ranks before each collective on process groups, inside the block.
 
-    If ranks differ in move, axes, shapes, dtype, op or source line, all of them raise a LayoutError
-    that names two ranks. Without this they would hang or mix up data. The same error is raised if a
-    rank leaves the block while others continue.
+    If ranks differ in collective, axes, shapes, dtype, op or source line, all of them raise a
+    LayoutError that names two ranks. Without this they would hang or mix up data. The same error is
+    raised if a rank leaves the block while others continue.
 
-    Some things are normally compared only the first time that a line runs: pieces, batches,
-    generators, settings of optimizers, and plain tensors. Here they are compared every time.
-    Numbers that ops on DTensors take are compared, too.
+    Local tensors, batches, random generators, settings of optimizers and plain tensors are normally
+    compared only the first time that a line runs. Here they are compared every time. Numbers that
+    are passed to ops on DTensors are compared, too.
 
-    It costs one small collective per move, and per op that takes numbers. In `ranks`, moves are
-    always compared.
+    It costs one small collective per move (step of a redistribution), and per op that takes
+    numbers. In `ranks`, moves are always compared.
 
     Args:
         timeout: seconds to wait for the other ranks.
@@ -374,23 +388,23 @@ def check_ranks(timeout: float = 60.0) -> Iterator[None]:
 
 
 # -- the user's line -------------------------------------------------------------------------------
-# The line of the program that the running call comes from, found by walking the stack past the
-# frames of partita, torch, NumPy and the standard library.
+# The user's line is that of the innermost frame outside partita, torch, NumPy and the standard
+# library.
 
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NUMPY = os.path.join("site-packages", "numpy", "")
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-# Our own models and training loop stand where a user's program would when no user is above them.
+# If there is no user's frame, a line of partita's own models and training loop is shown.
 _OURS_TO_SHOW = (os.path.join(_PARTITA, "app") + os.sep,)
 _SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", default=())
 
 
 @contextmanager
 def own_lines_shown(*files: str) -> Iterator[None]:
-    """Show lines of partita's own models, and of these files, as the user's, inside the block.
+    """Treat lines of partita's own models, and of `files`, as the user's, inside the block.
 
-    For a model that the user has only named.
+    Used when the user gives only the name of a model, so that the model's lines are of interest.
     """
     token = _SHOWN.set((*_OURS_TO_SHOW, *files))
     try:
@@ -400,10 +414,10 @@ def own_lines_shown(*files: str) -> Iterator[None]:
 
 
 def user_line(frame: FrameType | None = None, here: str = "") -> str:
-    """Returns `"file:line"` of the innermost frame outside partita, torch, numpy and Python's
-    library.
+    """Returns `"file:line"` of the user's innermost frame.
 
-    Walks the stack, so call it only if somebody will read the result.
+    That is the innermost outside partita, torch, numpy and Python's library. It walks the stack, so
+    call it only if the result is needed.
 
     Args:
         frame: the frame to start from; by default the caller's.
@@ -433,16 +447,17 @@ def user_line(frame: FrameType | None = None, here: str = "") -> str:
 def user_line_of_error(error: BaseException) -> str:
     """Returns the `user_line` at which an error was raised.
 
-    Some frames of its traceback cannot be reached from the innermost one, because a frame that C
-    code called may have no caller any more.
+    It walks the traceback, because frames that C code called may have lost their callers.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next(filter(None, map(user_line, reversed(frames))), "")
 
 
 def place_of_user() -> str:
-    """File, line and instruction of the user's frame, without folders, which may differ from host
-    to host."""
+    """Returns file name, line and instruction of the user's frame as text.
+
+    Folders are omitted, because they may differ between hosts.
+    """
     site = call_site(sys._getframe(1))
     return f"{os.path.basename(site[0])}:{site[1]}:{site[2]}" if site else ""
 
@@ -450,8 +465,8 @@ def place_of_user() -> str:
 def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     """Returns an identifier of the current call in the user's program.
 
-    It is equal on all ranks, and differs between calls on one line. It is cheaper than `user_line`,
-    because no text is made.
+    It is equal on all ranks, and different for two calls on one line. It is cheaper than
+    `user_line`, because no text is made.
 
     Returns:
         File, line and instruction of the user's frame, and of the innermost one outside partita.
@@ -472,9 +487,7 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
-    """Returns the user's innermost frame, starting at `frame`; the outermost frame if there is
-    none.
-    """
+    """Returns the user's innermost frame, from `frame` outwards; else the outermost frame."""
     while frame.f_back is not None:
         kind = _kind_of_file(frame.f_code.co_filename)
         if kind == "user" or (kind == "no file" and _is_of_script(frame)):
@@ -486,8 +499,8 @@ def find_user_frame(frame: FrameType) -> FrameType:
 def first_instruction(code: CodeType, at: int) -> int:
     """Returns the first instruction of the call that is running at instruction `at` of `code`.
 
-    A call consists of several instructions. Which of them the interpreter reports changes after it
-    has specialized the call. This may differ between runs and between ranks.
+    A call consists of several instructions. The interpreter reports a different one after it has
+    specialized the call, which may happen at different times on different ranks.
     """
     known = _begins.get((id(code), at))
     if known is None:

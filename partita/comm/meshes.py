@@ -41,21 +41,21 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     backend_override: dict[Any, Any] | None = None,
 ) -> DeviceMesh:
-    """Make a mesh over all ranks of the job, as torch's function of this name.
+    """Returns a mesh over all ranks of the job, like torch's function of this name.
 
-    It initializes process groups if there are none. Inside `ranks` it returns the mesh of that
-    world, so the same program runs both ways.
+    It initializes process groups if there are none. Inside `pt.ranks` it returns the mesh of the
+    simulated ranks, so the same program runs both ways.
 
     Args:
         device_type: "cpu" or "cuda".
         mesh_shape: the size of each axis, outermost first. Their product is the number of ranks.
         mesh_dim_names: a name for each axis.
-        backend_override: as torch's.
+        backend_override: as in torch.
 
     Raises:
-        LayoutError: on every rank, if the product differs from the number of ranks of the job. For
+        LayoutError: the product is not the number of ranks of the job (raised on every rank). For
             a mesh over some of the ranks, use `DeviceMesh(device_type, ranks)`.
-        TypeError: the sizes are not whole numbers, or the names not as many names.
+        TypeError: sizes that are not integers, or a number of names that differs from theirs.
     """
     _check_mesh_arguments(device_type, mesh_shape, mesh_dim_names)
     running = running_wire()
@@ -76,14 +76,14 @@ def init_device_mesh(
             ),
         )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not dist.is_initialized():
-        join()  # torch would, too, but after a restart it finds what dead ranks have left
+        join()  # torch would, too, but after a restart it reads keys that dead ranks have left
     options = {} if backend_override is None else {"backend_override": backend_override}
     mesh = _init_device_mesh(
         device_type, tuple(mesh_shape), mesh_dim_names=mesh_dim_names, **options
     )
-    wire = wire_of(mesh)  # from now on a tensor that was saved on such a mesh finds it
+    wire = wire_of(mesh)  # makes it, so that `find_saved_wire` finds it from now on
     if isinstance(wire, GroupWire):
-        wire.make_control()  # here all ranks are; later one may come alone
+        wire.make_control()  # here, because all ranks call this; later one may come alone
     return mesh
 
 
@@ -91,7 +91,7 @@ def init_mesh_of_all_ranks() -> Any:
     """Returns a mesh of one axis over all ranks of the job, on its accelerator or on the CPU.
 
     Raises:
-        LayoutError: there is no job: no process group, no torchrun, no `ranks`.
+        LayoutError: there are no ranks: no process group, no torchrun, no `pt.ranks`.
     """
     running = running_wire()
     if running is not None:
@@ -174,7 +174,7 @@ def _are_placements(value: object) -> bool:
 
 
 def wire_of(device_mesh: object) -> Wire:
-    """Returns the wire of this rank on `device_mesh`. Equal meshes share one wire.
+    """Returns this rank's wire (connection) on `device_mesh`. Equal meshes share one wire.
 
     Args:
         device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0",
@@ -220,7 +220,7 @@ def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
 
 
 def ranks_of_mesh(wire: Wire) -> list[int]:
-    """Returns the ranks of a wire's mesh, by their numbers in the job."""
+    """Returns the global ranks of a wire's mesh."""
     mesh: Any = wire.device_mesh
     with _disable_current_modes():
         return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
@@ -235,7 +235,7 @@ def is_part_of_mesh(part: object, device_mesh: object) -> bool:
     if not isinstance(device_mesh, DeviceMesh) or not isinstance(part, DeviceMesh):
         return False
     names = part.mesh_dim_names or ()
-    # Those of process groups are equal where they arrange the same ranks alike.
+    # Meshes over process groups are equal if they have the same ranks in the same arrangement.
     return {*names} <= {*(device_mesh.mesh_dim_names or ())} and part == device_mesh[names]
 
 
@@ -251,7 +251,7 @@ def find_root_mesh(part: Any) -> Any:
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
-    """Returns the mesh of a saved tensor as plain values, for `find_saved_wire`."""
+    """Returns the mesh of a tensor as plain values that can be saved, for `find_saved_wire`."""
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):
         return ("here", mesh.number)
@@ -260,12 +260,11 @@ def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
 
 
 def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
-    """Returns the wire of the mesh that `describe_saved_mesh` described. It must exist in this
-    process.
+    """Returns the wire of the mesh that `describe_saved_mesh` described.
 
     Raises:
-        LayoutError: this process has no such mesh. All ranks must make a mesh together, so it is
-            not made here.
+        LayoutError: this process has no such mesh. It is not made here, because all ranks must
+            make a mesh together.
     """
     if saved[0] == "here":
         return find_handle(saved[1]).wire
@@ -298,17 +297,16 @@ _GRACE_OF_THREADS = 0.2  # seconds that threads have to end what they do, when t
 
 
 def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Initialize the default process group of the job that the environment describes, as torchrun
-    does.
+    """Initialize the default process group from the environment variables that torchrun sets.
 
     Args:
-        backend: as torch's; None for one that serves every device.
+        backend: as in torch. None: one that works for every device.
 
     Raises:
         TimeoutError: the other ranks did not connect within `timeout`.
     """
-    # A thread of a group's may be the last to let go of a tensor, for which it needs Python: where
-    # Python is ending just then, the process aborts.
+    # A group's thread may free the last reference to a tensor, which needs the interpreter. If
+    # Python is shutting down at that moment, the process aborts.
     atexit.register(time.sleep, _GRACE_OF_THREADS)
     prepare_control(os.environ, LOOPBACK)
     if (meeting := os.environ.get(MEETING)) is not None:

@@ -1,13 +1,13 @@
 """Move steps: a move as a function of a rank's local tensor, made once for each move and rank.
 
-Pieces are found by arithmetic on the sizes of the axes, without communication. All full pieces come
-first (as in `torch.chunk`). So along each axis they are a run of equal pieces at equal distances,
-then at most one shorter piece, then empty ones (`Cut`, `span`). A move therefore takes the same few
-steps for any number of ranks. A collective's buffer holds the pieces end to end, in the order of
-the ranks. One strided copy (a few for uneven pieces) moves them there or back (`Side`). Even shards
-of dimension 0 need no copy. Pieces of different sizes are sent padded to the largest. `resize_`
-cuts the padding off, so that no result is a view of something larger: in-place ops and autograd
-would fail on such a view.
+Positions of pieces are computed from the sizes of the axes, without communication. As in
+`torch.chunk`, all full pieces come first. So along each axis there are equal pieces at equal
+distances, then at most one shorter piece, then empty ones (`Cut`, `span`). A move therefore takes
+the same few steps for any number of ranks. A collective's buffer holds the pieces end to end, in
+the order of the ranks. One strided copy (a few for uneven pieces) moves them there or back
+(`Side`). Even shards of dimension 0 need no copy. Pieces of different sizes are sent padded to the
+largest. `resize_` cuts the padding off, so that no result is a view of a larger tensor: in-place
+ops and autograd would fail on such a view.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def prepare(move: Move, transport: Transport) -> Step:
-    """The function that carries `move` for the rank of `transport`; it never modifies its input.
+    """Returns the function that runs `move` for the rank of `transport`.
+
+    The function takes the local tensor, which it does not modify, and returns the new one.
 
     Raises:
         LayoutError: a move of this kind cannot lead from `before` to `after`.
@@ -132,7 +134,7 @@ def _make_all_to_all_step(move: Move, transport: Transport) -> Step:
     shape, run = got.shape, transport.run_collective
     if sent.in_order and got.in_order:
         pad, send, get = None, sent.splits(), got.splits()
-    else:  # each message as large as the largest
+    else:  # each message is padded to the size of the largest
         pad = math.prod(map(max, sent.piece, got.piece))
         send = get = Splits.evenly(sent.ranks, pad)
     pack = None if pad is None and sent.in_memory else sent.make_packer(pad)
@@ -237,7 +239,7 @@ def _make_place_step(move: Move, transport: Transport) -> Step:
 
 def _make_mask_step(move: Move, transport: Transport) -> Step:
     first = all(transport.at[transport.mesh.index(a)] == 0 for a in move.axes)
-    # Of equal values the greatest and the least are the value itself: only a sum needs the zeros.
+    # The max and the min of equal values are the value itself: only a sum needs the zeros.
     if first or move.op != "sum":
         return lambda x, op: x.clone(memory_format=_CONTIGUOUS)
     return lambda x, op: torch.zeros_like(x, memory_format=_CONTIGUOUS)
@@ -351,22 +353,21 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Side:
-    """A rank's local tensor, cut into a piece for each rank of a group.
+    """The local tensor before or after a move, cut into a piece for each rank of a group.
 
-    If the group's order differs from the order of its members along the axes, pieces are in the
-    mesh's order in the tensor and in the group's order in a buffer. Then no tensor can serve as a
-    buffer.
+    A collective needs the pieces end to end in a buffer, in the group's order. If that differs
+    from the order of the members along the axes, the tensor itself cannot be the buffer.
 
     Attributes:
-        shape: of the local tensor.
+        shape: the shape of the local tensor.
         piece, pad: the shape of the largest piece, and its number of elements.
         ranks: the size of the group.
-        even: True if all pieces have one shape.
+        even: True if all pieces have the same shape.
         in_order: True if the pieces follow each other along one dimension, in the order of the
             ranks.
-        in_memory: True if they also do in memory.
-        rows_in_memory: True if they also do when each is padded to the largest: all padding is
-            last.
+        in_memory: True if they also follow each other in memory.
+        rows_in_memory: True if they still do when each is padded to the largest, because all
+            padding is at the end.
     """
 
     def __init__(self, cuts: Sequence[Cut], layout: Layout, transport: Transport, axes: Axes):
@@ -390,7 +391,7 @@ class Side:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of all pieces in order, each padded to the largest."""
+        """The shape of a tensor of all pieces in order, each padded to the largest."""
         (cut,) = self._cuts
         length = self.ranks * self.piece[cut.dim]
         return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
@@ -411,8 +412,11 @@ class Side:
     # -- copies to and from a collective's buffer --------------------------------------------------
 
     def make_packer(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that packs the pieces into a flat buffer, each padded with zeros to `pad`
-        elements; None: those that are in order, end to end as in `splits`."""
+        """Returns a function that packs the pieces of a tensor into a flat buffer.
+
+        Args:
+            pad: the number of elements to which each piece is padded with zeros. None: pieces that
+                are in order are packed without padding, as in `splits`."""
         numel, blocks, order = math.prod(self.shape), self._find_blocks(), self._order
         total = numel if pad is None else self.ranks * pad
         own = contiguous_strides(self.shape)
@@ -436,7 +440,7 @@ class Side:
         return pack_pieces
 
     def make_unpacker(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that takes such a buffer, and returns the tensor of the pieces in it."""
+        """Returns the reverse of `make_packer`: a function from a flat buffer to the tensor."""
         own, order = contiguous_strides(self.shape), self._order
         views = [(b.find_in(own), self._find_in_buffer(b, pad)) for b in self._find_blocks()]
 
@@ -489,15 +493,13 @@ Number = Any
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension that a move changes: which axes go on splitting it, and which begin or cease to.
-
-    Only axes of more than one rank are named.
+    """A dimension whose sharding a move changes. It lists only axes of more than one rank.
 
     Attributes:
         dim, size: the dimension, and its global size.
-        outer: the axes that split it before and after, outermost first.
-        inner: the axes that split it further on one side of the move.
-        outer_parts, parts: the number of ranks along each axis of `outer`, of `inner`.
+        outer: the axes that split it before and after the move, outermost first.
+        inner: the axes that split it further, either before or after the move.
+        outer_parts, parts: the number of ranks along each axis of `outer`, and of `inner`.
     """
 
     dim: int
@@ -513,12 +515,12 @@ class Cut:
 
     @property
     def first_length(self) -> int:
-        """The elements of the first rank's piece, which no rank's exceeds."""
+        """The length of the first rank's piece, which is the largest."""
         return padded_length(self.size, self.outer_parts + self.parts)
 
 
 def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
-    """Returns the dimensions whose pieces `move` joins, and those that it divides.
+    """Returns the dimensions whose pieces `move` concatenates, and those that it splits.
 
     Raises:
         LayoutError: one move of its kind cannot lead from `before` to `after`.
@@ -546,9 +548,9 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
 def is_restack(
     joined: Sequence[Cut], divided: Sequence[Cut], axes: Sequence[str], mesh: Mesh
 ) -> bool:
-    """True if an all_to_all over `axes` changes which axes cut a dimension, or their order.
+    """True if an all_to_all over `axes` changes the axes that split one dimension, or their order.
 
-    The overlaps of two ranks' pieces then form no grid.
+    The elements that one rank sends to another are then not a regular block.
     """
     moved = {a for a in axes if mesh.size(a) > 1}
     both = {cut.dim for cut in joined} & {cut.dim for cut in divided}
@@ -574,8 +576,10 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
 
 
 def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tuple[Number, Number]:
-    """`(start, length)` of the piece at `places`, where `length` elements are cut into `parts[0]`
-    pieces, each of these into `parts[1]`, and so on."""
+    """Returns `(start, length)` of one piece of a dimension that is split by several axes.
+
+    `length` elements are cut into `parts[0]` pieces, each of these into `parts[1]`, and so on.
+    `places` has the index of the piece on each level."""
     start: Number = 0
     for n, place in zip(parts, places, strict=True):
         step = _ceil_div(length, n)
@@ -586,11 +590,12 @@ def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tupl
 
 
 def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Number], Number]:
-    """The inverse of `span`: the place on each axis of the piece that the elements `at` are in, and
-    where in it they are.
+    """Returns the piece that contains element `at`: its index on each level, and the offset in it.
+
+    The inverse of `span`.
 
     Args:
-        at: indices from 0 to `length`.
+        at: an index, or a tensor of indices, below `length`.
     """
     places: list[Number] = []
     left = length
@@ -605,7 +610,7 @@ def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Nu
 
 
 def unravel(i: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the place along each axis of rank `i`, the last axis fastest."""
+    """Returns the coordinate of rank `i` in a row-major mesh of these sizes."""
     places = []
     for n in reversed(sizes):
         i, place = divmod(i, n)
@@ -614,12 +619,12 @@ def unravel(i: int, sizes: Sequence[int]) -> list[int]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch has them: an empty dimension counts as one."""
+    """Returns the strides of a contiguous tensor. As in torch, an empty dimension counts as 1."""
     return tuple(math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape)))
 
 
 def padded_length(size: int, parts: Sequence[int]) -> int:
-    """Returns the elements of the first piece."""
+    """Returns the length of the first piece, to which the others are padded."""
     for n in parts:
         size = -(-size // n)
     return size

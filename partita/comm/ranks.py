@@ -1,10 +1,9 @@
-"""In-process ranks: threads of one process that run in the same order every time and never hang,
-and the wire between them.
+"""Simulated ranks: threads of one process that take turns in a fixed order, and their wires.
 
-Only the rank that holds the baton runs. It passes the baton on when it needs other ranks, or ends.
-The last rank to arrive at a collective performs it for all ranks, group by group and in rank order,
-and continues. So there are no races, and sums are the same in every run. If no rank can continue,
-every rank raises an error that says what two of them wait for.
+Only one rank runs at a time. It lets the next one run when it needs other ranks, or ends. The last
+rank to arrive at a collective runs it for all ranks, group by group and in rank order, and
+continues. So there are no races, and sums are the same in every run. If no rank can continue, every
+rank raises an error that says what two of them wait for.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _running = threading.local()
 
 
 class World:
-    """Ranks of one process on one mesh. Made by `ranks`."""
+    """The simulated ranks of one mesh, in one process. Made by `ranks`."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, n = mesh, mesh.size()
@@ -56,7 +55,7 @@ class World:
         return None
 
     def handle(self, rank: int) -> MeshHandle:
-        """Returns the mesh as rank `rank` gets it; the same object in each run."""
+        """Returns the mesh object that `rank` gets. It is the same in each run."""
         return self._handles[rank]
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -102,7 +101,7 @@ class World:
                 thread.join()
         finally:
             self._active = False
-        turns, self._turns = self._turns, []  # a world keeps no results
+        turns, self._turns = self._turns, []  # so that the world does not keep results alive
         torch.set_rng_state(turns[0].generator)
         self._raise_original([turn.failure for turn in turns])
         return [turn.result for turn in turns]
@@ -157,7 +156,7 @@ class World:
     # -- a collective ----------------------------------------------------------------------------
 
     def meet(self, call: MeetingCall, action: Action) -> None:
-        """Wait for the ranks of the call's mesh; the last to arrive performs all their calls."""
+        """Wait for all ranks of the call's mesh. The last to arrive runs `action` for all."""
         r = call.rank
         if getattr(_running, "world", None) is not self or _running.rank != r:
             raise LayoutError(
@@ -200,7 +199,7 @@ class World:
             try:
                 with torch.no_grad():
                     for group in dict.fromkeys(c.group for c in calls):
-                        # The move is done for all ranks: a mode of the rank that comes last (a
+                        # The last rank runs the move for all ranks, so its own modes (such as a
                         # checkpoint's, which counts ops) must not see it.
                         with _disable_current_modes():
                             action([by_rank[m] for m in group])
@@ -210,9 +209,9 @@ class World:
                 )
             by_rank.clear()
         for c in calls:
-            c.payload = ()  # its rank may stay here for long while the others go on
+            c.payload = ()  # frees the tensors: its rank may run much later than the others
             self._turns[c.rank].state = READY
-        if verdict is not None:  # ranks that have not come would wait in vain later
+        if verdict is not None:  # ranks that arrive later would wait forever
             for turn in self._turns:
                 if turn.state != ENDED:
                     turn.stop(verdict)
@@ -289,19 +288,19 @@ class _Turn:
 
 @dataclass(eq=False)
 class MeetingCall:
-    """One rank's call of a collective.
+    """One rank's call of a collective. Ranks compare these.
 
     Attributes:
         mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
         group: the ranks among them that exchange data with this one, in group order.
         request: must be equal on all ranks, except for the op that needs it.
-        dtype: of its tensor; must be equal on all ranks.
+        dtype: the dtype of its tensor; must be equal on all ranks.
         amount: the size of its tensor, which must be equal within its group. Other groups may have
             another size, because of uneven pieces. None if pieces may differ.
         payload: the data of the rank.
-        frame: the caller's, for errors.
-        compared: more that must be equal.
-        shown: more of what the rank does, for errors.
+        frame: the caller's frame, for errors.
+        compared: other text that must be equal.
+        shown: details of what the rank does, for errors.
     """
 
     rank: int
@@ -379,13 +378,13 @@ def _describe_error(error: BaseException) -> str:
 
 
 def running_wire() -> RankWire | None:
-    """The wire over the whole world of the rank that runs in this thread; None where none does."""
+    """Returns the wire over all ranks for the rank of this thread; None outside of `World.run`."""
     world = getattr(_running, "world", None)
     return None if world is None else world.handle(_running.rank).wire
 
 
 class RankWire(Wire):
-    """The wire of one rank of a `World`."""
+    """The connection of one rank of a `World` to the others."""
 
     moved_dtypes = ALL_DTYPES
     reduced_dtypes = frozenset(
@@ -445,9 +444,9 @@ class RankWire(Wire):
         def answer_with_all(brought: list[bytes]) -> list[list[bytes]]:
             return [brought] * len(brought)
 
-        return self.together(mine, answer_with_all, why, compared, shown)  # type: ignore[no-any-return]
+        return self.decide(mine, answer_with_all, why, compared, shown)  # type: ignore[no-any-return]
 
-    def together(
+    def decide(
         self,
         mine: Any,
         answer: Callable[[list[Any]], Sequence[Any]],
@@ -455,8 +454,10 @@ class RankWire(Wire):
         compared: str = "",
         shown: str = "",
     ) -> Any:
-        """This rank's item of `answer(brought)`, where `brought` has every rank's `mine` and the
-        first rank's `answer` is called. `why`, `compared` and `shown` are as of `exchange`."""
+        """Returns this rank's item of `answer([mine, ...])`, called with the `mine` of every rank.
+
+        Only the first rank's `answer` is called. Other arguments are as in `exchange`.
+        """
         got: list[Any] = []
 
         def perform_answer(all_: Sequence[Payload]) -> None:
@@ -513,17 +514,17 @@ _PERFORM: dict[str, Action] = {
 def run_in_one_process(
     request: Request, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> None:
-    """Run a collective of a group whose members' tensors are all in this process.
+    """Run a collective of a group on the tensors of all its members, which are in this process.
 
     Args:
-        xs, outs: each member's operand and result, contiguous, in the group's order.
+        xs, outs: the input and the output of each member, contiguous, in the group's order.
     """
     flat = [(out.view(-1), x.view(-1), request) for x, out in zip(xs, outs, strict=True)]
     _PERFORM[request.kind](flat)
 
 
 def ranks(**axes: int) -> World:
-    """Returns a world of simulated ranks in one process. Its `run` calls a function on each rank.
+    """Simulate the ranks of a mesh in one process. `world.run` calls a function on each rank.
 
     The ranks take turns in a fixed order. If their calls do not match, every rank raises an error
     that names both calls and both lines. It never hangs.

@@ -1,12 +1,14 @@
-"""Torch's own distributed tensors and functions, where they meet DTensors of partita.
+"""Torch's own DTensors, and patches of torch's functions that may get a DTensor of partita.
 
-Torch's DTensors are made from a local tensor, and taken apart, without a copy. Functions that would
-mistake one of our DTensors for a plain tensor are patched.
+Torch's DTensors are converted from and to local tensors without a copy. Functions that would treat
+a DTensor of partita as a plain tensor are patched:
 
-A public collective would exchange pieces as if each were the whole value. Once DTensors exist, its
-arguments are checked. Functions of state dicts would return this rank's piece. They are patched
-when the program imports torch's modules that contain them, because these imports take seconds.
-`tests/tensor/test_private_torch.py` names all private names.
+- A public collective would send local tensors as if each were the whole value. Its arguments are
+  checked as soon as a process uses DTensors.
+- Functions of state dicts would return this rank's piece. They are patched when the program imports
+  torch's modules that contain them, because these imports take seconds.
+
+`tests/tensor/test_private_torch.py` lists all private names of torch used here.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ ToLocal = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 
 
 def torch_mesh(mesh: Any) -> DeviceMesh | None:
-    """Returns torch's mesh of a tensor; None for `pt.ranks` and dry meshes."""
+    """Returns `mesh` if it is torch's DeviceMesh; None for `pt.ranks` and dry meshes."""
     return mesh if isinstance(mesh, DeviceMesh) else None
 
 
@@ -45,7 +47,7 @@ def read_torch_dtensor(x: Any) -> tuple[DeviceMesh, Sequence[Any], torch.Size, t
     """Returns the mesh, placements, shape and strides of one of torch's DTensors.
 
     Raises:
-        TypeError: it is not one.
+        TypeError: `x` is not a DTensor of torch.
     """
     from torch.distributed.tensor import DTensor
 
@@ -62,10 +64,10 @@ def make_torch_dtensor(
     stride: tuple[int, ...],
     gradient: ToLocal,
 ) -> torch.Tensor:
-    """Returns a DTensor of torch whose local tensor is an alias of `local`. Differentiable.
+    """Returns a DTensor of torch that shares the memory of `local`. Differentiable.
 
     Args:
-        gradient: computes the gradient of `local` from that of the result.
+        gradient: computes the gradient of `local` from the gradient of the result.
     """
     theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _ToTorch.apply(local, mesh, theirs, shape, stride, gradient)
@@ -81,9 +83,9 @@ def local_of_torch_dtensor(
     """Returns an alias of the local tensor of one of torch's DTensors. Differentiable.
 
     Args:
-        placements: of the gradient that `x` gets.
-        gradient: computes its local gradient from that of the result.
-        divisor: divides the local tensor. The gradient is not divided.
+        placements: the placements of the gradient of `x`.
+        gradient: computes the local gradient of `x` from the gradient of the result.
+        divisor: a number by which the local tensor is divided. The gradient is not divided.
     """
     theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _FromTorch.apply(x, theirs, gradient, divisor)
@@ -164,14 +166,14 @@ Region = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a named tensor that one rank holds.
+    """The part of a named tensor that one rank holds, as checkpoints use it.
 
     It is not in `dcp_format`, because importing that takes a second.
 
     Attributes:
         local: the values, a plain tensor.
         shape: the shape of the whole tensor.
-        region: the position of `local` in it.
+        region: for each dimension `(offset, length)` of `local` in the whole tensor.
     """
 
     local: torch.Tensor
@@ -180,10 +182,11 @@ class Piece:
 
 
 # -- public collectives ----------------------------------------------------------------------------
-# Nothing is replaced when partita is imported. The collectives are changed once this process has a
-# wire, without which there is no DTensor: until then they are torch's own. They are changed in
-# place, since by then programs hold them by other names (`from torch.distributed import ...`), and
-# since torch compares some of them by identity (`isend`, what Dynamo maps to functional ones).
+# Nothing is patched when partita is imported. The collectives are patched when this process makes
+# its first wire, without which there is no DTensor. Their code is replaced in place, because
+# programs have imported them under other names by then (`from torch.distributed import ...`), and
+# because torch compares some of them by identity (`isend`, and those that Dynamo maps to functional
+# ones).
 
 COLLECTIVES = (
     """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
@@ -199,20 +202,21 @@ _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Pass the arguments of each public collective through `inspect(name, (args, kwargs))`.
+    """Call `inspect(name, (args, kwargs))` before each call of a public collective of torch.
 
-    Collectives of partita itself are not inspected: they use the process groups directly.
+    The collective gets the arguments that `inspect` returns. Collectives of partita itself are not
+    inspected, because they use the process groups directly.
     """
     if not dist.is_available():
         return
     for name in COLLECTIVES:
         collective = getattr(dist.distributed_c10d, name, None)
-        if collective is not None:  # it may be of another version of torch
+        if collective is not None:  # a version of torch may lack it
             wrap_in_place(collective, partial(_make_inspected_collective, name, inspect=inspect))
 
 
 def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Replace the code of a Python function of torch by `wrap(original)`, for all who imported it.
+    """Replace the code of a Python function by `wrap(original)`, also where it is imported already.
 
     Returns:
         `original`: a function that does what `function` did.
@@ -220,7 +224,7 @@ def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., An
     original: types.FunctionType
     for cell in function.__closure__ or ():
         if isinstance(original := cell.cell_contents, types.FunctionType):
-            cell.cell_contents = wrap(original)  # what a decorator of torch calls
+            cell.cell_contents = wrap(original)  # the function that torch's decorator calls
             return original
     name, code, space = function.__name__, function.__code__, function.__globals__
     original = types.FunctionType(code, space, name, function.__defaults__)
@@ -229,7 +233,7 @@ def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., An
     space[f"_partita_{name}"] = wrap(original)
     source = f"def {name}(*args, **kwargs): return _partita_{name}(*args, **kwargs)"
     made: dict[str, Any] = {}
-    # Under torch's file name: Dynamo enters it, and no line of the user's is sought in it.
+    # Compiled under torch's file name, so that Dynamo traces it and `user_line` skips it.
     exec(compile(source, code.co_filename, "exec"), made)
     function.__code__ = made[name].__code__
     function.__defaults__ = function.__kwdefaults__ = None
@@ -248,7 +252,7 @@ def _make_inspected_collective(
         if name in _OF_TWO_RANKS or kwargs.get("async_op"):
             return original(*args, **kwargs)
         given = (*args, *kwargs.values())
-        if any(x is dist.GroupMember.NON_GROUP_MEMBER for x in given):  # a warning is all it does
+        if any(x is dist.GroupMember.NON_GROUP_MEMBER for x in given):  # torch only warns then
             return original(*args, **kwargs)
         group = next((x for x in given if isinstance(x, dist.ProcessGroup)), None)
         with watched_collective(name, group):
@@ -274,10 +278,10 @@ InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]
 
 
 def inspect_wrappers(inspect: InspectWrapper) -> None:
-    """Call `inspect(name, model, ranks, wrapper)` before a wrapper of torch takes a model.
+    """Call `inspect(name, model, ranks, wrapper)` before DDP, FSDP and the like wrap a model.
 
-    `ranks` are those of its process group, by their numbers in the job; empty if it has a mesh.
-    `wrapper` is the instance that is being made, and None for a function.
+    `ranks` are the global ranks of the process group; empty if the wrapper gets a mesh. `wrapper`
+    is the instance that is being made, or None for a function.
     """
     for home, name in _WRAPPERS.items() if dist.is_available() else ():
         after_import(home, partial(_inspect_wrapper, name, inspect))
@@ -312,13 +316,13 @@ def _is_model(x: Any) -> bool:
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """True if `module` is one of torch's wrappers around a model."""
+    """True if `module` is a wrapper of torch around a model, such as DDP."""
     kinds = (getattr(sys.modules.get(home), name, None) for home, name in _WRAPPERS.items())
     return isinstance(module, tuple(kind for kind in kinds if isinstance(kind, type)))
 
 
 def find_torch_dtensor_mesh(x: torch.Tensor) -> DeviceMesh | None:
-    """Returns the mesh of one of torch's DTensors; None for another tensor."""
+    """Returns the mesh if `x` is a DTensor of torch, else None."""
     theirs = sys.modules.get("torch.distributed.tensor")
     if theirs is None or not isinstance(x, theirs.DTensor):
         return None
@@ -326,8 +330,9 @@ def find_torch_dtensor_mesh(x: torch.Tensor) -> DeviceMesh | None:
 
 
 # -- functions of state dicts ----------------------------------------------------------------------
-# Those with `StateDictOptions(full_state_dict=True)` know torch's DTensors by their class and take
-# every other tensor for whole: a file that rank 0 writes would lack what others have of ours.
+# With `StateDictOptions(full_state_dict=True)` these functions gather only torch's DTensors and
+# treat every other tensor as whole. A file of rank 0 would lack other ranks' pieces of our
+# DTensors.
 
 _STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -338,8 +343,8 @@ def patch_state_dicts(tensors: Any) -> None:
     """Patch torch's functions of state dicts, now or when they are imported.
 
     Args:
-        tensors: functions on DTensors, which this package does not import. `is_spread(x)`: True for
-            a DTensor. `whole(x)`: its whole value, on every rank; all ranks call it.
+        tensors: an object with functions on DTensors, which this package must not import.
+            `is_spread(x)`: True for a DTensor. `whole(x)`: its whole value; all ranks call it.
             `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
             `empty_like(x)`: CPU memory for a copy. `copy_on_cpu(x)`: a copy of this rank's piece.
             `give_memory(model)`: allocates the DTensors of a model that are on the meta device.
@@ -396,7 +401,7 @@ def _patch_state_dict_module(module: Any, tensors: Any) -> None:
 
     @functools.wraps(load)
     def _load_model_state_dict(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        tensors.give_memory(model)  # else it would assign whole tensors as the parameters
+        tensors.give_memory(model)  # otherwise torch replaces meta parameters by whole tensors
         return load(model, *args, **options)
 
     module._distribute_state_dict = _distribute_state_dict
@@ -421,7 +426,7 @@ def _patch_stager(stager: Any, tensors: Any) -> None:
 
 
 def after_import(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with the module `name`: now if it is imported, otherwise when it is."""
+    """Call `act(module)` when the module `name` has been imported, or now if it already is."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)

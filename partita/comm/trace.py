@@ -1,11 +1,11 @@
 """The trace wire: moves as nodes of a captured graph that is the same on every rank.
 
-A `TraceWire` replaces a rank's wire while a step is captured. It does not know the rank's place. A
-coordinate is a tensor, an input of the graph; everything that differs between ranks is computed
-from it, by the arithmetic of `move_steps`. Shapes are those of the first rank, which has the
-largest pieces. A smaller piece is padded with copies of its last element (for an empty piece, of
-the element before it), so that kernels compute finite values there. Gradients are padded with
-zeros, which do not change a rank's sums.
+A `TraceWire` replaces a rank's wire while a step is captured. Its graph does not contain the rank's
+coordinate as a number: each coordinate is a tensor, an input of the graph. Everything that differs
+between ranks is computed from it, by the arithmetic of `move_steps`. Shapes are those of the first
+rank, which has the largest pieces. A smaller piece is padded with copies of its last element (an
+empty piece: of the element before it), so that kernels compute finite values there. Gradients are
+padded with zeros, which do not change a rank's sums.
 
     7 rows over 4 ranks:    0 1 | 2 3 | 4 5 | 6 6
 """
@@ -69,15 +69,15 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
 
 
 class TraceWire(Wire):
-    """The wire while a step is captured: moves become nodes, and nothing leaves the rank.
+    """The wire while a step is captured: moves become nodes of the graph, and nothing is sent.
 
     Attributes:
         real: the wire that it replaces.
-        coordinate: for each axis of more than one rank, this rank's position on it, as a tensor.
+        coordinate: for each axis of more than one rank, this rank's coordinate as a tensor.
         zeros: True while moves pad with zeros, as moves of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
-        noting: a context manager within which a move's nodes are made.
-        repeating: traces a move, or repeats the trace of an equal one.
+        noting: returns a context manager within which a move's nodes are made.
+        repeating: traces a move, or copies the nodes of an equal move.
         admitted: copies of plain tensors that are assumed to be equal on all ranks.
         paddings: masks of padding, and tensors that calls share, by name.
     """
@@ -102,9 +102,9 @@ class TraceWire(Wire):
         self.data_axes = real.data_axes
 
     def forget(self) -> None:
-        """Drop the tensors and the graph of the capture, which has ended.
+        """Drop the tensors and the graph of the capture, when it has ended.
 
-        Plans are cached by wire, so a plan that is not used again keeps its wire alive for a while.
+        The plan cache may keep this wire alive for longer.
         """
         self.coordinate, self.noting = {}, _no_noting
         self.repeating = _no_repeating
@@ -115,7 +115,10 @@ class TraceWire(Wire):
         self.paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
-        """Record that a plain tensor is assumed equal on all ranks. It may be written later."""
+        """Record that a plain tensor is assumed equal on all ranks.
+
+        A copy is kept, because the tensor may be written later.
+        """
         if self._seen.setdefault((id(value), value._version), value) is value:
             with torch.no_grad():
                 self.admitted.append(value.clone())
@@ -128,13 +131,16 @@ class TraceWire(Wire):
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
-        """The matrix products so far, as in `Ledger.work`."""
+        """The matrix products traced so far, as in `Ledger.work`."""
         return [] if self.scope.captured is None else self.scope.captured.work
 
     # -- what is padded ----------------------------------------------------------------------------
 
     def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """Returns the rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
+        """Returns the rank's index along `axes` together, as a 0-d int64 tensor.
+
+        The first axis varies slowest.
+        """
         sizes, places = self.stack(axes)
         if not places:
             return torch.zeros((), dtype=torch.int64)
@@ -157,7 +163,7 @@ class TraceWire(Wire):
                 region.append((0, size))
             elif size % self.mesh_size(axes) == 0:
                 region.append((self.place(axes) * length, length))
-            elif beyond or ends_last(size, parts):  # else padding would be where the next piece is
+            elif beyond or ends_last(size, parts):  # otherwise padding would cover the next piece
                 region.append((span(size, parts, places)[0], length))
             else:
                 raise uneven(
@@ -276,8 +282,9 @@ class Uneven(LayoutError):
 
 
 def uneven(fact: str) -> Uneven:
-    """Returns the error for uneven pieces that cannot be captured; capture converts it to its own
-    error.
+    """Returns the error for uneven pieces that cannot be captured.
+
+    Capture converts it to a CaptureError.
     """
     return Uneven(
         fact,
@@ -287,7 +294,7 @@ def uneven(fact: str) -> Uneven:
 
 
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
-    """True if some ranks hold less of a tensor of this layout than others."""
+    """True if some ranks have smaller pieces of a tensor with this layout than others."""
     return any(
         size % math.prod(mesh.size(a) for a in axes)
         for size, axes in zip(layout.shape, layout.shards, strict=True)
@@ -424,7 +431,7 @@ def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) 
         inner = by_dim[dim].inner if dim in by_dim else ()
         order += [*inner, dim]
         shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
-    # Not `reshape`, whose `_unsafe_view` of a copy no pass recognises as a mere copy.
+    # Not `reshape`: it makes an `_unsafe_view` of a copy, which passes do not recognize as a copy.
     return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
 
 
@@ -551,7 +558,7 @@ _making = _Making()
 
 
 def active_wire(wire: Wire) -> Wire:
-    """The wire to use for `wire` now: its substitute while a step is captured, or itself."""
+    """Returns the substitute of `wire` while a step is captured, else `wire`."""
     found = _standing.get(wire, wire) if _standing else wire
     if found is wire and _making.stand_in is not None and wire not in _standing.values():
         found = _standing[wire] = _making.stand_in(wire)
@@ -565,7 +572,7 @@ def substitute_wires(
     """Make `active_wire` return these substitutes inside the block.
 
     Args:
-        make: makes the substitute for the wire of any other mesh that this thread uses.
+        make: makes a substitute for a wire that is not in `wires`.
     """
     before, made_before = dict(_standing), _making.stand_in
     _standing.update(wires)

@@ -1,11 +1,12 @@
-"""Waits that end: the error of a rank that waits for ranks that have ended, are late, or wait too.
+"""Detection of deadlocks: errors for a rank that waits for ranks that have ended, are late, or wait
+for something else.
 
-After `SLICE` seconds a rank writes a post to the job's store: what it waits for, and which
-collectives it has begun. If all ranks that it depends on have posts and wait for different things,
-the first rank that sees this writes a verdict. Every rank then raises it. A rank that computes
-writes no post. Other ranks wait for it until a deadline if they compare or read a value, otherwise
-until the process group's timeout. Ranks on the same machine detect an ended rank by its process
-(`RankGoneError`).
+A rank that has waited for `SLICE` seconds writes a *post* to the job's store: what it waits for,
+and which collectives it has begun. If all ranks that it depends on have posts and wait for
+different things, the first rank that sees this writes a *verdict*, an error that every rank then
+raises. A rank that computes writes no post. Other ranks wait for it until a deadline if they
+compare or read a value, otherwise until the process group's timeout. Ranks on the same machine
+detect that a rank has ended by its process (`RankGoneError`).
 
     {"text": "waits in all_reduce over dp ...", "ranks": [0, 1], "group": "2", "number": 7, ...}
 """
@@ -56,18 +57,18 @@ TIME_SLICE = timedelta(seconds=SLICE)
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank waits for.
+    """The operation for which a rank waits.
 
     Attributes:
-        text: what it does, for errors: "reads a value (item) at train.py:10".
-        ranks: the ranks that it needs, by their numbers in the job.
-        group: the process group that it waits in; ranks count the collectives that they began
-            in it.
-        meets: True if it compares or reads a value; a rank that does not take part is an error
-            then.
-        warns: True names ranks that are late for long in a warning.
-        count: without a group: the name of the meeting, and how many there have been.
-        number: of the collective among those of its group, from 1; 0 if unknown.
+        text: what the rank does, for errors: "reads a value (item) at train.py:10".
+        ranks: the global ranks that must take part.
+        group: the process group in which it waits. Ranks count the collectives that they have
+            begun in it.
+        meets: True if the rank compares or reads a value. Then it is an error if a rank does not
+            take part.
+        warns: True warns, with their names, of ranks that are late for a long time.
+        count: if there is no group: the name of the meeting, and how many there have been.
+        number: the collective's number in its group, from 1; 0 if unknown.
     """
 
     text: str
@@ -80,9 +81,9 @@ class Need:
 
 
 class WatchedWork:
-    """A collective under way, whose wait raises in a deadlock.
+    """A pending collective whose wait raises an error in a deadlock.
 
-    Only for backends whose waits block the processor anyhow.
+    Only for backends whose waits block the Python thread anyway.
     """
 
     __slots__ = ("_group", "_number", "_request", "_work")
@@ -103,7 +104,7 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
-    """Go on waiting for `work`, whose wait of `SLICE` seconds has raised a RuntimeError.
+    """Continue to wait for `work`, whose wait of `SLICE` seconds has raised a RuntimeError.
 
     Raises:
         LayoutError: as `wait_with_others`.
@@ -117,11 +118,11 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # raises if it has failed: it may have ended just after its time was up
+            work.wait()  # returns if the work has completed meanwhile; raises if it has failed
         return True
 
     try:
-        if work.is_completed():  # it has failed, or has ended just now
+        if work.is_completed():  # it has failed, or has just completed
             work.wait()
         else:
             wait_with_others(is_work_done, need, deadline)
@@ -140,8 +141,8 @@ def wait_with_others(
     """Continue a wait after `SLICE` seconds: write a post, and read the posts of other ranks.
 
     Args:
-        over: waits for so many seconds, and returns whether the wait is over.
-        deadline: seconds to wait, if `need.meets`, for ranks that have no post.
+        over: a function that waits for a number of seconds, and returns True if the wait is over.
+        deadline: if `need.meets`, the seconds to wait for ranks that have no post.
 
     Raises:
         LayoutError: the ranks wait for one another, or the deadline has passed.
@@ -185,7 +186,7 @@ def wait_with_others(
 
 
 def timeout_of_job() -> timedelta:
-    """The timeout of the job's process groups: the longest, where those of its devices differ."""
+    """Returns the timeout of the job's process groups: the longest of all its devices."""
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
@@ -197,28 +198,27 @@ _NO_COUNT = ("", 0)
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """Record that this thread runs a graph with collectives among `ranks` from now on.
+    """Record that this thread begins to run a graph with collectives among `ranks`.
 
-    If it takes longer than `SLICE`, a thread that checks once per second writes a post. Other ranks
-    see from the number of begun collectives whether the graph waits or computes.
+    If it takes longer than `SLICE`, a watcher thread writes a post. Other ranks see from the number
+    of collectives in it whether the graph waits or computes.
     """
-    # The caller's frame: the graph's own code means nothing to a user.
+    # The caller's frame, because the code of the graph means nothing to a user.
     _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
 
 
 def end_graph() -> None:
-    """Record that the graph has run, or failed."""
+    """Record that the graph of `begin_graph` has ended, or failed."""
     global _now
     _now = None
 
 
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Watch the collective `name` of torch's own that this thread runs in the block, and which
-    blocks.
+    """Write a post if torch's blocking collective `name`, inside the block, takes long.
 
     Raises:
-        LayoutError: it has failed because ranks were elsewhere, or one has ended.
+        LayoutError: it failed because other ranks did something else, or one has ended.
     """
     global _now
     group = group or dist.group.WORLD
@@ -330,11 +330,10 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among some ranks: how many, a digest, the last.
+    """The collectives that this rank has begun among some ranks: count, digest, and the last few.
 
     Attributes:
-        new: the collectives that `count`, `digest` and `last` do not include yet; the next read
-            adds them.
+        new: collectives that the other fields do not include yet; `add_new` adds them.
     """
 
     def __init__(self) -> None:
@@ -343,7 +342,7 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Take up the new collectives; this history."""
+        """Add the new collectives to the other fields. Returns this history."""
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]
@@ -361,7 +360,7 @@ class MoveHistory:
         return self
 
     def describe(self) -> dict[str, str]:
-        """Returns the last collectives in words, by their numbers."""
+        """Returns texts that describe the last collectives, by their numbers."""
         # A copy: another thread may add to it.
         return {str(number): request.describe() for number, request in list(self.last)}
 
@@ -404,14 +403,14 @@ def history_of(ranks: Sequence[int]) -> MoveHistory:
 
 
 def last_begun_in(group: str) -> str:
-    """The kind of the last collective that this rank has begun in the group of this name."""
+    """Returns the kind of the last collective begun in the group with this name; "" if none."""
     begun = _begun_in.get(group)
     last = None if begun is None else begun.history.add_new().last
     return last[-1][1].kind if last else ""
 
 
 def forget_histories() -> None:
-    """Forget what was begun in process groups that are gone."""
+    """Drop the histories of process groups that have been destroyed."""
     _histories.clear()
     _begun_in.clear()
 
@@ -439,7 +438,7 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """Returns the post of a rank that waits for `need`."""
+    """Returns this rank's post, which says that it waits for `need`."""
     # Copies: this thread may not be the one that begins collectives.
     groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
@@ -467,17 +466,17 @@ def make_post(need: Need) -> Post:
 
 
 def put_post(store: Any, rank: int, post: Post) -> None:
-    """Write the post of a thread that begins to wait."""
+    """Write the post of a thread that begins to wait, as that of rank `rank`."""
     with _posts_lock:
         _own_posts[post["id"]] = post
         _replace_post(store, rank, post)
 
 
 def withdraw_post(store: Any, rank: int, post: Post) -> None:
-    """Remove the post of a thread that continues; the post of another waiting thread replaces it.
+    """Remove the post of a thread that continues, or replace it by another waiting thread's.
 
-    The key is overwritten, never deleted. A rank that has just seen the key would read it, and a
-    read of a missing key blocks for the timeout of the store.
+    The key is overwritten and not deleted: a rank that has just seen it may read it next, and
+    reading a missing key blocks until the timeout of the store.
     """
     with _posts_lock:
         _own_posts.pop(post["id"], None)
@@ -485,7 +484,7 @@ def withdraw_post(store: Any, rank: int, post: Post) -> None:
 
 
 def _replace_post(store: Any, rank: int, post: Post | None) -> None:
-    if not LEAVING.is_set():  # that it has ended is a rank's last post
+    if not LEAVING.is_set():  # the last post of a rank says that it has ended
         store.set(_key_of_rank(rank), json.dumps(post))
 
 
@@ -497,7 +496,10 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """The posts of all ranks that this rank depends on, directly or not; None of one without."""
+    """Returns the posts of all ranks on which this rank depends, directly or indirectly.
+
+    The value is None for a rank that has no post.
+    """
     found: dict[int, Post | None] = {me: mine}
     ahead = list(mine["ranks"])
     while ahead:
@@ -533,11 +535,11 @@ def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
         return "ranks ask for different things"
     known = all(p["number"] for p in waiting.values())
     if not known and not any(p["meets"] for p in waiting.values()):
-        return ""  # all exchange tensors: the timeouts of the process groups apply
+        return ""  # all ranks exchange tensors: the process group's timeout applies
     for post in waiting.values():
         if not post["group"]:
             if not _waits_in_graph(post, posts):
-                return ""  # it computes
+                return ""  # this rank computes
         elif all(_has_begun(posts[r], post) for r in post["ranks"] if r in posts):
             return ""  # all ranks have begun what it waits for
     ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
@@ -567,7 +569,7 @@ def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: in
     others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
     store.set(f"{_VERDICT}/{me}", "heard")
     until = time.monotonic() + 4 * _LOOK + 1
-    # The rank that holds the store must not end before the others have read the verdict.
+    # The rank whose process contains the store must not end before the others have read it.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
         time.sleep(0.05)
     verdict = json.loads(said)
@@ -594,7 +596,7 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
 
 
 def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
-    """Returns the error of ranks that do what `lines` say, each something else."""
+    """Returns the error for ranks that wait for different things, which `lines` describe."""
     return LayoutError(
         fact,
         place=user_line(),
@@ -622,7 +624,7 @@ def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
 
 
 def verdict_of_others() -> LayoutError | None:
-    """The verdict of other ranks, after a collective of this rank has failed; None without one."""
+    """Returns the error that another rank has written, after a collective failed here, or None."""
     with contextlib.suppress(Exception):
         store, me = _find_store(), dist.get_rank()
         for _ in range(3):
@@ -637,9 +639,9 @@ def _key_of_rank(rank: int) -> str:
 
 
 # -- ranks that are gone ---------------------------------------------------------------------------
-# A process group says that a connection was closed, but not whose. The ranks of one machine know
-# one another's processes, which they exchange when a control group is made, and look which have
-# ended; of ranks on other machines they can only say that it must be one of them.
+# A process group reports that a connection was closed, but not by which rank. Ranks exchange their
+# process ids when a control group is made. So a rank can check which processes on its own machine
+# have ended. Otherwise it reports that one of the ranks on other machines must have ended.
 
 _PROCESS = struct.Struct("<8sqq")
 _TIME_TO_END, _LOOK_AT_PROCESSES = 0.5, 0.01
@@ -670,20 +672,18 @@ _processes: dict[int, _Process] = {}
 
 
 def describe_process() -> bytes:
-    """Returns this process as bytes, for `remember_processes` of other ranks."""
+    """Returns an identifier of this process, for `remember_processes` on other ranks."""
     return _PROCESS.pack(*_this_process())
 
 
 def remember_processes(ranks: Sequence[int], described: Sequence[bytes]) -> None:
-    """Note the process of each of `ranks`, numbers in the job."""
+    """Store the process identifier of each of `ranks` (global ranks)."""
     for rank, text in zip(ranks, described, strict=True):
         _processes[rank] = _Process(*_PROCESS.unpack(text))
 
 
 def find_ended(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
-    """Returns those of `ranks` that are known to have ended. Looks for one for up to `patience`
-    seconds.
-    """
+    """Returns the ranks that are known to have ended. Waits up to `patience` seconds for one."""
     until = time.monotonic() + patience
     machine = _this_process().machine
     here = {r: p for r in ranks if (p := _processes.get(r)) and p.machine == machine}
@@ -708,10 +708,12 @@ def is_lost(error: BaseException | None) -> bool:
 def make_lost_rank_error(
     failure: BaseException, text: str, ranks: Sequence[int]
 ) -> RankGoneError | None:
-    """Returns the error for `failure` of a collective among `ranks`; None where no rank is gone.
+    """Returns the error for a failed collective if a rank has ended, else None.
 
     Args:
+        failure: the error of the collective.
         text: what this rank does: "waits in all_reduce over dp: ...".
+        ranks: the global ranks of its group.
     """
     if not is_lost(failure):
         return None
@@ -747,7 +749,10 @@ def _make_late_ranks_error(
 
 
 def make_rank_gone_error(ranks: Sequence[int], text: str, fate: str = "") -> RankGoneError:
-    """The error of this rank, which does `text`, where `ranks` are gone (`fate` says how)."""
+    """Returns the error of this rank, which does `text`, when `ranks` have ended.
+
+    `fate` says what happened to them.
+    """
     me = dist.get_rank()
     fate = fate or f"which {'has' if len(ranks) == 1 else 'have'} ended"
     return RankGoneError(
@@ -760,7 +765,7 @@ def make_rank_gone_error(ranks: Sequence[int], text: str, fate: str = "") -> Ran
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`ranks 1, 2`, of at most eight."""
+    """Returns a text such as "ranks 1, 2", with at most eight of them."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + shown
 
@@ -768,7 +773,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def _this_process() -> _Process:
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        numbers = os.readlink("/proc/self/ns/pid")  # containers count for themselves
+        numbers = os.readlink("/proc/self/ns/pid")  # each container numbers its own processes
         machine = hashlib.blake2b((boot + numbers).encode(), digest_size=8).digest()
         number = os.getpid()
         return _Process(machine, number, int(_read_process_status(number)[19]))

@@ -1,10 +1,10 @@
-"""Wires: the transport of a mesh with `carry`, the only way that data leaves a rank; also mesh
-handles and dry meshes.
+"""Wires: a rank's connections to the other ranks of a mesh; also mesh handles and dry meshes.
 
-`carry` does the layout arithmetic, the ledger and the checks around a move. Subclasses run the
-collectives: process groups (`groups`), threads (`ranks`), no peers (`DryWire`), and a graph that is
-being captured (`trace`). A mesh handle replaces a `DeviceMesh` where there are no process groups. A
-dry mesh has a single real rank.
+Data leaves a rank only by `Wire.carry`, which runs one move (a step of a redistribution) and does
+the layout arithmetic, the ledger and the checks. Subclasses run the collectives: over process
+groups (`groups`), over threads (`ranks`), without other ranks (`DryWire`), and as nodes of a graph
+during a capture (`trace`). A mesh handle replaces a `DeviceMesh` where there are no process groups.
+A dry mesh has only one rank that runs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _beginning = threading.Lock()
 def on_first_wire(act: Callable[[], None]) -> None:
     """Call `act` when this process makes its first wire, or now if it has one.
 
-    Without a wire there is no DTensor. Patches of torch that matter only for DTensors are applied
-    then. A program that imports partita and has no DTensor runs torch as it is.
+    A DTensor needs a wire. So patches of torch that matter only for DTensors are applied then, and
+    a program that imports partita but has no DTensor runs an unchanged torch.
     """
     with _beginning:
         if _waiting is not None:
@@ -72,13 +72,13 @@ def _begin_wires() -> None:
 
 
 class Reading(NamedTuple):
-    """A value that the program reads.
+    """A value of a DTensor that the program reads, such as by `x.item()`.
 
     Attributes:
         op: the op that reads it, such as "item".
         value: the layout and dtype of the tensor.
-        origin: identifies the tensor, equally on all ranks; "" if unknown.
-        made: where it was made; converted to text for errors.
+        origin: a text that identifies the tensor and is equal on all ranks; "" if unknown.
+        made: the place where the tensor was made; errors show it as text.
         verb: "reads", or "moves" if an op needs the value in another layout.
     """
 
@@ -90,12 +90,13 @@ class Reading(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What the rank does, for errors: it reads a value."""
+        """A text that says what the rank does, for errors: "reads a value (item)"."""
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
-        """Returns a text that must be equal on all ranks that read the value at `place`, and a text
-        that errors show after `why`.
+        """Returns two texts for a read at `place`.
+
+        The first must be equal on all ranks. Errors show the second after `why`.
         """
         shown = ", ".join(filter(None, (self.value, str(self.made))))
         return f"{self.why} {self.value} {self.origin} {place}", shown and f": {shown}"
@@ -106,7 +107,7 @@ class Wire(Transport):
 
     Attributes:
         device_mesh: the user's mesh object.
-        device: the device of tensors that the wire itself makes.
+        device: the device on which the wire creates tensors.
     """
 
     device = HOST
@@ -131,18 +132,17 @@ class Wire(Transport):
             _begin_wires()
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
-        self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
+        self.agreed: set[object] = set()  # keys that the ranks have compared (`agreement`)
         self._reading: Reading | None = None  # of the value being moved
         self.data_axes: tuple[str, ...] = ()  # over which `zero` has sharded a model
-        self.sites: dict[int, int] = {}  # how often each call brought tensors in (`tensor/origins`)
+        self.sites: dict[int, int] = {}  # by call, how often it made DTensors (`tensor/origins`)
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
     # -- moves --------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
-        """Run one move: takes this rank's part of `move.before` and returns its part of
-        `move.after`.
+        """Run one move: one step of a redistribution. Returns this rank's piece afterwards.
 
         Args:
             x: this rank's piece, of shape `move.before.local_shape(mesh, at)`. Not modified.
@@ -150,15 +150,16 @@ class Wire(Transport):
             reason: as in `ledger.Record`.
 
         Returns:
-            A contiguous tensor without history, in its own memory. For a retype: an alias.
+            A contiguous tensor with memory of its own, which autograd does not track. For a retype,
+            an alias of `x`.
 
         Raises:
             LayoutError: the move is implicit under `strict()`; `x` has the wrong shape; or the
                 ranks make different calls (always checked in `ranks`, otherwise under
                 `check_ranks()`).
         """
-        # Callers cache plans, so a move is nearly always the same object: its id finds the step
-        # without hashing two layouts, and the entry keeps the move alive.
+        # Callers cache plans, so a repeated move is nearly always the same object. Looking it up
+        # by id avoids hashing two layouts. The entry keeps the move alive, so its id stays unique.
         entry = self._steps.get(id(move))
         if entry is None:
             entry = self._prepare(move)
@@ -179,9 +180,9 @@ class Wire(Transport):
         Args:
             move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
                 all_reduce, for which `out` is `x`.
-            x: this rank's part of `move.before`, contiguous. Do not write to it before the wait.
-            out: memory for this rank's part of `move.after`, contiguous. If its dtype differs from
-                that of `x`, `x` is sent as it is and summed in the dtype of `out`.
+            x: this rank's piece in `move.before`, contiguous. Do not write to it before the wait.
+            out: memory for this rank's piece in `move.after`, contiguous. If its dtype differs from
+                that of `x`, `x` is sent in its own dtype and summed in the dtype of `out`.
 
         Returns:
             The work to wait for before `out` is read. All ranks must wait in the same order.
@@ -227,7 +228,7 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Record in the ledgers that a user's view keeps memory alive that `op` would free."""
+        """Record that a view of the user's keeps memory alive that `op` would have freed."""
         what = f"{op}: {human(nbytes)} of a view"
         self._record(Record("kept", (), 0, what, user_line(), "a view is kept", self.rank))
 
@@ -236,9 +237,7 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Raise on every rank, under `check_ranks()`, unless all ranks of the mesh pass the same
-        `text`.
-        """
+        """Compare `text` under `check_ranks()`: all ranks of the mesh raise if it differs."""
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
@@ -260,15 +259,15 @@ class Wire(Transport):
         compared: str = "",
         shown: str = "",
     ) -> list[bytes]:
-        """Returns every rank's bytes `mine`, of any length, in mesh order.
+        """Returns the bytes `mine` of every rank, of any length, in mesh order.
 
-        Without peers, or if ranks compare afterwards, it returns this rank's bytes for all ranks.
+        On a dry mesh, and during a capture, it returns this rank's bytes for all ranks.
 
         Args:
             why: the reason, which must be equal on all ranks: "compares from_local".
-            deadline: seconds to wait for ranks that have no post.
-            compared: what else must be equal.
-            shown: more of what this rank does, for errors.
+            deadline: seconds to wait for ranks that do not wait for anything (`waiting`).
+            compared: other text that must be equal on all ranks.
+            shown: details of what this rank does, for errors.
 
         Raises:
             LayoutError: on all ranks, if they have different reasons, or some do not arrive.
@@ -278,27 +277,24 @@ class Wire(Transport):
     def group_of_all(self) -> Any:
         """Returns the process group of all ranks of the mesh.
 
-        None for ranks of one process, which are always compared, and if there are no other ranks.
+        None for simulated ranks, which are always compared, and if there are no other ranks.
         """
         return None
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The ranks of the mesh, by their numbers in the job, for which a wait may never end."""
+        """Returns the global ranks of the mesh that may never arrive; [] if a wait cannot hang."""
         return []
 
     def last_begun(self, axes: Axes) -> str:
-        """Returns the kind of the last collective that this rank has begun along `axes`; "" if
-        unknown.
-        """
+        """Returns the kind of the last collective begun along `axes`; "" if unknown."""
         return ""
 
     @contextmanager
     def reading(self, value: Reading) -> Iterator[None]:
-        """Mark moves inside the block as bringing a value that the program reads.
+        """Mark moves inside the block as part of a read, such as `x.item()`.
 
-        They cannot be mistaken for another rank's move or value. A rank that reads alone gets an
-        error.
+        Ranks then compare what they read, and a rank that reads alone gets an error.
         """
         before, self._reading = self._reading, value
         try:
@@ -312,7 +308,7 @@ class Wire(Transport):
         return self._reading is not None
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
-        """Returns every rank's bytes `mine`, in mesh order, when all ranks read a value.
+        """Wait until all ranks read this value. Returns every rank's bytes `mine`, in mesh order.
 
         Raises:
             LayoutError: on all ranks, if a rank reads alone, or reads another value.
@@ -324,17 +320,17 @@ class Wire(Transport):
 
     @property
     def patience_of_readers(self) -> float | None:
-        """Returns the seconds that a rank which reads a value waits for ranks that have no post."""
+        """Returns the seconds for which a reading rank waits for ranks that still compute."""
         return None
 
     def gather_ints(
         self, values: tuple[int, ...], what: str = "gather_ints"
     ) -> list[tuple[int, ...]]:
-        """Returns every rank's values, in mesh order. All ranks pass equally many, each within 64
-        bits.
+        """Returns the values of every rank, in mesh order.
 
         Args:
-            what: a few words on what the values are, for errors.
+            values: integers of at most 64 bits, equally many on all ranks.
+            what: a few words that describe the values, for errors.
         """
         if self.mesh.size() == 1:
             return [tuple(values)]
@@ -345,11 +341,10 @@ class Wire(Transport):
         return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
 
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Returns the `x` of rank `src` of the mesh (in mesh order). All pass the same shape and
-        dtype.
+        """Broadcast the `x` of rank `src`, an index in mesh order.
 
         Returns:
-            A contiguous tensor of its own on every rank.
+            A new contiguous tensor on every rank.
         """
         with torch.no_grad():
             out = without_lazy_bits(x).clone(memory_format=torch.contiguous_format)
@@ -363,18 +358,15 @@ class Wire(Transport):
             return out
 
     def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:
-        """Returns `(offset, length)` per dimension of this rank's piece of a tensor with this
-        layout.
+        """Returns `(offset, length)` for each dimension: the slice that this rank holds.
 
         Args:
-            beyond: True if the region of a padded piece may reach into the next rank's.
+            beyond: True if the region of a padded piece may overlap the next rank's.
         """
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raise if `to`, such as "to_local", would return the padding of this rank's piece to the
-        user.
-        """
+        """Raise if `to`, such as "to_local", would return the padding of this rank's piece."""
 
     def fill_padding(
         self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
@@ -382,16 +374,16 @@ class Wire(Transport):
         """Returns `x` with `value` in its padding along `dims` (None: all). Differentiable.
 
         Args:
-            layout: of `x`, or of the tensor that `x` is broadcast with; the result is then as
-                large.
+            layout: the layout of `x`, or of a tensor with which it is broadcast. The result then
+                has that tensor's shape.
         """
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor that was made under `name` if it is alive; otherwise calls `make`.
+        """Returns the tensor stored under `name` if it is alive; otherwise calls `make`.
 
         Args:
-            name: everything that the value depends on, except this rank's place.
+            name: everything that the value depends on, except this rank's coordinate.
         """
         name = (*name, torch.is_inference_mode_enabled())
         kept = self._shared.get(name)
@@ -400,9 +392,7 @@ class Wire(Transport):
         return kept
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
-        """Returns a bool tensor: for each list of axes, True if this rank is the first along all of
-        them.
-        """
+        """Returns a bool tensor: for each list of axes, True if the rank is first along all."""
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
 
@@ -416,18 +406,16 @@ MakeWire = Callable[["MeshHandle", tuple[int, ...]], Wire]
 
 
 class MeshHandle:
-    """One rank's mesh in one process, with the interface of `torch.distributed.DeviceMesh`.
+    """A mesh without process groups, with the interface of `torch.distributed.DeviceMesh`.
 
-    Its numbers are read below all dispatch modes (private torch), because a mode may make tensors
-    without values.
-
-    Compared and hashed by identity: each rank has its own. A deep copy is the handle itself. So is
-    the result of unpickling within the process that pickled it.
+    Each rank has its own handle; handles are compared and hashed by identity. `deepcopy`, and
+    unpickling in the same process, return the handle itself. The ranks are read below all dispatch
+    modes (private torch), because a mode may make tensors without values.
 
     Attributes:
-        mesh: the ranks' numbers in the world, an integer tensor of the mesh's shape.
-        wire: of this rank on this mesh.
-        root: the mesh from which this one was taken by axes; itself if it is whole.
+        mesh: the global ranks, an integer tensor with the mesh's shape.
+        wire: this rank's wire on this mesh.
+        root: the mesh of which this one is a sub-mesh; itself if it is no sub-mesh.
     """
 
     device_type = HOST.type
@@ -456,11 +444,11 @@ class MeshHandle:
 
     @property
     def number(self) -> int:
-        """The number by which `find_handle` finds it in this process."""
+        """A number by which `find_handle` finds this handle in this process."""
         return self._number
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """The number of ranks along one axis, by number or by name; of all ranks where None."""
+        """Returns the number of ranks along one axis (an index or a name), or of all ranks."""
         if mesh_dim is None:
             return self._layout.size()
         return self.shape[self._resolve_mesh_dim(mesh_dim)]
@@ -469,12 +457,12 @@ class MeshHandle:
         return list(self._at)
 
     def get_rank(self) -> int:
-        """Returns this rank's number in the world."""
+        """Returns this rank's global rank."""
         with _disable_current_modes():
             return int(self.mesh[self._at])
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's position along one axis, which may be left out where there is only one."""
+        """Returns this rank's index along one axis, which may be omitted if there is only one."""
         if mesh_dim is None:
             if self.ndim > 1:
                 raise LayoutError(f"get_local_rank needs an axis on mesh {self._layout}")
@@ -524,7 +512,7 @@ class MeshHandle:
 
 
 def find_handle(number: int) -> MeshHandle:
-    """Returns the handle that was pickled as this number, if it still lives in this process."""
+    """Returns the handle with this number, if it is still alive in this process."""
     try:
         return _known[number]
     except KeyError:
@@ -539,22 +527,21 @@ torch.serialization.add_safe_globals([find_handle])
 
 
 # -- dry meshes ------------------------------------------------------------------------------------
-# One rank of a mesh without the others, which counts what it would send and how long that would
-# take.
+# A dry mesh runs one rank without the others. Its wire counts the bytes and the time of sending.
 
 _MOST_RANKS = 1 << 24
 
 
 class DryWire(Wire):
-    """A wire without peers: shapes and dtypes are right, values are not.
+    """The wire of a dry mesh, without other ranks: shapes and dtypes are right, values are not.
 
-    Data from other ranks is replaced by this rank's own data, or by zeros, so that results are the
-    same in every run.
+    Data of other ranks is replaced by this rank's own data, or by zeros, so results are the same in
+    every run.
 
     Attributes:
-        nbytes: bytes that this rank would have sent, by ring algorithms, padding included.
-        seconds: the virtual time: `latency` for each collective, plus the bytes at `bandwidth`
-            (bytes per second).
+        nbytes: bytes that this rank would have sent with ring algorithms, padding included.
+        seconds: the time that sending would have taken: `latency` for each collective, plus the
+            bytes divided by `bandwidth` (bytes per second).
     """
 
     moved_dtypes = reduced_dtypes = ALL_DTYPES
@@ -581,8 +568,8 @@ class DryWire(Wire):
         self.nbytes, self.seconds = 0, 0.0
 
     @classmethod
-    def standing_for(cls, wire: Wire) -> Self:
-        """Returns a dry wire at the place of `wire` on its mesh, without a ledger."""
+    def from_wire(cls, wire: Wire) -> Self:
+        """Returns a dry wire with the mesh and coordinate of `wire`, without a ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
@@ -655,10 +642,10 @@ def dry_mesh(
 ) -> MeshHandle:
     """Returns a mesh without other ranks, for planning. This process acts as one rank of it.
 
-    Programs run on it with the layouts, shapes and moves of that rank. Values are meaningless: data
-    from other ranks is replaced by zeros or by this rank's own data. `pt.ledger` counts the bytes
-    that the rank would have sent. There are no process groups. On the meta device nothing is
-    allocated, so the mesh may be large.
+    Programs run on it with the layouts, shapes and redistributions of that rank. Values are
+    meaningless: data from other ranks is replaced by zeros or by this rank's own data. `pt.ledger`
+    counts the bytes that the rank would have sent. There are no process groups. On the meta device
+    nothing is allocated, so the mesh may be large.
 
         mesh = pt.dry_mesh(dp=1024, tp=8)
         with torch.device("meta"):
@@ -667,12 +654,12 @@ def dry_mesh(
 
     Args:
         rank: the rank that this process acts as, from 0, in row-major order of the axes.
-        device_type: the device of tensors that `pt.zeros` and similar functions make: "cpu",
+        device_type: the device on which `pt.zeros` and similar functions create tensors: "cpu" or
             "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
-        backend: the backend of process groups, as torch names it. Collectives then
-            allocate the extra buffers that this backend needs.
+        backend: a backend of process groups, such as "gloo". Collectives then also allocate the
+            buffers that this backend needs.
         axes: the size of each mesh axis, outermost first.
 
     Returns:

@@ -162,7 +162,7 @@ class Explainer:
 
     def make_wire(self, wire: Wire) -> Wire:
         """Returns the replacement for the wire of a mesh."""
-        found = _ExplainedWire.standing_for(wire)
+        found = _ExplainedWire.from_wire(wire)
         found.explainer = self
         self.wires.append(found)
         return found

@@ -69,7 +69,7 @@ def rehearse(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    make_wire: Callable[[Wire], Wire] = DryWire.standing_for,
+    make_wire: Callable[[Wire], Wire] = DryWire.from_wire,
 ) -> Iterator[tuple[Callable[[], Any], State]]:
     """Run `fn` over tensors without memory inside the block, and restore what it changes.
 

@@ -1,10 +1,10 @@
 """Backends: what one kind of process group does differently. No other package names a backend.
 
 In reading order: `backend` (the interface, with defaults for a backend that needs no changes),
-`gloo` (Gloo, and the groups over which ranks compare). To add one, write a subclass of `Backend` in
-its own file. Add a line to `backend_of`, which chooses by a mesh's device type and the process
-groups of the job, and one to `backend_named`, for meshes without peers. What depends on the device
-belongs to `comm/device`. With every backend, ranks compare what they do over Gloo.
+`gloo` (Gloo, and the control groups, over which ranks compare texts). To add one, write a subclass
+of `Backend` in its own file. Add a line to `backend_of`, which chooses by a mesh's device type and
+the process groups of the job, and one to `backend_named`, for dry meshes. Code that depends on the
+device belongs in `comm/device`. With every backend, ranks compare what they do over Gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
     """Returns the backend of meshes of this device type ("cpu", "cuda") in this job.
 
     Args:
-        native: as of a `Backend` whose waits block the processor.
+        native: begins a collective of the process group, for a `Backend` with blocking waits.
     """
     if f"{device_type}:gloo" not in dist.get_backend_config():
         return Backend()
@@ -36,7 +36,7 @@ def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
 def backend_named(name: str, device_type: str, native: Native = begin_in_group) -> Backend:
     """Returns the backend with this name, as torch has it: "gloo", "cpu:gloo,cuda:nccl".
 
-    "" means a backend that needs no memory beside its operands.
+    "" means a backend whose collectives allocate no buffers of their own.
 
     Raises:
         ValueError: torch has no backend of this name.

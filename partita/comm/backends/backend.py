@@ -1,7 +1,7 @@
 """Backends: how collectives of a kind of process group begin, end, and appear in a graph.
 
-They call the process group's own methods, which torch's public collectives call in the end. The
-functional collectives cost more than all of `carry` (a dispatcher op, an async wrapper, its wait).
+They call methods of the process group, as torch's public collectives do. The functional collectives
+would cost more than the rest of `carry` (a dispatcher op, an async wrapper, its wait).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 Native = Callable[[Any, torch.Tensor, torch.Tensor, Request], PendingWork]
-"""`(group, out, x, request)`: begins a collective as the group has it."""
+"""`(group, out, x, request)`: begins a collective of the process group."""
 
 
 def begin_in_group(
     group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
 ) -> PendingWork:
-    """Begin a process group's own collective."""
+    """Begin the process group's collective for `request`."""
     kind = request.kind
     work: Any
     get, send = request.get, request.send
@@ -51,17 +51,20 @@ def begin_in_group(
 
 
 class Backend:
-    """A backend whose own collectives are the best and take no memory beside their operands: NCCL,
-    and ranks that are threads.
+    """A kind of process group, with defaults for NCCL and for ranks that are threads.
 
-    Tensors are contiguous.
+    The defaults use the group's own collectives, which need no buffers beside their operands.
+    All tensors are contiguous.
 
     Attributes:
-        gathers_by_broadcast: an all-gather is a broadcast of each rank.
-        sums_in_rank_order: a reduce-scatter exchanges shares, and adds them in rank order.
-        waits_on_host: a wait blocks the processor, so that the rank can look why it lasts.
-        runs_in_streams: a collective is a kernel of the device's, which can be recorded.
-        native: what its own collectives begin by.
+        gathers_by_broadcast: True if an all-gather runs as a broadcast from each rank.
+        sums_in_rank_order: True if a reduce-scatter exchanges shares, and each rank adds them in
+            rank order.
+        waits_on_host: True if a wait blocks the Python thread, which can then find out why it
+            takes long.
+        runs_in_streams: True if a collective is a kernel in a stream, which a CUDA graph can
+            record.
+        native: begins a collective of the process group.
     """
 
     gathers_by_broadcast = False
@@ -73,21 +76,25 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how an all-reduce sums `x` over `n` ranks."""
+        """Returns the way in which an all-reduce sums `x` over `n` ranks.
+
+        "own" is the group's all-reduce. "gather" gathers all shares, and "exchange" exchanges
+        parts of them; each rank then adds in rank order.
+        """
         return "own"
 
     # -- memory beside the operands, while a collective is under way -------------------------------
 
     def staging_of_gather(self, out: torch.Tensor) -> int:
-        """Returns bytes that an all-gather takes beside `out`."""
+        """Returns the bytes that an all-gather allocates beside `out`."""
         return 0
 
     def staging_of_scatter(self, x: torch.Tensor) -> int:
-        """Returns bytes that a reduce-scatter takes beside `x`."""
+        """Returns the bytes that a reduce-scatter allocates beside `x`."""
         return 0
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:
-        """Returns bytes that an all-reduce over `n` ranks takes beside `x`."""
+        """Returns the bytes that an all-reduce over `n` ranks allocates beside `x`."""
         return 0
 
     # -- collectives -------------------------------------------------------------------------------
@@ -95,10 +102,10 @@ class Backend:
     def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        """Begin to fill `out` with the result of `request` on the group's `x`, and return at once.
+        """Begin to write the result of `request` for this rank's `x` into `out`; return at once.
 
-        `x` of an all_gather may lie in `out`. A sum is made in the dtype of `out`. An all_gather
-        that is waited for at once uses `native`.
+        For an all_gather, `x` may be a part of `out`. A sum has the dtype of `out`. Callers that
+        wait at once for an all_gather use `native` instead.
         """
         if request.kind == "reduce_scatter" and out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, request)
@@ -107,7 +114,7 @@ class Backend:
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """Returns a reduce_scatter of a sum: shares are exchanged, and added in rank order."""
+        """Begin a reduce_scatter (sum) that exchanges shares, and adds them in rank order."""
         n, rank, each = group.size(), group.rank(), x.numel() // group.size()
         shares: Sequence[torch.Tensor]
         if n == 2:  # one message each, and no copy

@@ -1,15 +1,15 @@
 """Gloo, whose waits block the processor, and which runs some collectives slowly.
 
-- Its reduce-scatter is an all-reduce of which most is discarded. Here ranks exchange shares, and
-  each rank sums its piece in rank order. This sends half the bytes.
+- Its reduce-scatter is an all-reduce whose result is mostly discarded. Here ranks exchange shares,
+  and each rank sums its piece in rank order. This sends half the bytes.
 - Its all-reduce is a ring that starts each piece at another rank. With more than two ranks the bits
   of its sums differ from those of a reduce-scatter. So narrow dtypes, and programs under
   `torch.use_deterministic_algorithms(True)`, exchange shares instead. A sum then has the same bits
   in every collective.
-- Its all-gather is a ring, which takes twice the processor time of a broadcast from each rank.
+- Its all-gather is a ring, which takes twice the CPU time of a broadcast from each rank.
 
-Exchanges are `alltoall_base`, which Gloo's own threads run. Sends and receives that are posted one
-by one would wait for what the pair is already sending.
+Exchanges use `alltoall_base`, which Gloo's own threads run. Single sends and receives would each
+wait until the previous one between the same two ranks is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SMALL = 1 << 15
 
 
 class Gloo(Backend):
-    """The process groups of CPUs."""
+    """Gloo process groups for CPU tensors."""
 
     gathers_by_broadcast = True
     sums_in_rank_order = True
@@ -39,11 +39,10 @@ class Gloo(Backend):
     runs_in_streams = False
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how an all-reduce sums: small sums by gathering, exact sums by exchange, others
-        by Gloo.
+        """Returns "gather" for small sums, "exchange" for exact sums, otherwise "own".
 
-        For two ranks a + b is b + a: Gloo's ring gives the same bits, and sends as much. For more
-        ranks it starts each piece at another rank, and in a narrow dtype rounds at each.
+        For two ranks Gloo's ring is exact, since a + b is b + a. For more ranks it starts each
+        piece at another rank, and rounds after each addition in a narrow dtype.
         """
         if x.nbytes <= _SMALL:
             return "gather"
@@ -82,10 +81,10 @@ class Gloo(Backend):
     def _begin_broadcasts(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingList:
-        """An all-gather. Also for two ranks no pair exchange: a rank in a reduce-scatter would take
-        this for its own."""
+        """Begin an all-gather. Two ranks do not exchange pieces instead: a rank that runs a
+        reduce-scatter would mistake that for its own exchange."""
         pieces, rank, why = out.view(group.size(), -1), group.rank(), request[1:3]
-        if not shares_memory(x, out):  # else it lies there
+        if not shares_memory(x, out):  # otherwise it is a part of `out` already
             pieces[rank].copy_(x.view(-1))
         return PendingList(
             [
@@ -126,8 +125,8 @@ class GlooOnDevice(Backend):
 
 
 # -- the control plane -----------------------------------------------------------------------------
-# On its process groups ranks compare what they do apart from their tensors: Gloo's, since every
-# machine has it, whatever its devices are.
+# Control groups, over which ranks compare texts, use Gloo: every machine has it, whatever its
+# devices.
 
 LOST = re.compile(
     r"(connection (closed|reset|refused)|broken pipe|socket closed|gloo/transport"
@@ -155,7 +154,7 @@ def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
 
 
 def prepare_control(environment: Any, loopback: str) -> None:
-    """Before groups are made: let a job on one machine use its loopback interface."""
+    """Make a job on one machine use its loopback interface. Call this before groups are made."""
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", ""):
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
 

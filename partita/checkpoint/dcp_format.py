@@ -3,9 +3,10 @@ writer.
 
 A checkpoint is a folder. Its `.metadata` has, for each name, the shape, the dtype, and where each
 chunk is in the `.distcp` files. Torch's own planners, reader and writer work on a rank's pieces.
-What they would trust is checked first: the metadata unpickles to nothing but metadata, its chunks
-cover each piece to be read, and each is in a file of the folder. Ranks exchange what they offer and
-have written as messages, not as pickles.
+They
+trust the files, so these are checked first: unpickling the metadata creates only metadata, its
+chunks cover each piece to be read, and each chunk is in a file of the folder. Ranks exchange
+messages, not pickles.
 
 Imported only where it is used: importing torch.distributed.checkpoint takes a second.
 """
@@ -59,7 +60,7 @@ MARK = "partita-"
 
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
-    """The chunks of a rank that holds `region` of a tensor: one, or none where it is empty."""
+    """Returns the chunk metadata of a rank that holds `region` of a tensor; [] if it is empty."""
     sizes = torch.Size(length for _, length in region)
     if sizes.numel() == 0 and torch.Size(shape).numel() > 0:
         return []
@@ -67,15 +68,15 @@ def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """Plans the reading of named pieces, in place, and of values.
+    """A planner that reads tensors into a rank's pieces, and other values into `values`.
 
     Args:
-        weights_only: read values as `torch.load(weights_only=True)` does.
-        classes: these may be read even so.
+        weights_only: True reads values as `torch.load(weights_only=True)` does.
+        classes: classes that may be unpickled even so.
 
     Attributes:
         values: the values that were read, by name.
-        trial: read tensors and drop them, to see whether they can be read.
+        trial: True reads tensors and drops them, to check that they can be read.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class LoadPieces(DefaultLoadPlanner):
         self.trial = False
 
     def plan_tensors(self) -> LoadPlan:
-        """Returns the chunks to read of tensors.
+        """Returns the plan that reads the tensors.
 
         Raises:
             ValueError: the chunks in the metadata do not cover a piece.
@@ -109,7 +110,7 @@ class LoadPieces(DefaultLoadPlanner):
         return plan
 
     def plan_values(self) -> LoadPlan:
-        """Returns the chunks to read of values."""
+        """Returns the plan that reads the other values."""
         none = torch.Size((0,))
         indices = map(MetadataIndex, self._names)
         return LoadPlan([ReadItem(LoadItemType.BYTE_IO, i, none, i, none, none) for i in indices])
@@ -160,7 +161,7 @@ def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
     total = torch.Size(sizes).numel()
     if len(items) <= 1 or total == 0:
         return sum(item.lengths.numel() for item in items) >= total
-    # Boxes may overlap. Their edges form a grid of few cells, of which each must be filled.
+    # Boxes may overlap. Their edges form a grid of few cells, and each cell must be covered.
     spans = [list(zip(i.dest_offsets, i.lengths, strict=True)) for i in items]
     cuts = [
         sorted({0, size, *(edge for span in spans for edge in (span[d][0], sum(span[d])))})
@@ -177,14 +178,14 @@ def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
 
 
 class Reader(FileSystemReader):
-    """Reads the checkpoint in a folder, without running code from it.
+    """A reader of the checkpoint in a folder. It runs no code from the files.
 
     Args:
-        content: of `.metadata`, where it has been read already.
-        is_intact: the checksum of `content` was right.
+        content: the content of `.metadata`, if it has been read already.
+        is_intact: True if the checksum of `content` was right.
 
     Raises:
-        ValueError: it is no checkpoint's metadata.
+        ValueError: `.metadata` is not the metadata of a checkpoint.
     """
 
     def __init__(self, folder: Path, content: bytes | None = None, is_intact: bool = False):
@@ -208,7 +209,7 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def describe(self) -> dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]]:
-        """Returns by name the path of keys to each stored value, and a tensor's size and dtype."""
+        """Returns for each stored name: its path of keys, and size and dtype if it is a tensor."""
         paths = self.metadata.planner_data or {}
         found: dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]] = {}
         for name, stored in self.metadata.state_dict_metadata.items():
@@ -218,8 +219,8 @@ class Reader(FileSystemReader):
         return found
 
     @property
-    def is_ours(self) -> bool:
-        """True if `pt.save` wrote it, with checksums."""
+    def has_checksums(self) -> bool:
+        """True if `pt.save` wrote the checkpoint, with checksums."""
         about = self.metadata.storage_meta
         return str(getattr(about, "save_id", "")).startswith(MARK)
 
@@ -227,10 +228,10 @@ class Reader(FileSystemReader):
         return ValueError(f"{self._folder / file} is damaged: {why}")
 
     def places(self, plan: LoadPlan) -> list[tuple[tuple[str, int, int], str]]:
-        """`((file, offset, length), name)` of each chunk that the plan reads.
+        """Returns `((file, offset, length), name)` for each chunk that the plan reads.
 
         Raises:
-            ValueError: the metadata does not say where a chunk is.
+            ValueError: the metadata has no position for a chunk.
         """
         found: dict[tuple[str, int, int], str] = {}
         for item in plan.items:
@@ -245,7 +246,7 @@ class Reader(FileSystemReader):
         """Read the chunks of `plan`.
 
         Raises:
-            ValueError: names the file that is damaged or gone, or the value that would run code.
+            ValueError: a file is damaged or missing, or a value would run code. It is named.
             OSError: a file cannot be read.
         """
         by_file: dict[str, list[ReadItem]] = {}
@@ -364,13 +365,13 @@ _MADE_OF = {
 @message
 @dataclass(frozen=True)
 class Offer:
-    """A piece of a tensor, or a value, that a rank can write.
+    """A piece of a tensor, or a value, that a rank has and could write.
 
     Attributes:
         name: the name of the tensor or value.
         path: the keys that lead to it.
-        region, shape, dtype: for a piece: its position in the tensor, and the tensor's shape and
-            dtype. None for a value.
+        region, shape, dtype: for a piece: its `(offset, length)` in each dimension, and the shape
+            and dtype of the whole tensor. None for a value.
     """
 
     name: str
@@ -381,7 +382,7 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """A text that must be equal on all ranks that offer something under one name."""
+        """A text that must be equal on all ranks that offer a piece or value with this name."""
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:
@@ -395,7 +396,7 @@ class Offer:
 
 
 def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
-    """Returns what a rank with `piece` offers to write: the piece, or nothing if it is empty."""
+    """Returns the offer of a rank that has `piece`; [] if the piece is empty."""
     shape = tuple(piece.shape)
     return [
         Offer(name, path, piece.region, shape, piece.local.dtype)
@@ -409,16 +410,16 @@ def write_items(name: str, piece: Piece) -> list[WriteItem]:
 
 
 class SavePieces(DefaultSavePlanner):
-    """Plans the writing of named pieces and of values that are bytes already."""
+    """A planner that writes a rank's pieces, and values that have been converted to bytes."""
 
     def __init__(self, pieces: dict[str, Piece], values: dict[str, bytes]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces, self._values = pieces, values
 
     def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
-        """Returns the indices of the offers that each rank writes, and the metadata.
+        """Returns for each rank the indices of the offers that it writes, and the metadata.
 
-        If several ranks offer a piece, the one with the least to write so far writes it.
+        If several ranks offer the same piece, the one with the fewest bytes so far writes it.
 
         Raises:
             ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of
@@ -476,15 +477,15 @@ Written = tuple[str, list[int] | None, str, int, int]
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint into a folder that will then be renamed to `home`."""
+    """A writer of a checkpoint into a folder that is renamed to `home` at the end."""
 
     def __init__(self, folder: Path, home: Path):
         super().__init__(folder)
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Write these offers of this rank into files of its own."""
-        # A plan's place among all plans decides what its files are called.
+        """Write some of this rank's offers into new files. Returns what was written."""
+        # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
         written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()
         rows = []
@@ -495,7 +496,7 @@ class Writer(FileSystemWriter):
         return rows
 
     def write_metadata(self, metadata: Metadata, written: Iterable[Written]) -> None:
-        """Write `.metadata`, when all ranks have written."""
+        """Write `.metadata`. Call it when all ranks have written their files."""
         results = [
             WriteResult(MetadataIndex(name, offset), length, _StorageInfo(file, at, length))
             for name, offset, file, at, length in written
@@ -503,5 +504,5 @@ class Writer(FileSystemWriter):
         self.finish(metadata, [results])
 
     def storage_meta(self) -> StorageMeta:
-        # The mark distinguishes a checkpoint that has lost its checksums from one of torch's own.
+        # With the mark, a checkpoint that has lost its checksums differs from one of torch's.
         return StorageMeta(checkpoint_id=str(self._home), save_id=MARK + self.save_id)

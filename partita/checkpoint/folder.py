@@ -1,11 +1,10 @@
 """Checkpoint folders: a checkpoint appears completely or not at all, and damage is detected.
 
 Everything is written to a folder beside it, `.NAME.saving-*`, and flushed to the disk. Then that
-folder is renamed. An existing checkpoint of this name is first renamed to `.NAME.previous`. If the
-process is killed at that moment, `find_checkpoint` finds it there. Jobs that save to one name take
-turns (`.NAME.lock`), and a name is not replaced while somebody reads it (`.NAME.reading`).
-`.checksums`, which torch ignores, has the CRC-32 of `.metadata`, of each chunk in each file, and of
-itself.
+folder is renamed to NAME. An existing checkpoint of this name is first renamed to `.NAME.previous`.
+If the process is killed at that moment, `find_checkpoint` finds it there. Two lock files serialize
+jobs: `.NAME.lock` those that save, and `.NAME.reading` a save with those that load. `.checksums`,
+which torch ignores, has the CRC-32 of `.metadata`, of each chunk in each file, and of itself.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ except ImportError:  # Windows
 class Lock:
     """A lock on a file. `acquire`, or `with`, waits until no other process has it.
 
-    It is the operating system's, on a file beside the checkpoint: it ends with its process, however
-    that ends. The last process that releases it removes the file.
+    The operating system releases it when the process ends, even if it is killed. The last process
+    that releases it removes the file.
 
     Args:
-        path: of the lock's file.
-        shared: a lock that several processes may share.
+        path: the path of the file, beside the checkpoint.
+        shared: True for a lock that several processes may share.
 
     Attributes:
-        held: this process has it; False where files cannot be locked or the folder not be written.
+        held: True if this process has the lock. False also if files cannot be locked, or the
+            folder cannot be written.
     """
 
     def __init__(self, path: Path, *, shared: bool = False):
@@ -52,7 +52,7 @@ class Lock:
         return self._handle >= 0
 
     def acquire(self) -> None:
-        """Wait for the lock. Where files cannot be locked, return without it."""
+        """Wait for the lock. If files cannot be locked here, return without it."""
         while fcntl is not None and not self.held:
             try:
                 handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -80,7 +80,7 @@ class Lock:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._is_current(handle):
                 os.unlink(self._path)
-        # Closing is not enough: a process that was forked meanwhile has the file open too.
+        # Closing is not enough: a process forked meanwhile has the file open, too.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
@@ -112,12 +112,12 @@ Place = tuple[str, int, int]
 class Checksums:
     """The checksums of one checkpoint.
 
-    A CRC-32 detects every error of up to 32 bits in a row, and of others all but one in four
-    thousand million; it does not prove who wrote a file.
+    A CRC-32 detects every error within 32 consecutive bits, and all but one in 2^32 of other
+    errors. It does not protect against a deliberate change.
 
     Attributes:
         metadata: the size of `.metadata` in bytes, and its checksum.
-        chunks: the checksum of each chunk.
+        chunks: the checksum of each chunk, by `(file, offset, length)`.
     """
 
     metadata: tuple[int, int]
@@ -125,12 +125,12 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Returns the checksums of the checkpoint in `folder`, whose chunks have these."""
+        """Returns the checksums of the checkpoint in `folder`, given those of its chunks."""
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
     def to_bytes(self) -> bytes:
-        """Returns the content of `.checksums`: the checksum of its second line, and that line."""
+        """Returns the content of `.checksums`: a line of JSON, after a line with its checksum."""
         rows = [[*place, crc] for place, crc in self.chunks.items()]
         text = json.dumps({"format": 1, "metadata": self.metadata, "chunks": rows}).encode()
         return b"%08x\n" % zlib.crc32(text) + text + b"\n"
@@ -144,7 +144,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """The checksums of the checkpoint in `folder`; None where it has none, as torch's own.
+        """Returns the checksums of the checkpoint in `folder`; None if torch wrote it without any.
 
         Raises:
             ValueError: the file is damaged.
@@ -165,15 +165,18 @@ class Checksums:
         )
 
     def check_metadata(self, path: Path, content: bytes) -> None:
-        """Raise ValueError unless `content`, of `.metadata`, is what was written."""
+        """Raise ValueError if `content`, read from `.metadata`, has a wrong size or checksum."""
         if (len(content), zlib.crc32(content)) != self.metadata:
             raise ValueError(f"{path} is damaged: its checksum is wrong")
 
     def check_chunks(self, folder: Path, places: Iterable[tuple[Place, str]]) -> None:
-        """Read these chunks, each with the name of its tensor or value, and compare.
+        """Read these chunks and compare their checksums.
+
+        Args:
+            places: for each chunk its place, and the name of its tensor or value.
 
         Raises:
-            ValueError: one is not what was written, or its file is gone.
+            ValueError: a chunk has a wrong checksum, or its file is missing.
             OSError: a file cannot be read.
         """
         by_file: dict[str, dict[Place, str]] = {}
@@ -196,7 +199,10 @@ class Checksums:
 
 
 def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | None]:
-    """The CRC-32 of each part of a file, given as offset and length; None where the file is short.
+    """Returns the CRC-32 of each part of a file; None for a part beyond the end of the file.
+
+    Args:
+        parts: `(offset, length)` of each part, in bytes.
 
     Raises:
         OSError: the file cannot be read.
@@ -219,11 +225,11 @@ def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | Non
 class Replacement:
     """A file or folder that is being written, and will be renamed to `home`.
 
-    One rank makes it, and waits until no other job saves to that name. What killed saves have left
-    is removed.
+    One rank makes it. It waits until no other job saves to that name, and removes what killed saves
+    have left.
 
     Attributes:
-        written: where to write it.
+        written: the path to which to write.
     """
 
     def __init__(self, home: Path):
@@ -232,7 +238,7 @@ class Replacement:
         self._lock = Lock(_make_sibling_path(home, "lock"))
         self._lock.acquire()
         try:
-            if self._lock.held:  # else somebody may be writing what is there
+            if self._lock.held:  # otherwise another job may be writing what is there
                 for other in home.parent.iterdir():
                     if other.name.startswith(_make_sibling_path(home, "saving-").name):
                         _remove_path(other)
@@ -242,7 +248,7 @@ class Replacement:
         self.written = _make_sibling_path(home, f"saving-{uuid.uuid4().hex[:8]}")
 
     def publish(self) -> None:
-        """Rename what was written, and flushed to the disk, to `home`."""
+        """Rename `written` to `home`. It must have been flushed to the disk."""
         written, home = self.written, self.home
         with lock_for_reading(home, shared=False):
             if written.is_dir():
@@ -255,16 +261,16 @@ class Replacement:
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove what was written, after an error; does nothing after `publish`."""
+        """Remove `written`, after an error. Does nothing after `publish`."""
         _remove_path(self.written)
         self._lock.release()
 
 
 def begin_replacement(home: Path) -> Replacement:
-    """Make an empty folder to write the checkpoint `home` into.
+    """Make an empty folder, to write the checkpoint that is renamed to `home` later.
 
     Raises:
-        ValueError: there is something at `home` that is no checkpoint.
+        ValueError: `home` exists and is not a checkpoint.
         OSError: the folder cannot be made.
     """
     new = Replacement(home)
@@ -286,18 +292,17 @@ def begin_replacement(home: Path) -> Replacement:
 
 
 def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
-    """A lock within which what has the name `home` is not replaced; or, not shared, not read."""
+    """Returns the lock that a load of `home` holds shared, and its replacement exclusively."""
     return Lock(_make_sibling_path(home, "reading"), shared=shared)
 
 
 def find_checkpoint(home: Path) -> Path:
-    """Returns the folder of the checkpoint `home`: `home`, or the one beside it after a killed
-    save.
+    """Returns the folder of the checkpoint: `home`, or `.NAME.previous` if a save was killed.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no checkpoint.
     """
-    # `home` once more: without a lock, it may have been renamed there after the first look.
+    # Try `home` again: without a lock, another job may have renamed it after the first try.
     for place in (home, _path_of_previous(home), home):
         if (place / ".metadata").is_file():
             return place

@@ -1,10 +1,10 @@
 """Whole values of a model and its optimizer, and back: state dicts and safetensors files.
 
-For programs without layouts: files of other programs, a copy on one device, and `save_pretrained`
-of transformers, diffusers, peft and hub mixins, which writes the memory of a model's tensors.
-Tensors are gathered one after the other, so that no rank holds more of the model than it returns.
-All ranks call `save_pretrained`. On one rank the model holds whole values in place of its pieces
-while the library's own method runs; the others wait.
+They exchange weights with programs that have no layouts: files of other programs, a copy on one
+device, and `save_pretrained` of transformers, diffusers, peft and hub mixins, which writes the
+memory of a model's tensors. Tensors are gathered one after the other, so no rank holds more of the
+model than it returns. All ranks call `save_pretrained`. On one rank the model holds whole values in
+place of its pieces while the library's method runs. The others wait.
 
 A safetensors file is eight bytes with the length of a header, the header (JSON: for each name the
 dtype, the shape and the position of its bytes) and the bytes
@@ -81,12 +81,11 @@ def full_state_dict(
     rank0_only: bool = False,
     device: torch.device | str | None = HOST.type,
 ) -> Any:
-    """Returns the state dict that the model would have on one device: copies of whole plain
-    tensors.
+    """Returns the state dict that the model would have on one device, with whole plain tensors.
 
     Every rank calls this. Names are those of `model.state_dict()`, without prefixes that
-    torch.compile adds. Parameters that are one tensor in the model are one tensor in the result.
-    Tensors are gathered one after the other.
+    torch.compile adds. Parameters that share one tensor in the model share one in the result.
+    Tensors are copies, gathered one after the other.
 
     Args:
         optimizer: adds its state, by parameter names, in the form of
@@ -153,12 +152,12 @@ class _FullCopies:
             )
         whole = gather_full_value(x)
         out = whole.to(self.device or whole.device, copy=True) if self.keeps else None
-        self.made[id(x)] = out  # on all ranks: a tensor with two names is gathered once
+        self.made[id(x)] = out  # a tensor with two names is gathered once, on all ranks
         return out
 
 
 def gather_full_value(x: torch.Tensor) -> torch.Tensor:
-    """Returns the whole value of `x` on every rank; it may share the memory of `x`."""
+    """Returns the whole value of `x`, on every rank. It may share the memory of `x`."""
     with torch.no_grad():
         x = x.detach()
         return x.full_tensor() if isinstance(x, DTensor) else x
@@ -175,19 +174,18 @@ def load_full_state_dict(
     strict: Strict = True,
     rank0_only: bool = False,
 ) -> Loaded:
-    """Load whole values into a model, in place; each rank keeps its pieces. Reverses
-    `full_state_dict`.
+    """Load a state dict of whole tensors into a model, in place. The inverse of `full_state_dict`.
 
-    Every rank calls this. Tensors of the model that are on the meta device get memory first. For a
-    shared parameter one of its names is enough. An optimizer that has not stepped yet gets the
-    saved state.
+    Every rank calls this, and keeps its pieces. Tensors of the model that are on the meta device
+    get memory first. Of a shared parameter's names `state` needs only one. An optimizer that has
+    not stepped yet gets the saved state.
 
     Args:
         state: the result of `full_state_dict`, or the state dict of a model on one device. With an
             optimizer: `(model's, optimizer's)`.
-        strict: True: names that only one side has are errors.
-        rank0_only: True: only rank 0 passes the values. It sends them one after the other. What
-            other ranks pass is ignored.
+        strict: True: names that only the model or only `state` has are errors.
+        rank0_only: True: only rank 0 needs to pass the values. It sends them one after the other.
+            The `state` of other ranks is ignored.
 
     Returns:
         The names that were skipped.
@@ -210,13 +208,13 @@ def load_full_state_dict(
             description if brings else None, lambda brought: brought[:1] * len(brought)
         )
     job = _WriteJob(model, optimizer, description)
-    passed_over = agree_on_mismatches(
+    skipped = agree_on_mismatches(
         decide, attempt(lambda: job.check(strict)), "of whole values", line
     )
     if not rank0_only:
         _refuse_different(given, decide, line)
     decide(attempt(lambda: job.write(given, rank0_only)), lambda brought: brought)
-    both = passed_over.missing_keys, passed_over.unexpected_keys
+    both = skipped.missing_keys, skipped.unexpected_keys
     return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
 
 
@@ -471,7 +469,7 @@ def _save_once(
     wire = max(wires, key=lambda one: one.mesh.size())
     is_main = bool(_find_argument(call, "is_main_process", True))
     roles = wire.meet_readers(Reading(_NAME), b"\1" if is_main else b"\0")
-    # The first rank writes, where all say that they are the main process.
+    # If every rank passes is_main_process=True (the default), the first rank writes.
     writes = wire.rank == 0 if set(roles) == {b"\1"} else is_main
     copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
@@ -480,7 +478,7 @@ def _save_once(
         if (state := _find_argument(call, "state_dict")) is not None:
             ids = _find_tensor_ids(model, state)
             full = {name: whole.get(ids[name], x) for name, x in state.items()}
-            # Among the parameters, or among what `**kwargs` takes.
+            # A parameter of the method, or an argument that `**kwargs` accepts.
             own = [call.arguments, *(x for x in call.arguments.values() if type(x) is dict)]
             next(one for one in own if one.get("state_dict") is state)["state_dict"] = full
         with _held_whole(model, whole):
@@ -488,7 +486,7 @@ def _save_once(
 
     result = attempt(write_whole) if writes else None
     failed = result if isinstance(result, Exception) else None
-    # All ranks wait, so that any of them finds the files afterwards.
+    # All ranks wait, so that every rank finds the files afterwards.
     errors = wire.exchange(f"has saved a model ({_NAME})", pack(failed))
     if failed is not None:
         raise failed
@@ -555,10 +553,11 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
     """Write all tensors of `model`, whole, into the safetensors file `path`.
 
     Every rank calls this; rank 0 writes. Tensors are gathered one after the other, so a rank holds
-    at most one whole tensor beside its own shards. The file appears when it is complete.
+    at most one whole tensor beside its own pieces. The file appears when it is complete.
 
     Args:
         model: a module, or nested dicts of tensors. Keys of nested dicts are joined by dots.
+        path: the file to write.
 
     Raises:
         ValueError: a value is not a tensor, or has a dtype that the format lacks.
@@ -581,12 +580,12 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
 
     decide(ValueError(problem) if problem else None, start_replacement)
     try:
-        # Wide elements first: each tensor then lies at a multiple of its own element's size.
+        # Wide elements first, so that each tensor is aligned to its element size.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         header = _make_header({name: tensors[name] for name in order})
         contents = (view_bytes(_copy_full_to_cpu(tensors[name])) for name in order)
         failed = attempt(lambda: _write_file(new[0].written, header, contents)) if new else None
-        for _ in contents:  # a rank that does not write, or no more, takes part in gathering
+        for _ in contents:  # gathering needs all ranks, also those that do not write
             pass
         decide(failed, publish_replacement)
     finally:
@@ -605,18 +604,19 @@ def load_safetensors(
 
     Every rank calls this. Needs the package safetensors (`pip install safetensors`).
 
-    Tensors of a module on the meta device get memory piece by piece. Some of them may be in no
-    file: buffers that are not persistent and, with `strict=False`, missing parameters. They are
-    then initialized by the first of these that exists: `init_fn`, called with the module that holds
+    Tensors of a module that are on the meta device get memory for this rank's pieces. Some may be
+    in
+    no file: buffers that are not persistent and, with `strict=False`, missing parameters. They are
+    initialized by the first of these that exists: `init_fn`, called with the module that holds
     them; that module's `reset_parameters`; `_init_weights` of a module that contains it.
 
     Args:
         model: a module, or nested dicts of tensors. Keys of nested dicts are joined by dots.
         path: a file, an index of several files (`model.safetensors.index.json`), or a folder that
             contains either.
-        strict: True: names that only one side has are errors. For a shared parameter one of its
-            names is enough.
-        init_fn: see above.
+        strict: True: names that only `model` or only the files have are errors. The files need only
+            one of the names of a shared parameter.
+        init_fn: initializes a module's tensors that are in no file; see above.
 
     Returns:
         The names that were skipped.
@@ -630,10 +630,10 @@ def load_safetensors(
             Partial. Nothing has changed. Damage is found in files that `save_safetensors` wrote.
     """
     with contextlib.ExitStack() as held:
-        passed_over = _load_files(model, Path(os.path.abspath(path)), strict, held)
+        skipped = _load_files(model, Path(os.path.abspath(path)), strict, held)
     if isinstance(model, nn.Module):
         initialize_missing(model, init_fn)
-    return passed_over
+    return skipped
 
 
 def _load_files(
@@ -657,9 +657,9 @@ def _load_files(
                 _read_piece(files[name], name, piece_held(x))
 
     decide = ranks.decide_on("loads a model (pt.load_safetensors)", f" from {path}")
-    passed_over = agree_on_mismatches(decide, attempt(compare_files), os.fspath(path), line)
+    skipped = agree_on_mismatches(decide, attempt(compare_files), os.fspath(path), line)
     decide(attempt(read_tensors), lambda brought: brought)
-    return passed_over
+    return skipped
 
 
 def _open_files(path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> dict[str, Any]:
@@ -676,7 +676,7 @@ def _open_files(path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> 
 
     found = {}
     for one, names in _listed_files(path):
-        if os.access(one.parent, os.W_OK):  # else there is no one who could replace it
+        if os.access(one.parent, os.W_OK):  # otherwise no job here can replace the file
             held.enter_context(lock_for_reading(one))
         try:
             file = safe_open(os.fspath(one), framework="pt")
@@ -720,7 +720,7 @@ def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is no index of safetensors files: no weight_map") from None
     for file in names:
-        if Path(file).name != file:  # an index speaks of files beside it, and of no others
+        if Path(file).name != file:  # an index may only name files in its own folder
             raise ValueError(f"{path}: {file!r} is not the name of a file beside it")
     return [(path.parent / file, each) for file, each in names.items()]
 
@@ -779,7 +779,7 @@ def _check_file(path: Path, turn: int, turns: int) -> None:
     names = json.loads(header[8:])
     about = names.pop("__metadata__", {})
     key = next((k for k in about if "partita" in k or "crc32" in k), None)
-    if key is None:  # of another program
+    if key is None:  # written by another program
         return
     digits = about[key].encode()
     last = len(digits) - 8

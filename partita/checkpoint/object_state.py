@@ -1,9 +1,9 @@
-"""State dicts of objects as trees of dicts and lists, and the entries that a fresh object lacks.
+"""State dicts of objects as trees of dicts and lists, and the entries that a new object lacks.
 
 A name in a checkpoint is a path of strings and indices. Such a path cannot express every container:
 a deque, a tuple of tensors, an empty dict, a dict with numbers as keys. These are packed into a
-dict of their items, with their kind under `KIND`. An object makes some entries only as it runs, as
-an optimizer makes its state. A fresh object lacks them, so `grow_from_checkpoint` adds them.
+dict of their items, with their kind under `KIND`. Some entries are created only when an object
+runs, such as an optimizer's state. A new object lacks them, so `grow_from_checkpoint` adds them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stored:
 
     Attributes:
         path: the keys that lead to the entry.
-        size, dtype: those of a tensor; None for another value.
+        size, dtype: the tensor's shape and dtype; None if the entry is no tensor.
     """
 
     path: KeyPath = ()
@@ -56,7 +56,7 @@ class Stored:
 
 
 def pack_containers(value: Any) -> Any:
-    """Returns `value` as dicts with strings as keys, lists and leaves. Leaves are not copied.
+    """Returns `value` as dicts with string keys, lists, and tensors or values, not copied.
 
     Raises:
         ValueError: a dict has a key that is neither a number nor a string, or two keys that are
@@ -93,8 +93,8 @@ def unpack_containers(packed: Any, like: Any = None) -> Any:
     """Returns the value that `pack_containers` packed, in new lists and dicts.
 
     Args:
-        like: the value that the object holds in this place. If it is a dict of another class, such
-            as a Counter, the result has that class: a checkpoint stores no classes.
+        like: the value that the object has now. If it is a dict of a subclass, such as a Counter,
+            so is the result. A checkpoint stores no classes.
     """
     if isinstance(packed, list):
         likes = like[: len(packed)] if isinstance(like, list) else []
@@ -116,8 +116,10 @@ def unpack_containers(packed: Any, like: Any = None) -> Any:
 
 
 def is_one_value(value: Any) -> bool:
-    """True if a state stores `value` as one entry. A list is one if it has no tensor, dict or
-    stateful object in it."""
+    """True if a state stores `value` as one entry.
+
+    A list is one entry if it contains no tensor, dict or stateful object.
+    """
     if isinstance(value, list):
         return all(map(is_one_value, value))
     return not (isinstance(value, (torch.Tensor, Mapping)) or is_stateful(value))
@@ -150,8 +152,7 @@ Allocate = Callable[[KeyPath, Stored], "torch.Tensor | None"]
 
 
 def find_stored_tree(stored: Mapping[str, Stored] | None, path: KeyPath) -> Any:
-    """Returns the entries of a checkpoint below `path`, as dicts and lists of `Stored`; {} if there
-    are none."""
+    """Returns the entries of a checkpoint below `path`, as dicts and lists of `Stored`, or {}."""
     root: dict[str | int, Any] = {}
     for one in (stored or {}).values():
         if len(one.path) > len(path) and one.path[: len(path)] == path:
@@ -174,14 +175,15 @@ def _with_lists(node: Any) -> Any:
 def grow_from_checkpoint(
     live: Any, there: Any, allocate: Allocate, replace: bool = False, path: KeyPath = ()
 ) -> Any:
-    """Returns a packed state dict with all entries of a checkpoint. Tensors of `live` that fit are
-    kept.
+    """Returns a packed state dict with all entries of a checkpoint, to be loaded in place.
+
+    Tensors of `live` with the right size and dtype are kept.
 
     Args:
         live: the packed state dict of the object.
         there: the entries of the checkpoint (`find_stored_tree`).
         allocate: makes the tensors that `live` lacks.
-        replace: drop the entries that only `live` has, and those of another size or dtype.
+        replace: True drops entries that only `live` has, and those with another size or dtype.
     """
 
     def grow(part: Any, one: Any, key: str | int) -> Any:
@@ -199,6 +201,6 @@ def grow_from_checkpoint(
             live_one if one is None else grow(live_one, one, i)
             for i, (live_one, one) in enumerate(pairs)
         ]
-    old = live if isinstance(live, Mapping) and set(live) != {KIND} else {}  # empty: of any kind
+    old = live if isinstance(live, Mapping) and set(live) != {KIND} else {}  # only KIND: empty
     grown = {k: grow(old.get(k), one, k) for k, one in there.items()}
     return grown if replace else {**old, **grown}

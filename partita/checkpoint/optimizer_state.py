@@ -1,10 +1,10 @@
-"""Optimizers' states by the names of parameters, so that they load into another mesh and order.
+"""Optimizer states by parameter names, so that they load into another mesh or parameter order.
 
     {"state": {name: {...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}
 
-The names are those that a module in the same state gives the parameters. Most of an optimizer's
-state is made by its first step. So a loaded optimizer has what the checkpoint has, as with
-`optimizer.load_state_dict`, and its own memory where that fits.
+Parameters have their names in a module of the same state. An optimizer creates most of its state in
+its first step, so a new optimizer has none yet. As with `optimizer.load_state_dict`, a loaded
+optimizer has what the checkpoint has. Its own tensors are reused if size and dtype fit.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def strip_wrapper_names(name: str) -> str:
 def name_parameters(
     optimizer: torch.optim.Optimizer, modules: Sequence[tuple[KeyPath, torch.nn.Module]]
 ) -> Names:
-    """Returns a name for each parameter: its name in its module, after the module's path if
-    several.
+    """Returns a name for each parameter of the optimizer.
 
-    If some parameter is in no module: the names that the optimizer was made with
-    (`AdamW(model.named_parameters())`), otherwise torch.optim's numbers.
+    This is its name in its module, with the module's path in front if there are several modules. If
+    a parameter is in no module: the names that the optimizer was made with
+    (`AdamW(model.named_parameters())`), otherwise torch.optim's indices.
     """
     found: dict[int, tuple[KeyPath, str]] = {}
     for path, module in reversed(modules):  # the first module that has a parameter names it
@@ -146,14 +146,14 @@ def _unpack_by_number(tree: Any, raw: Any, names: NamedGroups) -> Any:
 
 @dataclass
 class OpenedOptimizer:
-    """An optimizer's state by name, packed.
+    """An optimizer's state by parameter names, packed.
 
     Attributes:
-        tree: the state, of the optimizer's own tensors and of new ones for what it lacks.
-        load_back: loads the tree into the optimizer.
+        tree: the state, with the optimizer's own tensors and new ones for those that it lacks.
+        load_back: a function that loads the tree into the optimizer.
         missing: names of parameters that the checkpoint does not have.
         unexpected: names of parameters that only the checkpoint has.
-        wrong: what cannot be loaded, a line each.
+        wrong: lines about entries that cannot be loaded.
     """
 
     tree: Any
@@ -170,13 +170,14 @@ def open_optimizer(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedOptimizer:
-    """Returns the state of `optimizer` by name; grown from a checkpoint if there is one.
+    """Returns the state of `optimizer` by names, with the entries that a checkpoint has in
+    addition.
 
     Args:
-        names: of its parameters (`name_parameters`).
-        path: the keys on the way to the optimizer in the state.
-        stored: what the checkpoint has.
-        values: by name, the checkpoint's lists of the parameters of groups.
+        names: the names of its parameters (`name_parameters`).
+        path: the keys that lead to the optimizer in the state.
+        stored: the metadata of the checkpoint's entries; None if the state is to be saved.
+        values: the checkpoint's lists of the parameters of each group, by name.
     """
     groups = getattr(optimizer, "param_groups", [])  # which some wrappers lack
     of_groups = [[names[id(p)] for p in g["params"]] for g in groups]
@@ -190,7 +191,7 @@ def open_optimizer(
     params = {names[id(p)]: p for g in groups for p in g["params"]}
     found = _find_saved_groups(there, where, values or {}) if groups else []
     saved = [list(map(str, one)) for one in found]
-    # A wrapper of an optimizer may keep its groups elsewhere, where nothing can be compared.
+    # A wrapper of an optimizer may keep its groups elsewhere; then they cannot be compared.
     known = {name for group in saved for name in group} or set(params)
     unexpected = [name for group in saved for name in group if name not in params]
     if "state" in there:
@@ -200,7 +201,7 @@ def open_optimizer(
         return _allocate_state(at, one, _find_owner(at, one, groups, params))
 
     tree = grow_from_checkpoint(live, there, allocate, replace=True)
-    # A parameter that the checkpoint does not have keeps its state, where that is no error.
+    # With strict=False, a parameter that the checkpoint does not have keeps its state.
     own = {k: v for k, v in live.get("state", {}).items() if k in params and k not in known}
     if own:
         tree["state"] = {**tree.get("state", {}), **own}
@@ -221,7 +222,7 @@ def open_optimizer(
 
 
 def is_list_of_parameters(one: Stored) -> bool:
-    """True of the names of the parameters of a group."""
+    """True if `one` is the list of the names of a group's parameters."""
     return len(one.path) > 2 and (one.path[-3], one.path[-1]) == ("param_groups", "params")
 
 
@@ -277,14 +278,14 @@ def _find_owner(
 def _allocate_state(at: KeyPath, one: Stored, owner: torch.Tensor | None) -> torch.Tensor | None:
     """Memory for a tensor of an optimizer's state, laid out as its optimizer would lay it out."""
     size, dtype = one.size, one.dtype
-    if size is None:  # a value and no tensor: it comes whole
+    if size is None:  # a value, not a tensor: it is stored whole
         return None
-    # "step" is counted on the CPU, or where the optimizer then moves it.
+    # "step" is read on the CPU. If the optimizer keeps it elsewhere, it moves it.
     if owner is None or at[-1] == "step":
         return torch.empty(size, dtype=dtype)
     if not isinstance(owner, DTensor):
         return torch.empty(size, dtype=dtype, device=owner.device)
-    # State of the parameter's shape lies where each element is updated; other state is whole.
+    # State with the parameter's shape has its layout; other state is whole.
     spec = update_spec(owner)
     if size != tuple(spec.shape):
         spec = spec_of(Layout(size), spec.wire)

@@ -1,13 +1,13 @@
 """Saving and loading of a state, by all ranks together, onto any mesh.
 
-Saving: each rank stages what it may write. Training waits only for that copy. If several ranks hold
-a piece, one of them writes it; ranks compute which one from layouts alone. Rank 0 divides what is
-offered, so that each piece is written once. It renames the folder when all ranks have written. Both
-steps go through the control plane.
+Saving: each rank copies the pieces that it may have to write (it stages them). Training waits only
+for that copy. If several ranks hold a piece, one of them writes it; each rank computes from the
+layouts which one. Rank 0 assigns the pieces, so that each is written once, and renames the folder
+when all ranks have written. For both steps ranks communicate by the control plane.
 
-Loading: each rank reads what it holds, in place. Before anything is changed, mismatches are found
-from the metadata, and damage by the checksums. They are raised as one error, the same on every
-rank. Checkpoints that torch wrote have no checksums: each of their chunks is read twice.
+Loading: each rank reads its pieces, in place. Before anything is changed, mismatches are found from
+the metadata, and damage by the checksums. They are raised as one error, the same on every rank.
+Checkpoints that torch wrote have no checksums, so each of their chunks is read twice.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Strict = bool | Literal["state"]
 def attempt(do: Callable[[], Any]) -> Any:
     """Returns the result of `do()`, or the exception that it raises.
 
-    A rank passes either to a decision of all ranks.
+    A rank passes it to `decide`, so that all ranks raise the same exception.
     """
     try:
         return do()
@@ -132,7 +132,7 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
 
     The copy takes as much memory as this rank writes. The memory is reused by the next
     `async_save` and freed by `save`. If an earlier save is still running, this call waits for it
-    first. Of large tensors that several ranks hold, only a sample of the elements is compared.
+    first. Unlike `save`, it compares only a sample of the elements of large tensors between ranks.
 
     Returns:
         A future. `result()` waits until the checkpoint is complete, and raises what `save` would
@@ -154,7 +154,7 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
 def _make_absolute(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"a path is text or a Path, not a {type(path).__name__}: (state, path)")
-    return Path(os.path.abspath(path))  # not resolved: a symbolic link is itself replaced
+    return Path(os.path.abspath(path))  # not resolved: a symbolic link itself is replaced
 
 
 class _SaveJob:
@@ -313,13 +313,13 @@ class _StagedState:
 
 
 def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
-    """Returns what this rank writes of `state`. Ranks that share tensors on a mesh must call it
-    together.
+    """Returns the pieces and values of `state` that this rank may have to write.
 
-    Partial tensors are reduced first: one collective each, recorded in the ledger as explicit.
+    All ranks of a tensor's mesh must call it together. Partial tensors are reduced first, with one
+    collective each, which the ledger records as explicit.
 
     Args:
-        memory: buffers to copy tensors into. None: tensors are written without a copy.
+        memory: buffers into which tensors are copied. None: tensors are not copied.
 
     Raises:
         ValueError: a tensor on the meta device; a value that does not pickle.
@@ -462,7 +462,7 @@ def _canonicalize_value(value: Any) -> str | None:
 
 
 def _hash_tensor(x: torch.Tensor) -> str:
-    # hashlib releases the interpreter lock: training goes on.
+    # hashlib releases the interpreter lock, so training continues.
     return hashlib.sha1(view_bytes(x.detach().to(HOST).contiguous())).hexdigest()
 
 
@@ -510,9 +510,9 @@ def load(
     with lock_for_reading(home):
         read = _LoadJob(state, home, strict, weights_only)
         decide = all_ranks.decide_on("loads a checkpoint (pt.load)", f" from {home}")
-        passed_over = agree_on_mismatches(decide, attempt(read.check), os.fspath(path), line)
+        skipped = agree_on_mismatches(decide, attempt(read.check), os.fspath(path), line)
         decide(attempt(read.finish), lambda brought: brought)
-    return passed_over
+    return skipped
 
 
 class _LoadJob:
@@ -523,7 +523,7 @@ class _LoadJob:
         self._strict, self._weights_only = strict, weights_only
         self._enums: list[
             type
-        ] = []  # classes that the state has at hand: their making runs nothing
+        ] = []  # classes of values in the state: creating instances of these runs no code
 
     def check(self) -> Mismatches:
         """Returns the mismatches.
@@ -539,7 +539,7 @@ class _LoadJob:
         if checksums is not None:
             checksums.check_metadata(path, content)
         self._reader = reader = Reader(folder, content, is_intact=checksums is not None)
-        if reader.is_ours and checksums is None:
+        if reader.has_checksums and checksums is None:
             raise ValueError(f"{folder / NAME} is missing: without it the rest cannot be checked")
         there = {name: Stored(*parts) for name, parts in reader.describe().items()}
         lists = [name for name, one in there.items() if is_list_of_parameters(one)]
@@ -586,7 +586,7 @@ class _LoadJob:
         """
         tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
         destinations = {name: destination(x) for name, x in tensors.items()}
-        # Of a partial sum the first rank takes the value, and the others zeros.
+        # Of a Partial sum the first rank gets the value, and the others get zeros.
         self._emptied = [x for name, x in tensors.items() if destinations[name] is None]
         pieces = {name: piece for name, piece in destinations.items() if piece is not None}
         values = [name for name in wanted if name not in tensors]
@@ -611,7 +611,7 @@ class _LoadJob:
 @message
 @dataclass(frozen=True)
 class Loaded:
-    """The names that `load(strict=False)` skipped on this rank.
+    """The names that `load` skipped on this rank (with `strict=False`).
 
     Attributes:
         missing_keys: names in the state that the checkpoint lacks.
@@ -625,24 +625,24 @@ class Loaded:
 @message
 @dataclass(frozen=True)
 class Mismatches:
-    """The mismatches that one rank found.
+    """The differences between the state and the checkpoint that one rank found.
 
     Attributes:
-        values: tensors of another shape or dtype, tensors in place of values, a line each.
-        keys: names that only one side has, a line for each or for all below one name; empty unless
-            that is an error.
-        passed_over: the same names.
-        which: distinguishes a checkpoint from another that had its name before.
+        values: lines about tensors with another shape or dtype, and tensors in place of values.
+        keys: lines about names that only the state or only the checkpoint has, one for each name
+            or prefix. Empty if these are not errors.
+        skipped: the same names.
+        which: identifies the checkpoint, in case another one had the same path before.
     """
 
     values: tuple[str, ...]
     keys: tuple[str, ...]
-    passed_over: Loaded
+    skipped: Loaded
     which: str = ""
 
     @property
     def wrong(self) -> bool:
-        """True if any of them are errors."""
+        """True if any of these differences is an error."""
         return bool(self.values or self.keys)
 
 
@@ -655,16 +655,16 @@ def find_mismatches(
     tied: Mapping[str, Any] | None = None,
     of_optimizers: OpenedState | None = None,
 ) -> Mismatches:
-    """Compare a state with a checkpoint.
+    """Returns the differences between a state and a checkpoint.
 
     Args:
-        held: by name, the tensors and values of the state.
-        there: by name, what the checkpoint has.
-        strict: which names that only one side has are errors, as in `load`.
-        which: distinguishes the checkpoint from an earlier one with its name.
+        held: the tensors and values of the state, by name.
+        there: the metadata of the checkpoint's entries, by name.
+        strict: which missing and unexpected names are errors, as in `load`.
+        which: identifies the checkpoint, in case another one had the same path before.
         gives_memory: True if tensors on the meta device get memory before they are loaded.
-        tied: by name, shared tensors; one of the names of each is enough.
-        of_optimizers: the state, with mismatches of the optimizers in it.
+        tied: shared tensors, by name. The checkpoint needs only one of the names of each.
+        of_optimizers: the opened state, with the differences of its optimizers.
     """
     opened = of_optimizers or OpenedState()
     values = list(opened.wrong)
@@ -681,7 +681,7 @@ def find_mismatches(
     missing = [
         name
         for name in held
-        # Checkpoints that are older than kinds have none.
+        # Old checkpoints do not record the kinds of containers.
         if name not in there and name not in optional and not name.endswith(f".{KIND}")
     ]
     missing += opened.missing
@@ -728,11 +728,11 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
-    """Returns the names that this rank passes over, if all ranks can load.
+    """Returns the names that this rank skips, if all ranks can load.
 
     Raises:
-        LayoutError: the mismatches of all ranks; on every rank.
-        ValueError: ranks have read different checkpoints of that name.
+        LayoutError: some ranks found mismatches. Every rank raises it, with those of all ranks.
+        ValueError: ranks have read different checkpoints at that path.
     """
 
     def merge_mismatches(brought: list[Mismatches]) -> list[Loaded]:
@@ -742,7 +742,7 @@ def agree_on_mismatches(
         if values:
             fixes.append(Fix("load into the shapes and dtypes that were saved, then cast"))
         if keys:
-            if not any(rank.passed_over.missing_keys for rank in brought):
+            if not any(rank.skipped.missing_keys for rank in brought):
                 fixes.append(Fix('strict="state"', "loads what the state has, and no more"))
             fixes.append(Fix("strict=False", "loads the names that both have"))
         if fixes:
@@ -754,7 +754,7 @@ def agree_on_mismatches(
             )
         if len({rank.which for rank in brought}) > 1:
             raise ValueError(f"{path} was replaced while the ranks began to read it: load it again")
-        return [rank.passed_over for rank in brought]
+        return [rank.skipped for rank in brought]
 
     result: Loaded = decide(found, merge_mismatches)
     return result

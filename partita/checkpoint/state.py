@@ -1,8 +1,8 @@
-"""States: the named tensors and values in nested dicts and lists, and where they are loaded back.
+"""States: the named tensors and values in nested dicts and lists of a checkpoint.
 
 An object with `state_dict` and `load_state_dict` (a module, an optimizer, a scheduler, a data
 loader) is represented by its state dict. Names and paths are those of torch.distributed.checkpoint:
-`{"a": {"b": [x]}}` has x as "a.b.0".
+in `{"a": {"b": [x]}}` the name of x is "a.b.0".
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Leaf:
     """A tensor or value in a state.
 
     Attributes:
-        path: the keys on the way to it, as text, and indices in lists.
-        holder, key: it is `holder[key]`, of a dict or list.
+        path: the keys (as text) and list indices that lead to it.
+        holder, key: the dict or list that contains it, and its key: it is `holder[key]`.
     """
 
     path: KeyPath
@@ -56,11 +56,11 @@ class OpenedState:
     """A state whose objects have been replaced by their state dicts.
 
     Attributes:
-        leaves: by name, such as "optimizer.state.0.weight.exp_avg".
+        leaves: its tensors and values, by names such as "optimizer.state.0.weight.exp_avg".
         load_back: functions that load the leaves into the objects, to be called in order.
-        missing, unexpected: names of parameters that an optimizer has and the checkpoint does not
-            have, and the reverse.
-        wrong: what cannot be loaded, a line each.
+        missing, unexpected: names of parameters that an optimizer has and the checkpoint lacks,
+            and the reverse.
+        wrong: lines about entries that cannot be loaded.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -75,16 +75,16 @@ def open_state(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedState:
-    """Returns the leaves of `state`.
+    """Returns `state` with its objects replaced by their state dicts.
 
     Args:
-        stored: what the checkpoint has that will be read into it: an object gets what the
-            checkpoint has for it and it has not made yet.
-        values: by name, the checkpoint's lists of the parameters of optimizers' groups.
+        stored: the metadata of the checkpoint that will be loaded; None if the state is to be
+            saved. Entries that an object has not created yet are added.
+        values: the checkpoint's lists of the parameters of optimizers' groups, by name.
 
     Raises:
         ValueError: two leaves have one name; an object's state dict has keys that a checkpoint
-            cannot hold; `state` is no dict.
+            cannot hold; or `state` is not a dict.
     """
     if not isinstance(state, Mapping):
         raise ValueError(
@@ -184,9 +184,7 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the current state of the CPU's generator, and of the current CUDA device's if
-        used.
-        """
+        """Returns the state of the CPU's generator, and of the current CUDA device's if used."""
         return {g.device.type: g.get_state() for g in generators_in_use()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

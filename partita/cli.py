@@ -211,9 +211,9 @@ def run_train(asked: argparse.Namespace) -> int:
             return code or (0 if logs.complete else 1)
         with joined(logs.show) as me:
             if not asked.verify:
-                train(options, me.tell)
+                train(options, me.emit)
                 return 0
-            return 0 if verify(options, me.tell, compare=me.rank == 0) else 1
+            return 0 if verify(options, me.emit, compare=me.rank == 0) else 1
     finally:
         progress.stop()
         logs.end()

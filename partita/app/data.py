@@ -20,12 +20,12 @@ LARGEST = 512 * 1024 * 1024  # bytes: what a small model on one machine can make
 
 @dataclass(frozen=True)
 class Text:
-    """The bytes of many files behind one another.
+    """The concatenated bytes of many files.
 
     Attributes:
-        bytes: (n,), uint8.
-        files: how many files.
-        source: where from, for people.
+        bytes: a uint8 tensor of shape (n,).
+        files: the number of files.
+        source: a description of where they come from.
     """
 
     bytes: Tensor
@@ -33,10 +33,10 @@ class Text:
     source: str
 
     def batch(self, step: int, *, seed: int, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Step `step`'s inputs and targets, (size, context) int64 each; a target is the next byte.
+        """Returns the inputs and targets of a step: int64 tensors of shape (size, context).
 
-        The whole batch, the same on every rank and every mesh: which rows a rank works on is a
-        matter of layout.
+        A target is the byte after its input. This is the whole batch, equal on every rank and every
+        mesh; the layout then decides which rows a rank computes.
         """
         # Steps of one seed, and equal steps of two seeds, must not share a generator's state.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -54,9 +54,9 @@ def _standard_library() -> Path:
 def read(path: Path | None = None, *, context: int = 1) -> Text:
     """Returns the text files below `path`, or Python's standard library without its tests.
 
-    Files are taken in the order of their names, so every rank on every machine reads the same. A
-    file with a zero byte in it is no text and is left out, and so is what is no file: a pipe, a
-    device, a link to nowhere. Reading ends at 512 MiB.
+    Files are read in the order of their names, so every rank on every machine reads the same. Files
+    with a zero byte are not text and are skipped, as are pipes, devices and broken links. Reading
+    stops at 512 MiB.
 
     Raises:
         ValueError: no such path; a file that cannot be read; fewer than `context + 2` bytes.

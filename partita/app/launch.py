@@ -1,11 +1,11 @@
-"""The ranks of one machine: how they start, stay together and end, and messages about failures.
+"""The ranks of one machine: how they start and end, and messages about failures.
 
-`launch` starts each rank as a process with the environment that torchrun would set. So a rank is
-the same program whoever starts it. Two pipes connect a rank and its parent. The rank writes events
-to one. The other one closes when the parent has ended. The parent polls the operating system for
-ranks that have ended or been stopped; no lock in a rank can delay this. Other machines cannot
-connect: the ranks meet in a file that only this user may read, and listen on the loopback
-interface.
+`launch` starts each rank as a process with the environment variables that torchrun would set, so a
+rank does not depend on what started it. Two pipes connect a rank and its parent. The rank writes
+events to one. The other closes when the parent has ended. The parent polls the operating system for
+ranks that have ended or been stopped, so no lock in a rank can delay it. Other machines cannot
+connect: the ranks find each other by a file that only this user may read, and listen on the
+loopback interface.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
     Args:
         command: the arguments, the same for every rank.
         ranks: the number of ranks.
-        show: called with rank 0's events, and with ("job", {"message": ...}) if the job ends early.
+        show: a function that is called with rank 0's events, and with ("job", {"message": ...}) if
+            the job ends early.
 
     Returns:
-        The exit code: 0, a rank's own, 1 if a rank died, 130 after Ctrl-C. No rank outlives the
-        call, even if the parent is killed.
+        The exit code: 0, that of a rank, 1 if a rank was killed, or 130 after Ctrl-C. All ranks end
+        before the call returns, and also if the parent is killed.
     """
     children: list[_Child] = []
     saved: dict[str, Any] | None = None
@@ -227,10 +228,9 @@ def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 
 
 
 def state_of_child(pid: int, which: int) -> int:
-    """Returns the signal or exit code with which a child came into this state; 0 if it is not in
-    it.
+    """Returns the signal or exit code of a child in the state `which`; 0 if it is not in it.
 
-    An exit code of 0 is returned as -1. The status is not consumed, so others may read it, too.
+    An exit code of 0 is returned as -1. The status is not consumed, so other code may read it.
     """
     if not hasattr(os, "waitid"):  # macOS until Python 3.13
         return 0
@@ -297,11 +297,11 @@ def _end_children(children: list[_Child]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """This process as one of `world` ranks."""
+    """This process as one of `world` ranks. Call `emit(event, **facts)` to report an event."""
 
     rank: int
     world: int
-    tell: Callable[..., None]
+    emit: Callable[..., None]
 
 
 def is_rank() -> bool:
@@ -311,7 +311,7 @@ def is_rank() -> bool:
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Join the job that the environment describes, and leave it when all ranks have arrived again.
+    """Join the job of the environment variables; leave it when all ranks have ended the block.
 
     Args:
         show: called with rank 0's events if no parent reads them, as under torchrun.
@@ -343,7 +343,7 @@ def joined(show: Show) -> Iterator[Rank]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def tell(event: str, **facts: Any) -> None:
+    def emit(event: str, **facts: Any) -> None:
         nonlocal at
         if event == "at":
             at = facts
@@ -355,17 +355,17 @@ def joined(show: Show) -> Iterator[Rank]:
     try:
         if world > 1:
             join()
-        yield Rank(rank, world, tell)
+        yield Rank(rank, world, emit)
         if world > 1:
             dist.barrier()  # the store lives on rank 0, which must not leave first
             dist.destroy_process_group()
-        tell("done")
+        emit("done")
     except Exception as error:
         failure = _failure_of(error)
         if listener is not None:
-            tell("failed", when=time.monotonic(), **asdict(failure))
+            emit("failed", when=time.monotonic(), **asdict(failure))
         else:
-            said = f"another rank is gone ({failure.place})" if failure.lost else failure.said
+            said = f"another rank is gone ({failure.place})" if failure.lost else failure.message
             said = f"rank {rank} failed {_phase_of(at)}: {said}"
             if rank == 0:
                 # torchrun sends SIGTERM as soon as another rank has ended: the logs come first.
@@ -409,12 +409,12 @@ class _Failure:
     """An error that ended a rank.
 
     Attributes:
-        said: what the user should read of it.
-        lost: it is only that another rank is gone.
-        place: the program's line, and the move that the rank was at, where they are known.
+        message: the text that is shown to the user.
+        lost: True if the only reason is that another rank has ended.
+        place: the user's line, and the move that the rank was in, if known.
     """
 
-    said: str
+    message: str
     lost: bool
     place: str
 
@@ -473,11 +473,13 @@ def _describe_end_of_job(ranks: Sequence[_LastKnown], saved: dict[str, Any] | No
     ended = [r for r in ranks if r.code is not None]
     killed = [r for r in ended if r.code is not None and r.code < 0]
     own = sorted((r for r in ended if r.failed and not r.failed.lost), key=lambda r: r.when)
-    untold = [r for r in ended if r.failed is None]
+    unexplained = [r for r in ended if r.failed is None]
     stopped = [r for r in ranks if r.stopped]
     lost = sorted(ended, key=lambda r: r.when)
-    first = (killed or own or untold or stopped or lost)[0]
-    alike = [r for r in own if first.failed and r.failed and r.failed.said == first.failed.said]
+    first = (killed or own or unexplained or stopped or lost)[0]
+    alike = [
+        r for r in own if first.failed and r.failed and r.failed.message == first.failed.message
+    ]
     if first in own and len(alike) == len(ranks) > 1:
         lines = [f"every rank failed {_phase_of(first.at)}; the job is ended"]
         others = []
@@ -486,7 +488,7 @@ def _describe_end_of_job(ranks: Sequence[_LastKnown], saved: dict[str, Any] | No
             f"rank {first.rank} {_describe_end(first)} {_phase_of(first.at)}; the job is ended"
         ]
         others = [r for r in ranks if r is not first]
-    if said := first.failed.said if first.failed else first.log:
+    if said := first.failed.message if first.failed else first.log:
         lines.append(said)
     lines += _list_places(others)
     if saved is not None:

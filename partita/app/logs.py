@@ -1,7 +1,8 @@
-"""Logs of a training run: progress on a terminal, and files and services.
+"""Logs of a training run: progress on a terminal, files, and services.
 
-Each receives the events that rank 0 reports: as lines or a live bar; JSON lines, a report,
-TensorBoard, Weights & Biases, MLflow. The last three are imported only if they are requested.
+Each receives the events that rank 0 emits, such as "step". There are lines or a live bar on the
+terminal, JSON lines, a report, TensorBoard, Weights & Biases, and MLflow. The last three are
+imported only if they are requested.
 """
 
 from __future__ import annotations
@@ -37,18 +38,17 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class RunLog(Protocol):
-    """A receiver of a run's events. `begin` is called at the first event, in the process that
-    receives them.
+    """A receiver of a run's events. `begin` is called before the first event.
 
     Attributes:
-        asked: the option that requests it, and its destination: "--log run.jsonl".
+        option: the option that requests it, and its destination: "--log run.jsonl".
     """
 
-    asked: str
+    option: str
 
     def begin(self, options: dict[str, Any]) -> None: ...
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None: ...
+    def record_event(self, event: str, facts: dict[str, Any]) -> None: ...
 
     def end(self) -> None: ...
 
@@ -61,10 +61,11 @@ class Logs:
 
     Args:
         logs: the logs.
-        options: of the run, as text and numbers.
+            options: the options of the run, as text and numbers.
         tokens: bytes of text per step, over all ranks.
-        show: called with each event, too.
-        least_seconds: of a step at the peak of all ranks, for MFU; None if unknown.
+            show: a function that is also called with each event.
+            least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
+                unknown.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Logs:
         self.complete = True
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Hear of one event, and pass it on."""
+        """Pass one event to all logs."""
         self._show(event, facts)
         if event in _NOT_KEPT:
             return
@@ -92,16 +93,16 @@ class Logs:
                 facts["mfu"] = round(self._least_seconds / seconds, 6)
         if event == "job":  # the last event of a run, whose process may end before `end`
             if self._begun:
-                self._call_each(lambda log: log.hear("stopped", facts))
+                self._call_each(lambda log: log.record_event("stopped", facts))
             self.end()
             return
         if not self._begun:
             self._begun = True
             self._call_each(lambda log: log.begin(self._options))
-        self._call_each(lambda log: log.hear(event, facts))
+        self._call_each(lambda log: log.record_event(event, facts))
 
     def end(self) -> None:
-        """The run has ended, in whichever way. May be called more than once."""
+        """Close all logs, when the run has ended in any way. May be called more than once."""
         if self._begun:
             self._call_each(lambda log: log.end())
         self._logs = []
@@ -113,7 +114,7 @@ class Logs:
             except Exception as error:
                 self._logs.remove(log)
                 self.complete = False
-                said = f"{log.asked} is left out from here on: {type(error).__name__}: {error}"
+                said = f"{log.option} is left out from here on: {type(error).__name__}: {error}"
                 self._show("note", {"message": said})
 
 
@@ -125,7 +126,7 @@ def make_logs(
     """Returns the logs that `options` request; `show` gets all events.
 
     Args:
-        least_seconds: of a step at the peak of all ranks, for MFU.
+        least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU.
 
     Raises:
         ValueError: a required package is not installed, or a file cannot be written.
@@ -171,20 +172,20 @@ class JsonLines:
     """A file with a JSON object for each event: `{"event": "step", "time": ..., "loss": ...}`.
 
     Args:
-        append: go on at the end of the file that is there.
+        append: True appends to an existing file.
     """
 
     def __init__(self, path: Path, *, append: bool = False):
-        self.asked = f"--log {path}"
+        self.option = f"--log {path}"
         self.path, self._append = path, append
 
     def begin(self, options: dict[str, Any]) -> None:
         self._file = self.path.open("a" if self._append else "w", encoding="utf-8")
         if self._append and _ends_within_a_line(self.path):
             print(file=self._file)
-        self.hear("begin", {"options": options})
+        self.record_event("begin", {"options": options})
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None:
+    def record_event(self, event: str, facts: dict[str, Any]) -> None:
         line = json.dumps({"event": event, "time": time.time(), **facts})
         try:
             print(line, file=self._file, flush=True)
@@ -209,14 +210,14 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 class ReportPage:
-    """A page about the run, written when it has ended.
+    """An HTML report of the run, written when it has ended.
 
     Args:
-        goes_on_from: the log of the run so far, where it has one: its steps are on the page, too.
+        goes_on_from: the log of the run so far, if it was resumed; its steps are shown, too.
     """
 
     def __init__(self, path: Path, *, goes_on_from: Path | None = None):
-        self.asked = f"--report {path}"
+        self.option = f"--report {path}"
         self.path, self._run = path, RunFacts(path.stem)
         self._goes_on_from = goes_on_from
 
@@ -224,10 +225,10 @@ class ReportPage:
         if self._goes_on_from is not None and self._goes_on_from.is_file():
             with contextlib.suppress(ValueError, OSError):  # of what is no log nothing is known
                 self._run = replace(read_log(self._goes_on_from), name=self.path.stem)
-        self.hear("begin", {"options": options, "time": time.time()})
+        self.record_event("begin", {"options": options, "time": time.time()})
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None:
-        self._run.hear(event, facts)
+    def record_event(self, event: str, facts: dict[str, Any]) -> None:
+        self._run.record_event(event, facts)
 
     def end(self) -> None:
         write_report(self.path, self._run)
@@ -245,10 +246,10 @@ def _figures_of_step(facts: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardLog:
-    """Scalars for each step, and what the model writes, in a folder that TensorBoard reads."""
+    """TensorBoard files in a folder: scalars for each step, and the sample text."""
 
     def __init__(self, folder: Path):
-        self.asked, self.folder = f"--tensorboard {folder}", folder
+        self.option, self.folder = f"--tensorboard {folder}", folder
 
     def begin(self, options: dict[str, Any]) -> None:
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
@@ -256,7 +257,7 @@ class TensorBoardLog:
         )
         self._writer.add_text("options", _as_code(json.dumps(options, indent=2)))
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None:
+    def record_event(self, event: str, facts: dict[str, Any]) -> None:
         if event == "step":
             for name, value in _figures_of_step(facts).items():
                 self._writer.add_scalar(name, value, facts["step"])
@@ -276,13 +277,13 @@ class WandbLog:
     """A run of a Weights & Biases project."""
 
     def __init__(self, project: str):
-        self.asked, self.project = f"--wandb {project}", project
+        self.option, self.project = f"--wandb {project}", project
 
     def begin(self, options: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(project=self.project, config=options)
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None:
+    def record_event(self, event: str, facts: dict[str, Any]) -> None:
         if event == "step":
             self._run.log(_figures_of_step(facts), step=facts["step"])
 
@@ -294,7 +295,7 @@ class MlflowLog:
     """A run of an MLflow experiment."""
 
     def __init__(self, experiment: str):
-        self.asked, self.experiment = f"--mlflow {experiment}", experiment
+        self.option, self.experiment = f"--mlflow {experiment}", experiment
 
     def begin(self, options: dict[str, Any]) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -302,7 +303,7 @@ class MlflowLog:
         self._mlflow.start_run()
         self._mlflow.log_params(options)
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None:
+    def record_event(self, event: str, facts: dict[str, Any]) -> None:
         if event == "step":
             self._mlflow.log_metrics(_figures_of_step(facts), step=facts["step"])
         elif event == "sample":
@@ -319,14 +320,15 @@ PAUSE = 10.0  # seconds without a line after which plain progress prints one
 
 
 class Progress:
-    """Shows events as plain lines: the mesh, then a line every few steps, then the sample.
+    """Progress as plain lines: the mesh, then a line every few steps, then the sample.
 
     Args:
-        steps: how many there will be.
+        steps: the number of steps of the run.
         tokens: bytes of text per step, over all ranks.
-        mesh: what to call the mesh, such as "dp=2,tp=2".
-        least_seconds: of a step at the peak of all ranks, for MFU; None where that is not known.
-        out: where to write.
+        mesh: the mesh as text, such as "dp=2,tp=2".
+        least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
+            unknown.
+        out: the stream to write to.
     """
 
     def __init__(
@@ -347,28 +349,28 @@ class Progress:
         self._every = max(1, steps // 30)
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Show one event of a rank; unknown events are skipped."""
+        """Print one event of a rank. Unknown events are skipped."""
         shown = getattr(self, f"_on_{event}", None)
         if shown is not None:
             shown(**facts)
 
     def stop(self) -> None:
-        """Leave the terminal as it was. May be called more than once."""
+        """Restore the terminal. May be called more than once."""
 
     def say(self, line: str = "") -> None:
-        """Print a line; names of files and what a model writes may hold any character."""
+        """Print a line. Unprintable characters, as in a file name or a sample, are escaped."""
         print(printable(line), file=self.out, flush=True)
         self._said = time.monotonic()
 
     @property
     def waited(self) -> float:
-        """Seconds since the last line: steps that take long should not look like a hang."""
+        """Seconds since the last line. After long, a line shows that the run does not hang."""
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
-        """Returns the loss, how fast steps are, MFU too where the peak is known, bytes and memory.
+        """Returns a text with loss, speed, MFU (if the peak is known), bytes sent and memory.
 
-        Speed is the median's of the last steps: the few that plan or compile say nothing about it.
+        The speed is the median of the last steps, because a few of them plan or compile.
         """
         seconds = max(statistics.median_low(self._seconds), 1e-9)
         share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
@@ -429,7 +431,7 @@ class Progress:
 
 
 class LiveProgress(Progress):
-    """The same with a bar that stays at the foot of the terminal. Needs rich."""
+    """Progress with a bar at the bottom of the terminal. Needs rich."""
 
     def __init__(self, **facts: Any):
         from rich.console import Console
@@ -481,7 +483,7 @@ def make_progress(
 
 
 def printable(text: str) -> str:
-    r"""The text with escapes for characters that a terminal would obey: `\x1b` for an ESC."""
+    r"""Returns the text with control characters as escapes, such as `\x1b` for ESC."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

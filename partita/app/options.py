@@ -27,7 +27,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
 def read_mesh(text: str) -> Mesh:
-    """`dp=2,tp=2` as (("dp", 2), ("tp", 2)); "" as ()."""
+    """Returns the axes of a text: "dp=2,tp=2" is (("dp", 2), ("tp", 2)), and "" is ()."""
     axes = []
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
@@ -124,7 +124,7 @@ class Options:
     """The options of a training run. `partita train --help` shows the same table.
 
     Raises:
-        ValueError: from `check`, which names the flag.
+        ValueError: raised by `check` for an invalid option. The error names the flag.
     """
 
     mesh: Mesh = _option(  # noqa: RUF009  it returns a field
@@ -203,11 +203,11 @@ class Options:
 
     @property
     def flops_of_step(self) -> float:
-        """Operations that a step needs, on all ranks together, without recomputation.
+        """Floating-point operations of a step, on all ranks together, without recomputation.
 
-        Each element of a matrix is multiplied three times per token. Attention is causal, so a
-        token attends to half of the others (Chowdhery et al., arXiv 2204.02311, appendix B, which
-        counts the whole).
+        Each element of a matrix is multiplied three times per token: once in forward, and twice in
+        backward. Attention is causal, so a token attends to half of the others. (Chowdhery et al.,
+        arXiv 2204.02311, appendix B, count all of them.)
         """
         matrices = 12 * self.layers * self.width**2 + 256 * self.width
         attention = 6 * self.layers * self.width * self.context
@@ -219,10 +219,10 @@ class Options:
         return None if self.save is None else self.save / _LAST
 
     def check(self) -> None:
-        """Refuse invalid options before any rank starts.
+        """Raise an error for invalid options, before any rank starts.
 
         Raises:
-            ValueError: options that exclude each other, or that name something missing.
+            ValueError: options that exclude each other, or that name a file that does not exist.
         """
         if self.width % (2 * self.heads):
             near = 2 * self.heads * max(1, round(self.width / (2 * self.heads)))
@@ -258,9 +258,7 @@ class Options:
             )
 
     def leave_out_idle(self) -> tuple[Options, list[str]]:
-        """Returns the options without those that have no effect on one rank, and a line for each of
-        these.
-        """
+        """Drop options that have no effect on one rank. Returns the rest, and a line for each."""
         idle = {}
         if self.zero and not self.mesh:
             idle["zero"] = f"--zero {self.zero} has no effect on one rank, which shards nothing"

@@ -1,8 +1,8 @@
-"""The first lines of a rank that `launch` starts: `python -m partita` with another SIGINT handler.
+"""The script that `launch` runs for each rank: `python -m partita` with another SIGINT handler.
 
-SIGINT ends the rank at once, as SIGKILL does. An exception would wait for the end of a kernel or a
-collective, and leave a traceback. The process that started the rank reports what happened. Run as a
-script, before anything that takes long to import.
+SIGINT ends the rank at once, as SIGKILL does. A KeyboardInterrupt would wait for the end of a
+kernel or a collective, and print a traceback. The parent process reports what happened. The handler
+is set before anything that takes long to import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def start_rank() -> None:
-    """Run the program that the arguments name."""
+    """Run `python -m partita` with this process's arguments."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""The trainer: an ordinary loop over tensors that are distributed on a mesh.
+"""The trainer: an ordinary training loop over tensors that are distributed on a mesh.
 
 This file also has its checkpoints (when one is written, how a run resumes) and the timeline of a
 step, which torch's profiler measures.
@@ -29,8 +29,8 @@ from .data import Text, read
 from .models import GPT
 from .options import Options, flag, options_in
 
-Tell = Callable[..., None]
-"""Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
+Emit = Callable[..., None]
+"""Called with the name of an event and its facts: `emit("step", step=3, loss=2.1, ...)`."""
 
 MicroBatches = list[tuple[Tensor, Tensor]]
 Run = Callable[[MicroBatches, int], Tensor]
@@ -41,15 +41,20 @@ _WARM_UP = 20  # steps until the learning rate is reached
 _PROMPT = b"def "
 
 
-def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = None) -> list[float]:
+def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = None) -> list[float]:
     """Train a GPT and return the loss of each step (nats per byte, before its update).
 
-    Every rank of `options.mesh` calls this with equal options. Pass the mesh if it exists already
-    (that of `pt.ranks`). It reports the events "ready" once, "at" when a step enters another phase,
-    "step" after each step, "saved" when a checkpoint is on the disk, and "sample" at the end.
+    Every rank of `options.mesh` calls this with equal options. It emits the events "ready" once,
+    "at" when a step enters another phase, "step" after each step, "saved" when a checkpoint is on
+    the disk, and "sample" at the end.
+
+    Args:
+        emit: called with each event: `emit("step", step=3, loss=2.1, ...)`.
+        text: the training data; by default read from `options.data`.
+        mesh: the mesh, if it exists already (that of `pt.ranks`).
 
     Raises:
-        ValueError: options that fit no model, text or checkpoint; a loss that is not finite.
+        ValueError: options that do not fit model, text or checkpoint; a loss that is not finite.
     """
     if text is None:
         text = read(options.data, context=options.context)
@@ -61,9 +66,9 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
-    schedule = _CheckpointSchedule(options, model, optimizer, tell)
+    schedule = _CheckpointSchedule(options, model, optimizer, emit)
     first = schedule.resume()
-    tell(
+    emit(
         "ready",
         parameters=sum(p.numel() for p in model.parameters()),
         bytes=len(text.bytes),
@@ -72,10 +77,10 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         threads=torch.get_num_threads(),
         first=first,
     )
-    reported = _ReportedStep(options, mesh, tell, first)
+    reported = _ReportedStep(options, mesh, emit, first)
     reported.tell_layouts(model)
     make_run = _make_compiled_step if options.compile else _make_eager_step
-    run = make_run(model, optimizer, options, reported.marked_tell)
+    run = make_run(model, optimizer, options, reported.marked_emit)
     losses = []
     with ExitStack() as inside:
         if options.check_ranks:
@@ -99,15 +104,15 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
                     )
             losses.append(loss)
             seconds, memory = time.monotonic() - start, device.peak_memory()
-            tell("step", step=step, loss=loss, seconds=seconds, nbytes=log.bytes, memory=memory)
+            emit("step", step=step, loss=loss, seconds=seconds, nbytes=log.bytes, memory=memory)
             reported.tell_of_step(run, step, log)
             schedule.after_step(step)
         schedule.finish()
         if options.sample:
-            tell("at", phase="sample", step=options.steps)
+            emit("at", phase="sample", step=options.steps)
             with _computing_in_dtype(options, device):
                 written = sample(model, _PROMPT, options.sample, seed=options.seed)
-            tell("sample", prompt=_PROMPT.decode(), text=written.decode(errors="backslashreplace"))
+            emit("sample", prompt=_PROMPT.decode(), text=written.decode(errors="backslashreplace"))
     return losses
 
 
@@ -131,7 +136,7 @@ def build_model(options: Options, mesh: Any) -> GPT:
     return model
 
 
-def _make_eager_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+def _make_eager_step(model: GPT, optimizer: Any, options: Options, emit: Emit) -> Run:
     """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
     device = Device(next(model.parameters()).device.type)
 
@@ -140,22 +145,22 @@ def _make_eager_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -
         total = device.place(torch.zeros(()))
         for k, (inputs, targets) in enumerate(micro_batches, 1):
             with _holding_back(model, options) if k < options.accumulate else nullcontext():
-                tell("at", phase="forward", step=step)
+                emit("at", phase="forward", step=step)
                 with _computing_in_dtype(options, device):
                     logits = model(inputs)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
                 loss = loss / options.accumulate
-                tell("at", phase="backward", step=step)
+                emit("at", phase="backward", step=step)
                 loss.backward()
             total = total + loss.detach()
-        tell("at", phase="optimizer", step=step)
+        emit("at", phase="optimizer", step=step)
         optimizer.step()
         return total  # shares of all micro-batches: settled once, when it is read
 
     return run
 
 
-def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+def _make_compiled_step(model: GPT, optimizer: Any, options: Options, emit: Emit) -> Run:
     """Returns the same step as one graph, which reports nothing while it runs."""
     eager = _make_eager_step(model, optimizer, options, _tell_nothing)
     graph = pt.compile(
@@ -166,8 +171,8 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell
     )
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
-        tell("at", phase="graph", step=step)
-        with phase_listener(lambda phase: tell("at", phase=phase, step=step)):
+        emit("at", phase="graph", step=step)
+        with phase_listener(lambda phase: emit("at", phase=phase, step=step)):
             total: Tensor = graph(micro_batches)
         return total
 
@@ -182,16 +187,16 @@ class _ReportedStep:
     It is the second step, because the first also plans and does other work once.
     """
 
-    def __init__(self, options: Options, mesh: Any, tell: Tell, first: int):
+    def __init__(self, options: Options, mesh: Any, emit: Emit, first: int):
         self.step = min(first + 1, options.steps - 1) if options.report is not None else -1
-        self.tell, self.timeline = tell, _StepTimeline()
+        self.emit, self.timeline = emit, _StepTimeline()
         self.measures = options.report is not None and (mesh is None or mesh.get_rank() == 0)
-        self.marked_tell = self.timeline.marking(tell) if self.measures else tell
+        self.marked_emit = self.timeline.marking(emit) if self.measures else emit
 
     def tell_layouts(self, model: GPT) -> None:
         if self.step >= 0:
             spread = [(n, p) for n, p in model.named_parameters() if isinstance(p, pt.DTensor)]
-            self.tell("layouts", parameters=[facts_of_parameter(n, p) for n, p in spread])
+            self.emit("layouts", parameters=[facts_of_parameter(n, p) for n, p in spread])
 
     def measuring(self, step: int) -> AbstractContextManager[None]:
         measures = self.measures and step == self.step
@@ -200,12 +205,12 @@ class _ReportedStep:
     def tell_of_step(self, run: Run, step: int, log: Any) -> None:
         if step != self.step:
             return
-        self.tell("moves", moves=facts_of_moves(log.moves))
+        self.emit("moves", moves=facts_of_moves(log.moves))
         graph = getattr(run, "graph", None)
         if graph is not None:
-            self.tell("graph", **facts_of_graph(graph))
+            self.emit("graph", **facts_of_graph(graph))
         if self.measures:
-            self.tell("timeline", **self.timeline.facts())
+            self.emit("timeline", **self.timeline.facts())
 
 
 def _tell_nothing(event: str, **facts: Any) -> None:
@@ -240,15 +245,16 @@ def _zero_precision(options: Options) -> pt.MixedPrecision | None:
     return pt.MixedPrecision(torch.bfloat16)
 
 
-def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
+def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
     """Train on the mesh, then without one, and compare the losses of each step.
 
-    Every rank calls this. The rank with `compare` makes the second run, reports the event "verify",
-    and returns True if all relative differences are at most 1e-5. The other ranks return True.
+    Every rank calls this. The rank with `compare` makes the second run and emits the event
+    "verify". It returns True if all relative differences are at most 1e-5. The other ranks return
+    True.
     """
     options = replace(options, sample=0)
     text = read(options.data, context=options.context)
-    spread_out = train(options, tell, text)
+    spread_out = train(options, emit, text)
     if not compare:
         return True
 
@@ -266,16 +272,16 @@ def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
     )
     single = train(alone, _tell_nothing, text)
     worst = max(abs(a - b) / abs(b) for a, b in zip(spread_out, single, strict=True))
-    tell("verify", mesh=spread_out, one=single, difference=worst, tolerance=_TOLERANCE)
+    emit("verify", mesh=spread_out, one=single, difference=worst, tolerance=_TOLERANCE)
     return worst <= _TOLERANCE
 
 
 @torch.no_grad()
 def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
-    """`count` bytes that the model writes after `prompt`. Every rank calls this and gets the same.
+    """Returns `count` bytes that the model generates after `prompt`, equal on every rank.
 
-    The window keeps one length, filled up at its end, where a causal model does not look: so each
-    byte runs the plans of the first.
+    Every rank calls this. The input always has the same length, padded at its end, which a causal
+    model does not read. So all calls use the cached plans of the first.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     tokens = list(prompt)
@@ -317,7 +323,7 @@ class _CheckpointSchedule:
     position in the data. Does nothing if `options.save` is None.
 
     Args:
-        tell: called with "saved", and the step with which a run would resume.
+        emit: called with "saved", and the step with which a run would resume.
     """
 
     def __init__(
@@ -325,9 +331,9 @@ class _CheckpointSchedule:
         options: Options,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        tell: Callable[..., None],
+        emit: Callable[..., None],
     ):
-        self._options, self._tell, self._path = options, tell, options.checkpoint
+        self._options, self._emit, self._path = options, emit, options.checkpoint
         self._state: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
@@ -371,7 +377,7 @@ class _CheckpointSchedule:
         every = self._options.save_every
         if self._path is not None and every and (step + 1) % every == 0:
             self._wait_for_save()
-            self._tell("at", phase="save", step=step)
+            self._emit("at", phase="save", step=step)
             self._state["step"] = step + 1
             self._pending_save = pt.async_save(self._state, self._path)
 
@@ -380,7 +386,7 @@ class _CheckpointSchedule:
         self._wait_for_save()
         steps = self._options.steps
         if self._path is not None and self._saved < steps:
-            self._tell("at", phase="save", step=steps - 1)
+            self._emit("at", phase="save", step=steps - 1)
             self._state["step"] = steps
             pt.save(self._state, self._path)
             self._tell_saved(steps)
@@ -393,7 +399,7 @@ class _CheckpointSchedule:
 
     def _tell_saved(self, step: int) -> None:
         self._saved = step
-        self._tell("saved", step=step, path=str(self._path))
+        self._emit("saved", step=step, path=str(self._path))
 
 
 # -- timeline of a step ----------------------------------------------------------------------------
@@ -427,14 +433,14 @@ class _StepTimeline:
     def __init__(self) -> None:
         self.events: list[TimelineEvent] = []
 
-    def marking(self, tell: Callable[..., None]) -> Callable[..., None]:
-        """Returns `tell` with a mark in the profile whenever a step enters another phase."""
+    def marking(self, emit: Callable[..., None]) -> Callable[..., None]:
+        """Returns `emit` with a mark in the profile whenever a step enters another phase."""
 
         def mark_and_tell(event: str, **facts: Any) -> None:
             if event == "at":
                 with record_function(_MARK + facts["phase"]):
                     pass
-            tell(event, **facts)
+            emit(event, **facts)
 
         return mark_and_tell
 

@@ -331,9 +331,9 @@ class CompiledStep:
         """
         check_plotly()
         run = RunFacts(self.title)
-        run.hear("graph", facts_of_graph(self))
-        run.hear("moves", {"moves": facts_of_moves(list_sent_moves(self.program.runs))})
-        run.hear("layouts", {"parameters": facts_of_layouts(self.program.runs)})
+        run.record_event("graph", facts_of_graph(self))
+        run.record_event("moves", {"moves": facts_of_moves(list_sent_moves(self.program.runs))})
+        run.record_event("layouts", {"parameters": facts_of_layouts(self.program.runs)})
         if timeline is not None:
             run.timeline, run.timeline_source = [*timeline.events], timeline.source
         write_report(path, run)

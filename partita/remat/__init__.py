@@ -1,11 +1,11 @@
-"""Rematerialization: a region saves less for backward, and its forward runs again when backward
-needs it.
+"""Rematerialization: a *region* (a function or module) saves less for backward, and its forward
+runs again when backward needs it.
 
 In reading order: `region` (`remat`; budgets; regions in a captured step), `watched_calls` (how a
-region sees calls, the key of each, and which results a policy keeps), `runs` (the first run, which
-is recorded, and the second), `saved_state` (what is kept for the second run: inputs, ambient state,
-results), `kept_results` (which results fit a budget), `counters` (live bytes, and recomputed
-operations).
+region intercepts calls, the key of each, and which results a policy keeps), `runs` (the first run
+of a region, which is recorded, and the second), `saved_state` (what is kept for the second run:
+inputs, ambient state, results), `kept_results` (which results fit a budget), `counters` (live
+bytes, and recomputed operations).
 """
 
 from .counters import Report, remat_report

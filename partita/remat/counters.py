@@ -1,8 +1,8 @@
 """Counters: bytes of live tensors (`count_memory`), and recomputed operations (`remat_report`).
 
-The memory of a process says little about tensors, because allocators keep what is freed. Here each
-storage that an op makes is counted from its creation to its end. `remat_report` shows which regions
-ran again, the operations that this took, and what was kept.
+The memory of a process says little about tensors, because allocators keep freed memory. Here each
+storage that an op creates is counted until it is freed. `remat_report` shows which regions ran
+again, the operations that this took, and what was kept.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class HeldStorage:
     """A storage that is alive.
 
     Attributes:
-        storage: a weak reference to it; when it dies, its bytes are no longer counted.
-        nbytes: its size when it was last looked at.
-        labels: of the `label` blocks in which it was made, and those it was noted under.
-        resized: its size is read again with each op, since its owner may resize it.
+        storage: a weak reference to it; when it is freed, its bytes are no longer counted.
+        nbytes: its size when it was last read.
+        labels: the labels under which it counts.
+        resized: True if its size is read again with each op, because its owner may resize it.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -44,15 +44,14 @@ class HeldStorage:
 
 
 class MemoryCount:
-    """The bytes of the storages that were made since `count_memory` began and are alive.
+    """The bytes of live storages that were created since `count_memory` began.
 
-    Each storage counts once, in full, however many tensors are views of it. Counted are the
-    storages that ops of this thread make, forward and backward, and those passed to `note`: kernels
-    of a compiled region allocate unseen.
+    Each storage counts once, in full, however many tensors are views of it. Ops of this thread are
+    counted, in forward and backward. Pass others to `note`, such as those of a compiled region.
 
     Attributes:
         live: bytes that are alive now.
-        peak: the most that were alive at once.
+        peak: the most bytes that were alive at once.
     """
 
     def __init__(self) -> None:
@@ -66,14 +65,14 @@ class MemoryCount:
     # -- for users --------------------------------------------------------------------
 
     def label(self, name: str) -> AbstractContextManager[None]:
-        """Count what is made inside under `name` too. Labels nest; it has each of them."""
+        """Count storages created inside the block also under the label `name`. Labels nest."""
         return attribute_set(self, "_labels", (*self._labels, name))
 
     def note(self, value: Any, name: str | None = None) -> None:
-        """Count the storages of the tensors in `value` from now on, whatever made them.
+        """Count the storages of the tensors in `value` from now on, whatever created them.
 
-        Their sizes are read again at each op. So a storage that its owner resizes (to nothing, to
-        free it through every view) counts with its current size.
+        Their sizes are read again at each op, because an owner may resize a storage (to 0 bytes,
+        for example, to free it although views exist).
 
         Args:
             value: a tensor, or tensors in lists, tuples and dicts.
@@ -88,7 +87,7 @@ class MemoryCount:
         self._update_peaks()
 
     def note_resized(self, storage: torch.UntypedStorage) -> HeldStorage:
-        """Count a storage that its owner resizes."""
+        """Count a storage that its owner may resize."""
         self._look_again()
         held = self._add_storage(storage)
         if not held.resized:
@@ -98,7 +97,7 @@ class MemoryCount:
         return held
 
     def live_of(self, name: str) -> int:
-        """Returns bytes under this label that are alive now."""
+        """Returns the bytes under this label that are alive now."""
         self._look_again()
         return self._live.get(name, 0)
 
@@ -109,7 +108,7 @@ class MemoryCount:
     # -- counting ------------------------------------------------------------------------------
 
     def after_op(self, args: Any, kwargs: Any, out: Any) -> None:
-        """An op returned `out`: count what it made."""
+        """Count the storages that an op has created. Call it when the op has returned `out`."""
         self._look_again()
         known: set[int] | None = None
         for t in tensors_in(out):
@@ -125,7 +124,7 @@ class MemoryCount:
         self._update_peaks()
 
     def _add_storage(self, storage: torch.UntypedStorage) -> HeldStorage:
-        # torch keeps one Python object for a storage as long as it lives, so its id is its name.
+        # torch keeps one Python object for a storage while it is alive, so its id identifies it.
         key = id(storage)
         held = self._held.get(key)
         if held is None:
@@ -158,7 +157,7 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """A storage has come, has been resized or has died: so many bytes are alive more."""
+        """Add `more` bytes (maybe negative) after a storage was created, resized or freed."""
         self.live += more
         self._change_live_bytes(held.labels, more)
 
@@ -174,7 +173,7 @@ class MemoryCount:
 
 
 class MemoryCountMode(KernelMode):
-    """Counts the results of each op in a `MemoryCount` while it is entered."""
+    """A dispatch mode that counts the results of each op in a `MemoryCount`."""
 
     def __init__(self, count: MemoryCount):
         super().__init__()
@@ -210,12 +209,12 @@ def resize_listener(
     """Call `listener` with each storage that ZeRO resizes in this thread, inside the block."""
     before = HERE.resized
 
-    def tell(storage: torch.UntypedStorage) -> None:
+    def call_listener(storage: torch.UntypedStorage) -> None:
         listener(storage)
         if before is not None:
             before(storage)
 
-    return attribute_set(HERE, "resized", tell)
+    return attribute_set(HERE, "resized", call_listener)
 
 
 # -- recomputed operations -------------------------------------------------------------------------
@@ -227,10 +226,10 @@ class Recomputed:
 
     Attributes:
         region: the function's or the module's name.
-        calls: how many calls its forward made.
-        again: how many of them were met in the second run, kept ones included.
-        kept: how many results were kept.
-        kept_bytes: how much memory these hold.
+        calls: the number of calls in its forward.
+        again: the number of these calls that occurred in the second run, kept ones included.
+        kept: the number of results that were kept.
+        kept_bytes: the bytes of these results.
         flops: floating-point operations of the second run, as torch.utils.flop_counter counts them.
     """
 
@@ -279,14 +278,15 @@ def _attention_on_cpu(q: Any, k: Any, v: Any, *args: Any, out_val: Any, **kwargs
 
 _COUNTS = {
     **flop_registry,
-    # torch counts attention on GPUs only.
+    # torch counts attention only on GPUs.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
 }
 
 
 class FlopMode(KernelMode):
-    """Counts floating-point operations as `torch.utils.flop_counter` does, those of matrix products
-    in compiled regions too."""
+    """A mode that counts floating-point operations as `torch.utils.flop_counter` does.
+
+    It also counts matrix products in compiled regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ def open_reports() -> tuple[Report, ...]:
 
 @contextmanager
 def remat_report() -> Iterator[Report]:
-    """Report what is recomputed while the `with` body runs, with its floating-point operations.
+    """Report what is recomputed inside the block, with its floating-point operations.
 
     with pt.remat_report() as report:
         loss = model(batch)

@@ -1,4 +1,4 @@
-"""The knapsack of kept results: which calls keep their results within a budget of bytes."""
+"""The choice of kept results: which calls keep their results within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Candidate:
     """A call whose result could be kept.
 
     Attributes:
-        nbytes: of its result.
+        nbytes: the bytes of its result.
         flops: floating-point operations of its recompute.
-        written: bytes that its recompute writes: its cost where it has no operations to count.
+        written: bytes that its recompute writes: its cost if it has no such operations.
     """
 
     nbytes: int = 0
@@ -34,10 +34,10 @@ class Candidate:
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
     """Returns the indices of the candidates to keep within `room` bytes.
 
-    Those that save the most operations, and then those that save the most bytes written. More room
-    never means more recomputed operations nor, of as many operations, more bytes written: the first
-    of two knapsacks, over operations, is solved exactly, in steps of bytes that do not depend on
-    the room, and of equal solutions takes the one that leaves the second knapsack the most room.
+    The first of two knapsacks saves the most operations. The second fills the rest of the room and
+    saves the most bytes written. With more room there are never more recomputed operations nor, for
+    equal operations, more bytes written. So the first is solved exactly, in steps of bytes that do
+    not depend on `room`, and of equal solutions it takes the smallest.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
@@ -51,7 +51,7 @@ def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
 
 
 def make_budget_error(budget: int, title: str, peak: int) -> RematError:
-    """The error to raise where `title` needs `peak` bytes when it keeps nothing, over `budget`."""
+    """Returns the error for a `budget` below `peak`, the bytes needed if nothing is kept."""
     return RematError(
         f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
         f"({human(peak)}) when it keeps nothing",
@@ -76,7 +76,7 @@ def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[
         if need <= capacity:
             torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
         takes.append(best > without)
-    # Of equal solutions the one that needs the least room, which is the same for any larger room.
+    # Of equal solutions take the smallest, which is the same for any larger room.
     found, left = [], int(torch.searchsorted(best, best[-1:]))
     for i in reversed(range(len(items))):
         if takes[i][left]:

@@ -1,9 +1,9 @@
 """Regions: `pt.remat` of functions and modules, whose forward runs again in backward.
 
-In eager code a region makes its first run here, and its second when backward needs it (`runs`). In
-a captured step it marks the nodes that it makes; the compiler's pass `remat` makes backward read
-copies of them. Regions that share a budget of bytes keep nothing in a first step, which is
-measured. Then they keep the results that save the most operations (a knapsack).
+In eager code a region runs once in forward, and again when backward needs it (`runs`). In a
+captured step it marks its nodes, and the graph pass `remat` makes backward read copies of them.
+Regions that share a budget of bytes keep nothing in a first step, which is measured. Then they keep
+the results that save the most operations (a knapsack).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class RematRegion(Wrapped):
     """A function, or a module's forward, that is run again in backward.
 
     Attributes:
-        policy: says which results are kept.
-        names: the named results of its runs so far.
-        budget: the budget that it shares, or None.
+        policy: decides which results are kept.
+        names: the names of results that its runs have used so far.
+        budget: the budget that it shares with other regions, or None.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RematRegion(Wrapped):
 
     @property
     def budget_step(self) -> Any:
-        """The budget's step that is running, planned or measured; None without a budget."""
+        """The current step of its budget; None without a budget."""
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,9 +108,9 @@ def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
             A list: functions of torch, modules, results of `one_call` and of `pt.compile`,
             `autograd.Function`s, names given by `checkpoint_name`, and `keep_collectives`.
             A function of a `Call`: True to keep the result.
-            An int: the most bytes that activations may hold at once. The first step measures.
-            From then on the most expensive results that fit are kept. A captured step refuses
-            this; use `pt.compile(step, budget=)`.
+            An int: the most bytes that activations may hold at once. The first step measures, and
+            later steps keep the most expensive results that fit. A captured step raises an error
+            for this; use `pt.compile(step, budget=)`.
         blocks: the modules that are recomputed one by one: modules, or patterns of names. By
             default `fn` as a whole. With a budget: the children of its ModuleLists and Sequentials.
 
@@ -118,7 +118,7 @@ def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
         A function. For a module: the module itself.
 
     Raises:
-        ValueError: the policy names something that cannot be intercepted.
+        ValueError: the policy names a function whose calls cannot be intercepted.
         RematError: in backward, the recompute makes a call that the first run did not make; or the
             budget is less than the memory needed when nothing is kept.
     """
@@ -153,8 +153,8 @@ def _remat_module(module: nn.Module, policy: Policy, blocks: Blocks) -> nn.Modul
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     """Give `x` a name that policies can use, as `jax.ad_checkpoint.checkpoint_name` does.
 
-    A policy that lists the name keeps `x`. If `x` is a view, it keeps the result whose memory `x`
-    shows. Outside of `pt.remat` this does nothing.
+    A policy that lists the name keeps `x`. If `x` is a view, it keeps the result that `x` is a view
+    of. Outside of `pt.remat` this does nothing.
 
     Returns:
         `x`.
@@ -171,7 +171,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
 def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
     """`fn(*args, **kwargs)` as a region of a step that is being captured."""
     recorder = HERE.trace
-    if HERE.watcher is not None:  # within another region, whose policy holds
+    if HERE.watcher is not None:  # inside another region, whose policy applies
         with recorder.region():
             return fn(*args, **kwargs)
     with watching(_RegionMarker(policy, recorder)), recorder.region(), CallMode():
@@ -195,7 +195,7 @@ class _RegionMarker:
     def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
         if not keep:
             return run()
-        # Calls within it are not watched: they are kept with the whole.
+        # Calls inside it are not watched: their results are kept with the call as a whole.
         with watching(None), self.recorder.keeping(True):
             return run()
 
@@ -245,8 +245,8 @@ class _BudgetStep:
         self.count = MemoryCount()
         self._kept: set[Any] | None = None  # as soon as that is chosen
         self._candidates: dict[Any, Candidate] = {}
-        # Counted, since the ranks choose together: Python drops a forward whose result nobody uses
-        # at another time on each rank.
+        # Forwards are counted, because the ranks choose together. Python frees a forward with an
+        # unused result at a different time on each rank.
         self._to_recompute = 0
         self._recomputed = False
 
@@ -322,9 +322,9 @@ def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
 class Budget:
     """A number of bytes that the regions of one module, or one function, share.
 
-    The first step keeps nothing and measures. What the budget leaves above its peak is filled with
-    the results that save the most operations: a knapsack. Kept results add at most their own bytes
-    to the peak, so no second measurement is needed.
+    The first step keeps nothing and measures its peak. The rest of the budget is then used for the
+    results that save the most operations (a knapsack). Kept results add at most their own bytes to
+    the peak, so one measurement is enough.
 
     Attributes:
         nbytes: the most that activations may hold at once.
@@ -343,7 +343,7 @@ class Budget:
         """Returns the step for these inputs: measured the first time, planned from then on."""
         key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)
-        if step is not None:  # a result of a region was not used: its backward did not come
+        if step is not None:  # the last step had no backward for some region's result
             step.choose()
         if step is None or step.measures:
             parameters = () if module is None else module.parameters()
@@ -374,7 +374,7 @@ class _BudgetedFunction(Wrapped):
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
             return self.__wrapped__(*args, **kwargs)
-        if HERE.watcher is not None:  # within another region, whose policy holds
+        if HERE.watcher is not None:  # inside another region, whose policy applies
             return self.__wrapped__(*args, **kwargs)
         budget.now = budget.begin(args, kwargs, self._module)
         try:

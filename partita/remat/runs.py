@@ -1,14 +1,15 @@
 """The two runs of a region: the first is recorded, the second restores what the first did not keep.
 
-Each call gets an entry under its key, and each tensor that autograd would save a slot in its call's
-entry. Autograd saves the slot in place of the tensor, which is freed. A call also records the
-versions of tensors from outside the region that it read; the second run reads these tensors again.
-The program names a result only after the call that made it. So results are described, without their
-memory, until it is known which calls make named ones.
+In the first run each call gets a record under its key. For each tensor that autograd would save,
+the record gets a slot. Autograd saves the slot in place of the tensor, which is freed. A call also
+records the versions of the tensors that it read from outside the region, because the second run
+reads these tensors again. The program names a result only after the call that made it. So results
+are described, without their memory, until it is known which calls make named results.
 
 Each call of the second run is looked up by its key among the calls of the first. If its result was
-kept, it is not computed. What autograd saves in it fills the slots of the first run. When all slots
-are filled the run ends. A call that is not found is an error: the program took another path.
+kept, it is not computed. The tensors that autograd saves in it fill the slots of the first run.
+When all slots are filled, the run ends. A call that is not found is an error: the program took
+another path.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from .watched_calls import (
 _NO_MODE = nullcontext()
 
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
-"""(index among the call's tensors, the tensor that holds the values at rest, its version)."""
+"""(index among the call's tensors, the tensor outside the region that was read, its version)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,13 +83,13 @@ class RecordedCall:
     """One call of the first run.
 
     Attributes:
-        key, ordinal: its identity; the ordinal is among the calls of this key.
-        number: among all calls of the run.
-        slots: of the tensors that autograd saved in it, which the second run has to fill.
-        draws: the states of random generators, where it draws.
+        key, ordinal: identify the call; the ordinal counts calls with the same key.
+        number: its index among all calls of the run.
+        slots: the slots of the tensors that autograd saved in it. The second run fills them.
+        draws: the states of random generators, if it draws random numbers.
         kept: its kept result, or None.
         reads: its tensors from outside of the region.
-        borrowed: of a kept opaque call: saved tensors that are views of its inputs, as (input,
+        borrowed: for a kept opaque call: saved tensors that are views of its inputs, as (input,
             size, stride, offset).
     """
 
@@ -107,11 +108,11 @@ class RecordedCall:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedSlot:
-    """Stands for a tensor that autograd saved. Only autograd holds it.
+    """A placeholder that autograd saves in place of a tensor. Only autograd refers to it.
 
     Attributes:
-        recompute: called with the slot, runs the region again to fill it.
-        inside: the tensor was made within an opaque call, unseen.
+        recompute: a function that runs the region again to fill the slot.
+        inside: True if the tensor was made inside an opaque call, and was not intercepted.
     """
 
     recompute: Callable[[SavedSlot], None]
@@ -127,12 +128,12 @@ class SavedSlot:
         self.version = self.value._version
 
     def take(self) -> torch.Tensor:
-        """Returns the tensor, recomputed if it is not here; the slot is empty afterwards."""
+        """Returns the tensor and empties the slot. Recomputes the tensor if the slot is empty."""
         if self.value is None:
             self.recompute(self)
         value, self.value = self.value, None
         assert value is not None
-        if value._version != self.version:  # with hooks, autograd does not look
+        if value._version != self.version:  # autograd does not check this if there are hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tuple(self.shape)}, saved by {self.event}"
@@ -164,7 +165,7 @@ class _RegionRun:
         self.policy, self.producers = policy, producers
         self._counts: dict[Any, int] = {}
         self._event: RecordedCall | None = None  # the call that runs now
-        self._kernels: KernelsOfCall | None = None  # sees those of the call that runs now
+        self._kernels: KernelsOfCall | None = None  # intercepts kernels of the current call
 
     def _count_key(self, key: Any) -> int:
         """Returns the number of this occurrence of a key in the run."""
@@ -249,15 +250,15 @@ class _RegionRun:
 
 
 class ForwardRecord(_RegionRun):
-    """The first run of a region: a `Watcher` while it lasts, a record afterwards.
+    """The first run of a region: a `Watcher` while it runs, a record afterwards.
 
     Attributes:
         region: the `region.RematRegion`.
-        budget_step: as that has it.
+        budget_step: the step of the region's budget, or None.
         events: the calls by key and ordinal, in order.
         redistributed_results: kept results of redistributions, by key.
         saved: the number of slots.
-        is_counted: a budget's step waits for the recompute of this forward.
+        is_counted: True if the budget's step waits for the recompute of this forward.
     """
 
     def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -279,7 +280,7 @@ class ForwardRecord(_RegionRun):
 
     @property
     def measures(self) -> bool:
-        """True in a step that a budget measures."""
+        """True if the budget measures this step."""
         return self.budget_step is not None and self.budget_step.measures
 
     @property
@@ -290,8 +291,8 @@ class ForwardRecord(_RegionRun):
     def saving_slots(self) -> AbstractContextManager[None]:
         """Make autograd save slots in place of tensors, inside the block.
 
-        Not an attribute: it refers to the record, and a cycle would keep the region's inputs until
-        Python collects garbage.
+        Made for each use: an attribute would be a reference cycle, which keeps the region's inputs
+        alive until Python collects garbage.
         """
         return saved_tensors_hooks(self._pack, _unpack_slot)
 
@@ -389,12 +390,12 @@ class ForwardRecord(_RegionRun):
             self._kept[start] = kept
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """The program calls `x` so."""
+        """Record that the program gives `x` the name `name` (`checkpoint_name`)."""
         if self._names is None or self._event is not None:
             return
         event = self._names.note_name(x, name)
         if event is None or event.kept is not None:
-            return  # of an input of the region, which lives anyhow
+            return  # an input of the region, which stays alive anyway
         what = event.key[0]
         if self.policy.keeps(what, what, event.key, name, False):
             kept = self._names.take_offer(event, x)
@@ -404,7 +405,10 @@ class ForwardRecord(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run a redistribution, maybe within a call. The second run need not make it."""
+        """Run a redistribution, and keep its result if the policy says so.
+
+        It may be a part of a call.
+        """
         out = self._run_unwatched(run)
         if isinstance(self._kernels, KeepMode) and out is not x:
             self._kernels.note_redistributed(out)
@@ -418,8 +422,10 @@ class ForwardRecord(_RegionRun):
     # -- writes in place ---------------------------------------------------------------------------
 
     def _before_write(self, kind: FunctionKind, args: Any, kwargs: Any) -> bool:
-        """Note the buffers from outside that a call writes; within an opaque call, those among its
-        inputs. True if it writes."""
+        """Record the tensors from outside that a call writes. Returns True if it writes any.
+
+        Inside an opaque call, only those among its inputs are recorded.
+        """
         if not kind.writes and "out" not in kwargs:
             return False
         written = [kwargs.get("out")]
@@ -430,7 +436,7 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """`one` is about to be written."""
+        """Save the old value of `one`, which is about to be written, if a run needs it."""
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
@@ -438,13 +444,13 @@ class ForwardRecord(_RegionRun):
                 base = one._base
             reads = chain.from_iterable(event.reads for event in self.events.values())
             if base is not None and any(ref() is base for _, ref, _ in reads):
-                self._note_write(base)  # of which a call of this run has read
+                self._note_write(base)  # a call of this run has read it
         kept = self._kept.get(storage_id(one))
         if kept is not None:
             kept.copy()
 
     def _note_write(self, t: torch.Tensor) -> None:
-        """Note a write to a buffer from outside of this region, and of those around it."""
+        """Record a write to a tensor from outside of this region, also for enclosing regions."""
         self.ambient.writes.note(t)
         if isinstance(self._around, ForwardRecord) and self._around.producers.find(t) is None:
             self._around._note_write(t)
@@ -463,7 +469,7 @@ class ForwardRecord(_RegionRun):
         event, inside = self._event, self._inside
         with Local():
             shape, dtype = t.shape, t.dtype
-            if event is None:  # saved by a call that no mode saw
+            if event is None:  # saved by a call that no mode intercepted
                 event = self._record_event(key_of_shape("a saved tensor", shape, dtype))
             borrowed = None if inside is None else inside.place_of(t)
             if borrowed is not None:
@@ -479,7 +485,7 @@ class ForwardRecord(_RegionRun):
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run: drop what only the running program needs."""
         self._around = None
         self.producers.forget_the_dead()
         if self._names is not None:
@@ -490,7 +496,7 @@ class ForwardRecord(_RegionRun):
 
     @property
     def kept_results(self) -> list[KeptKernels | KeptCall]:
-        """All kept results."""
+        """The kept results of all calls and redistributions."""
         kept = [e.kept for e in self.order if e.kept is not None]
         return [*kept, *self.redistributed_results.values()]
 
@@ -503,8 +509,8 @@ class ForwardRecord(_RegionRun):
     def free_kept_kernels(self) -> None:
         """Drop kept results of kernels, after a second run that has used them.
 
-        Kept results of opaque calls stay, since autograd holds what was saved inside. A third run,
-        which is rare, computes what was dropped.
+        Kept results of opaque calls stay, because autograd still holds tensors saved inside. A
+        third run, which is rare, recomputes the dropped results.
         """
         for event in self.order:
             if isinstance(event.kept, KeptKernels):
@@ -512,7 +518,7 @@ class ForwardRecord(_RegionRun):
         self.redistributed_results.clear()
 
     def check_unchanged(self) -> None:
-        """Raise RematError if a kept result was written since."""
+        """Raise RematError if a kept result was written in place after the forward."""
         for event in self.order:
             if event.kept is not None and event.kept.changed():
                 raise RematError(
@@ -544,7 +550,7 @@ def is_recomputing() -> bool:
 
 
 class Recomputation(_RegionRun):
-    """The second run of a region: a `Watcher` while it lasts."""
+    """The second run of a region, a `Watcher`."""
 
     def __init__(self, forward: ForwardRecord):
         super().__init__(forward.policy, TensorProducers(forward.producers))
@@ -557,7 +563,7 @@ class Recomputation(_RegionRun):
         self._flops_of: dict[RecordedCall, int] = {}
 
     def run(self) -> None:
-        """Fill the slots of the first run."""
+        """Run the region again until the slots of the first run are filled."""
         forward = self.forward
         forward.check_unchanged()
         inputs = forward.inputs.rebuild(self.producers)
@@ -665,7 +671,7 @@ class Recomputation(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the kept result of a redistribution. Without one it is run again."""
+        """Returns the kept result of a redistribution, or runs it again if there is none."""
         replaying = isinstance(self._kernels, ReplayMode)
         given = self._kernels.give_redistributed() if replaying else None  # type: ignore[union-attr]
         kept = self.forward.redistributed_results.get(self._count_redistribution(op, what, x))
@@ -674,10 +680,10 @@ class Recomputation(_RegionRun):
         return self._run_unwatched(run) if given is None else given
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Nothing to note: the first run did."""
+        """Do nothing: the first run has saved the old value."""
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Nothing to note: the first run did."""
+        """Do nothing: the first run has recorded the name."""
 
     # -- what autograd saves -----------------------------------------------------------------------
 
@@ -762,7 +768,7 @@ class Recomputation(_RegionRun):
                 f"{call}, {_times(n)}",
                 f"{call}, once more",
             )
-        # What was expected here: a call from the same site, or the next in order.
+        # The expected call: one from the same call site, or the next in order.
         left = [e for e in self.forward.order if e not in self._done]
         last = self._last_number()
         same_site = (e for e in left if e.key[1] == key[1])
@@ -784,7 +790,7 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """Returns the error where a slot was not filled, since its call was left out."""
+        """Returns the error for a slot that was not filled, because its call did not occur."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
             "leaves out a call whose saved tensors backward needs",

@@ -1,11 +1,11 @@
 """Saved state: what a region keeps of its first run for the second.
 
-It keeps the arguments; random generators, autocast, context variables, the default device, and
-buffers that the region wrote; and the results that its policy keeps. For a function of torch it
-keeps the outputs of the kernels, below autograd. The second run makes the call again, but its
-kernels return the kept outputs. For an opaque call (a compiled region, an `autograd.Function`, a
-user's function) it keeps the outputs and what autograd saved inside. The second run does not make
-this call.
+It keeps the arguments; the states of random generators, autocast, context variables, the default
+device, and old values of buffers that the region wrote; and the results that its policy keeps. For
+a function of torch it keeps the outputs of the kernels, below autograd. The second run makes the
+call again, but its kernels return the kept outputs. An *opaque* call is a compiled region, an
+`autograd.Function`, or a user's function. For it, the outputs are kept and the tensors that
+autograd saved inside, and the second run skips the call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class RandomStates:
-    """The states of the generators that a call draws from, before it and after."""
+    """The states of the random generators that a call uses, before and after it."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
         generators = generators_in_use(t.device for t in tensors)
@@ -54,7 +54,7 @@ class RandomStates:
         self.after: States = []
 
     def over(self) -> bool:
-        """Note the states after the call; True if it drew."""
+        """Record the states after the call. Returns True if it drew random numbers."""
         now = [(g, g.get_state()) for g, _ in self.before]
         self.after = [
             (g, state)
@@ -99,7 +99,7 @@ class _BufferWrites:
 
 
 def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    # `.data`: autograd must not count this as a write, since in the end nothing has changed.
+    # `.data`, so that autograd does not count this as a write: the value is restored later.
     data: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
     with Local(), torch.no_grad():
         for t, value in values:
@@ -110,7 +110,7 @@ def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class AmbientState:
-    """The ambient state of a region's first run."""
+    """The state around a region's first run: generators, autocast, context variables, buffers."""
 
     def __init__(self, devices: Iterable[torch.device]):
         devices = set(devices)
@@ -124,9 +124,7 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Restore the ambient state of the first run inside the block. Yields the context to run
-        in.
-        """
+        """Restore the state inside the block. Yields the `contextvars.Context` to run in."""
         self._touched = {}
         with ExitStack() as modes:
             modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
@@ -139,7 +137,7 @@ class AmbientState:
             yield self._context.copy()
 
     def draw_as(self, states: States) -> None:
-        """Put generators into these states, until the run is over."""
+        """Set random generators to these states, until the run has ended."""
         for generator, state in states:
             if generator not in self._touched:
                 self._touched[generator] = generator.get_state()
@@ -175,10 +173,10 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class RegionInputs:
-    """The arguments of one call of a region; containers are copied as they were at the call.
+    """The arguments of one call of a region. Lists, tuples and dicts are copied.
 
-    Tensors are saved as autograd saves them: through the hooks of an enclosing region, which then
-    keeps or recomputes them too, and with a check that they have not been changed since.
+    Tensors are saved by autograd. So hooks of an enclosing region apply to them (it may recompute
+    them), and autograd checks that they are not changed in place later.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], producers: TensorProducers):
@@ -196,16 +194,16 @@ class RegionInputs:
         self._meta = [(_spec_of(t), t.requires_grad) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
-            # Torch 2.11 lets go of them without that name.
+            # Torch 2.11 frees them if the attribute does not keep the result alive.
             self._saver: Any = _SaveInputs.apply(graded, *tensors)
 
     def rebuild(self, producers: TensorProducers) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments like those of the first run, over the same memory, without history.
+        """Returns the arguments again: tensors with the same memory, detached from the graph.
 
         Raises:
-            RuntimeError: a tensor was changed in place since.
+            RuntimeError: a tensor was changed in place after the first run.
         """
-        # A region around may run again for these, as a program.
+        # Not inside `Local`: this may run an enclosing region again, as an ordinary program.
         packed = self._saver.grad_fn.saved_tensors
         with Local():
             saved = [t.detach() for t in packed]
@@ -236,8 +234,8 @@ _CARRIED: Place = ("carried", 0)
 def storage_id(t: torch.Tensor) -> int:
     """Returns an id of the storage of `t`.
 
-    Not the address, which all empty storages share: a rank with an empty piece must find the same
-    calls as the others. Private torch: there is no public name for it.
+    The address does not serve, because all empty storages have the same: a rank with an empty piece
+    must find the same calls as other ranks. Private torch: there is no public name for it.
     """
     with Local():
         return t.untyped_storage()._cdata
@@ -252,7 +250,7 @@ class _KeptResult:
 
     def __init__(self, out: Any):
         with Local():
-            # An alias has the same version counter, but not the history of the result.
+            # An alias has the same version counter as the result, but no grad_fn.
             self._versions = [(t.detach(), t._version) for t in tensors_in(out)]
         self.copied = False
 
@@ -274,7 +272,7 @@ class _KeptResult:
 
 
 class KernelsOfCall(KernelMode):
-    """Sees each kernel of one call, unless it is paused, and counts their runs."""
+    """A mode that intercepts each kernel of one call and counts its runs, unless it is paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +294,7 @@ class KernelsOfCall(KernelMode):
 
 
 class KeepMode(KernelsOfCall):
-    """Notes the results of each kernel of one call."""
+    """A mode that records the results of each kernel of one call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,12 +311,14 @@ class KeepMode(KernelsOfCall):
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
-        """A redistribution within the call made `x`."""
+        """Record that a redistribution inside the call returned `x`."""
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """The results of the kernels that made the storages of `out`; None if they cannot be
-        kept."""
+        """Returns the kernel results that contain the storages of `out`.
+
+        None if they cannot be kept.
+        """
         wanted = {storage_id(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
         for place, fresh, made in reversed(self.made):
@@ -333,13 +333,13 @@ class KeepMode(KernelsOfCall):
 
 
 class KeptKernels(_KeptResult):
-    """The kept results of kernels of one call.
+    """The kept results of the kernels of one call of a torch function.
 
-    The second run makes the call again, casts and moves and views and all: autograd builds the same
-    nodes, and saves the same tensors.
+    The second run makes the call again, with its casts, redistributions and views, so autograd
+    builds the same nodes and saves the same tensors. Only the kernels are not run.
 
     Attributes:
-        made: the kernels' outputs, plain.
+        made: the kernels' outputs, as plain tensors.
     """
 
     def __init__(self, made: dict[Place, Any], out: Any):
@@ -362,9 +362,10 @@ class KeptKernels(_KeptResult):
         self.made = replace_instances(self.made, torch.Tensor, torch.clone)
 
     def give(self, place: Place = _CARRIED) -> Any:
-        """The results of one kernel run, or None. New aliases, since autograd sets their history.
+        """Returns the results of one kernel run, or None if they are not kept.
 
-        Copies, where the program wrote to the results: it is going to do so again.
+        They are new aliases, because autograd sets attributes on them. If the program writes to
+        them, they are copies, because it will write to them again.
         """
         if place not in self.made:
             return None
@@ -374,7 +375,7 @@ class KeptKernels(_KeptResult):
 
 
 class ReplayMode(KernelsOfCall):
-    """Gives the kept results of kernels of one call; runs the other kernels."""
+    """A mode that returns the kept results of one call's kernels, and runs its other kernels."""
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
@@ -427,8 +428,8 @@ class KeptCall(_KeptResult):
     """The kept result of an opaque call.
 
     Attributes:
-        out: what it returned, with `_Result`s for tensors.
-        inside: tensors that autograd saved within it.
+        out: its result, with a `_Result` in place of each tensor.
+        inside: the tensors that autograd saved inside it.
     """
 
     def __init__(self, out: Any, inside: list[torch.Tensor]):
@@ -462,7 +463,7 @@ class KeptCall(_KeptResult):
         with Local():
             graded = [t for t in ins if t.requires_grad]
             results = self.results
-            # Where only a parameter inside needed a gradient, the results must need one too.
+            # If only a parameter inside requires grad, the results must require grad, too.
             if not graded and any(r.requires_grad for r in results):
                 graded = [torch.empty(0, requires_grad=True)]
             outs = [r.held.clone() if self.copied else r.held.detach() for r in results]
@@ -488,8 +489,7 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedInOpaque:
-    """A tensor that autograd saved within a kept call, packed by the hooks of an enclosing
-    region."""
+    """A tensor that autograd saved inside a kept call, packed by an enclosing region's hooks."""
 
     __slots__ = ("hooks", "packed")
 
@@ -502,7 +502,7 @@ class SavedInOpaque:
 
 
 class OpaqueSaves:
-    """What autograd saves in an opaque call whose result is kept, or could be.
+    """The tensors that autograd saves in an opaque call whose result is, or may be, kept.
 
     Saved tensors that are views of the call's inputs are not kept, because the second run has the
     inputs.
@@ -515,23 +515,23 @@ class OpaqueSaves:
         self._starts = {(storage_id(t), t.dtype): i for i, t in enumerate(inputs)}
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
-        """(input, size, stride, offset) where `t` is a view of an input; else None."""
+        """Returns (input, size, stride, offset) if `t` is a view of an input, else None."""
         i = self._starts.get((storage_id(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def holds(self, t: torch.Tensor) -> bool:
-        """Note `t`, which is no view of an input; True if it is kept."""
+        """Record `t`, which is not a view of an input. Returns True if it is kept."""
         if self._keeps:
             self.own.append(make_local_alias(t))
         self._sizes |= _sizes_of_storages([t])
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
-        """Returns the tensors in `out` that are no views of inputs."""
+        """Returns the tensors in `out` that are not views of inputs."""
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """Returns the bytes that keeping the call would take."""
+        """Returns the bytes that keeping the result and the saved tensors would take."""
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
@@ -542,10 +542,10 @@ _Calls = tuple[Any, tuple[int, ...]]
 
 
 class LearnedNames:
-    """The names that a region has seen in its runs so far.
+    """The names (`checkpoint_name`) that a region's results got in its runs so far.
 
     Attributes:
-        seen: calls that have been made.
+        seen: the calls, by function and call site, that have occurred.
         named: the names of results, by the calls that make them.
     """
 
@@ -554,12 +554,12 @@ class LearnedNames:
         self.named: dict[_Calls, str] = {}
 
     def __reduce__(self) -> Any:
-        return LearnedNames, ()  # places in the program are known within one process
+        return LearnedNames, ()  # call sites are only valid in one process
 
 
 @dataclass(frozen=True)
 class _PlaceInStorage:
-    """Stands for a tensor in a storage of this id, without holding it."""
+    """The position of a tensor in a storage, without a reference to the storage."""
 
     start: int
     dtype: torch.dtype
@@ -569,7 +569,7 @@ class _PlaceInStorage:
 
 
 class ResultsToName:
-    """The results of one run that the program may still name."""
+    """The results of one run to which the program may still give a name."""
 
     def __init__(self, names: LearnedNames):
         self._names = names
@@ -585,18 +585,18 @@ class ResultsToName:
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:
-        """Note that a call returned `out`."""
+        """Record that a call returned `out`."""
         self._makers |= {storage_id(t): event for t in tensors_in(out)}
 
     def note_name(self, x: torch.Tensor, name: str) -> Any:
-        """Note that the program gives `x` a name; the call that made it, if one of this run did."""
+        """Record the name of `x`. Returns the call of this run that made `x`, or None."""
         event = self._makers.get(storage_id(x))
         if event is not None:
             self._names.named[event.key[:2]] = name
         return event
 
     def offer(self, event: Any, kept: KeptKernels, out: Any) -> None:
-        """Note, without the memory of `out`, what to keep if a call's result is named."""
+        """Store what to keep if the call's result gets a name, without keeping `out` alive."""
         own = {storage_id(t) for t in tensors_in(out)}
 
         def reference_weakly(t: torch.Tensor) -> Any:
@@ -608,9 +608,9 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """Returns what to keep of a call, with tensors in the storage of `x`.
+        """Returns what `offer` stored for a call, as tensors in the storage of `x`.
 
-        None if it needs other storages, too.
+        None if that is not in this storage alone.
         """
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
@@ -625,6 +625,6 @@ class ResultsToName:
             return KeptKernels(replace_instances(offer, _PlaceInStorage, view_storage), x)
 
     def close(self, events: Iterable[Any]) -> None:
-        """The run is over: all of its calls have been seen."""
+        """End the run, which consisted of the calls `events`."""
         self._names.seen.update(e.key[:2] for e in events)
         self._makers, self._offers = {}, {}

@@ -1,12 +1,12 @@
-"""Watched calls: how a region sees the calls of its program, and the key under which it finds one.
+"""Watched calls: how a region intercepts the calls of its program, and the key of each call.
 
-`CallMode` is above autograd. It passes each function of torch to the watcher of this thread, the
-region's first or second run. `KernelMode` is below autograd and below layouts. It sees each ATen
-call, in backward too, with the rank's own pieces as plain tensors. A call's key is its function,
-the user's frames between the region and the call, and its arguments. A tensor argument is described
-by its shape, layout and dtype, and by the call of the run that made it. Two runs of one program
-make equal calls, though the second may skip some. If it takes another path, its first new call is
-not found.
+`CallMode` is above autograd. It passes each call of a torch function to the watcher of this thread:
+the region's first or second run. `KernelMode` is below autograd and below layouts. It intercepts
+each ATen call, also in backward, with the rank's pieces as plain tensors. A call's key is its
+function, the user's frames between the region and the call, and its arguments. A tensor argument is
+described by its shape, layout and dtype, and by the call of the run that made it. Two runs of one
+program make equal calls, except that the second may skip some. If it takes another path, its first
+new call is not found.
 
 A policy decides which results a region keeps: those of the functions, modules and names in it.
 """
@@ -51,7 +51,7 @@ from partita.tensor.tensor_state import HERE
 
 
 class RematError(LayoutError):
-    """A recompute differs from its forward. The message names the calls that differ."""
+    """Raised if a recompute differs from its forward. The message names the calls that differ."""
 
 
 # -- functions of torch ----------------------------------------------------------------------------
@@ -62,11 +62,11 @@ class FunctionKind:
     """A function of torch, as a region treats it.
 
     Attributes:
-        op: its op's name.
+        op: the name of its op.
         func: the function.
-        is_call: False where it computes nothing.
-        body: a Python function to run instead, so that the calls inside are seen.
-        writes: the places and names of the arguments that it writes, but for `out`.
+        is_call: False if it computes nothing.
+        body: a Python function to run instead, so that the calls inside it are intercepted.
+        writes: positions and names of the arguments that it writes, except `out`.
     """
 
     op: str
@@ -95,11 +95,11 @@ def _make_function_kind(func: Callable[..., Any]) -> FunctionKind:
         and form.rule is None
         and func not in OVERRIDES
     ):
-        body = enter_function(func)  # as DTensors enter it too
+        body = enter_function(func)  # dispatch of DTensors runs this body, too
     writes = tuple((one.place, one.name) for one in form.writes)
     if form.inplace or name == "__setitem__":
         writes = ((0, "input"),)
-    elif isinstance(func, torch._ops.OpOverload):  # an op of the user's says so in its schema
+    elif isinstance(func, torch._ops.OpOverload):  # the schema of a user's op lists its writes
         writes = tuple((one.place, one.name) for one in facts_of(func).writes)
     return FunctionKind(form.name, func, body=body, writes=writes)
 
@@ -108,19 +108,19 @@ _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 
 def current_watcher() -> Any:
-    """The watcher of this thread; None while torch.compile traces, which is no business of ours."""
+    """Returns the watcher of this thread; None while torch.compile traces."""
     if torch.compiler.is_compiling() and not HERE.trace.is_tracing:
         return None
     return HERE.watcher
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:
-    """Make `watcher` the watcher of this thread's calls inside the block; None for no watcher."""
+    """Make `watcher` the watcher of this thread inside the block. None: no watcher."""
     return attribute_set(HERE, "watcher", watcher)
 
 
 class CallMode(TorchFunctionMode):
-    """Passes each function of torch that the program calls to this thread's watcher."""
+    """A torch-function mode that passes each call of a torch function to this thread's watcher."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,21 +135,21 @@ class CallMode(TorchFunctionMode):
         if not kind.is_call:
             return func(*args, **kwargs)
         if kind.body is not None and kind.op not in run.policy.ops:
-            with self:  # which torch has taken off for this call
+            with self:  # enter it again: torch disables a mode during its own call
                 return kind.body(*args, **kwargs)
         return run.run_call(kind, args, kwargs)
 
 
 def is_internal(function: Any) -> bool:
-    """True for an `autograd.Function` of partita's own, inside a call of the program."""
+    """True for an `autograd.Function` of partita, which runs inside a call of the program."""
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
 def make_call_mode() -> AbstractContextManager[Any]:
-    """Returns a `CallMode` to enter; a null context if one is on, because compiled regions guard on
-    the count.
+    """Returns a `CallMode` to enter, or a null context if one is active.
 
-    Private torch: there is no public way to list the active modes.
+    Compiled regions have a guard on the number of modes. Private torch: there is no public way to
+    list the active modes.
     """
     count = torch._C._len_torch_function_stack()
     on = map(torch._C._get_function_stack_at, range(count))
@@ -160,13 +160,13 @@ def make_call_mode() -> AbstractContextManager[Any]:
 
 
 class KernelMode(TorchDispatchMode):
-    """Calls `kernel` in place of each kernel that runs while it is entered.
+    """A dispatch mode that calls the method `kernel` in place of each kernel.
 
-    Regions of torch.compile run compiled: otherwise torch.compile would stand aside, and another
-    program be seen. What such a region computes in kernels of its own is not seen.
+    Regions of torch.compile still run compiled: otherwise torch.compile would disable itself, and
+    the mode would intercept a different program. Kernels inside such a region are not intercepted.
     """
 
-    supports_higher_order_operators = True  # a compiled region may be one
+    supports_higher_order_operators = True  # a compiled region may run as one
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -179,7 +179,7 @@ class KernelMode(TorchDispatchMode):
             return self.kernel(func, args, kwargs or {})
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, or something in its place, and return the result."""
+        """Run the kernel `func`, or something in its place, and return the result."""
         raise NotImplementedError
 
 
@@ -199,7 +199,7 @@ Producer = tuple[str, int, int] | tuple[str, int]
 
 
 def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`fn(*args, **kwargs)`; call sites within it end at this frame."""
+    """Returns `fn(*args, **kwargs)`. Call sites inside it are relative to this frame."""
     return fn(*args, **kwargs)
 
 
@@ -240,7 +240,10 @@ def find_call_site() -> tuple[int, ...]:
 
 
 def line_of_site(where: tuple[int, ...]) -> str:
-    """`"model.py:12"` of a call site, relative to the working directory; "" without a frame."""
+    """Returns the line of a call site, such as "model.py:12"; "" if it has no frame.
+
+    The path is relative to the working directory.
+    """
     if not where:
         return ""
     code, at = _codes[where[0]][0], where[1]
@@ -256,11 +259,11 @@ def line_of_site(where: tuple[int, ...]) -> str:
 
 
 class TensorProducers:
-    """Which call of a run made which tensor.
+    """A map from each tensor of a run to the call that made it.
 
     Args:
-        first: in the second run, those of the first. They answer for results that the program has
-            kept itself, and so does not compute again.
+        first: in the second run, the map of the first run. It has results that the program itself
+            has kept, and so does not compute again.
     """
 
     def __init__(self, first: TensorProducers | None = None):
@@ -271,7 +274,7 @@ class TensorProducers:
         self._known[id(t)] = (weakref.ref(t), producer)
 
     def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """Note that call `number` made the tensors in `out`, except those that are its inputs."""
+        """Record that call `number` made the tensors in `out`, except those that are its inputs."""
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
                 if t is one:
@@ -286,7 +289,7 @@ class TensorProducers:
         return None if self._first is None else self._first.find(t)
 
     def forget_the_dead(self) -> None:
-        """After the run: drop tensors that are freed, which cannot be met again."""
+        """Remove the entries of freed tensors, after the run."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 
 
@@ -307,7 +310,7 @@ def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[tor
         producer: Any = producers.find(value)
         with Local():
             if producer is None and value.requires_grad and value.is_leaf:
-                producer = ("leaf", id(value))  # a parameter is itself
+                producer = ("leaf", id(value))  # a parameter is the same object in both runs
             shape = value._spec if isinstance(value, DTensor) else value.shape
             return (producer, shape, value.dtype)
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
@@ -326,7 +329,7 @@ def make_inputs_key(
     producers: TensorProducers,
     tensors: list[torch.Tensor],
 ) -> Any:
-    """The keys of a call's positional and keyword arguments. Appends its tensors to `tensors`."""
+    """Returns the key of a call's arguments. Appends the tensors among them to `tensors`."""
     return _make_argument_key(args, producers, tensors), _make_argument_key(
         kwargs, producers, tensors
     )
@@ -344,7 +347,7 @@ def key_of_shape(
 
 
 def describe_call(key: Key) -> str:
-    """`matmul(f32[8, 16], f32[16, 16]) at model.py:12`."""
+    """Returns a text such as `matmul(f32[8, 16], f32[16, 16]) at model.py:12`."""
     what, where, (args, kwargs) = key
     each = [_format_key_part(a) for a in args] + [f"{k}={_format_key_part(v)}" for k, v in kwargs]
     name = what if isinstance(what, str) else _name_of_function(what)
@@ -355,7 +358,7 @@ def describe_call(key: Key) -> str:
 def _name_of_function(what: Any) -> str:
     """Returns the name of an `autograd.Function`, or of a wrapped function of the user's."""
     name: Any = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
-    # The class by which torch applies what it has compiled.
+    # The autograd.Function in which torch runs compiled code.
     return "a compiled region" if name.endswith("CompiledFunction") else name
 
 
@@ -371,7 +374,7 @@ def _format_key_part(part: Any) -> str:
 
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:
-    """Returns a plain alias, without history, of `t`'s memory on this rank."""
+    """Returns a detached plain tensor with the memory of `t` on this rank."""
     with Local():
         return t.detach()
 
@@ -380,10 +383,9 @@ def make_local_alias(t: torch.Tensor) -> torch.Tensor:
 
 
 class Wrapped:
-    """Stands for `fn`; or for the forward of `module`, as its attribute `forward`.
+    """A wrapper of the function `fn`, or of a module's forward as its attribute `forward`.
 
-    The module's forward is looked up in its class, so that a copied or pickled module calls its own
-    again.
+    The module's forward is looked up in its class, so a copied or pickled module calls its own.
     """
 
     def __init__(self, fn: Callable[..., Any] | None, module: nn.Module | None = None):
@@ -391,7 +393,7 @@ class Wrapped:
 
     @classmethod
     def in_place_of_forward(cls, module: nn.Module, *args: Any) -> Any:
-        """Make one for `module`, and put it in the place of its forward."""
+        """Make a wrapper, and set it as the attribute `forward` of `module`."""
         made = cls(module.__dict__.get("forward"), module, *args)
         object.__setattr__(module, "forward", made)
         return made
@@ -406,7 +408,7 @@ class Wrapped:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module for whose forward it stands."""
+        """The module whose forward it wraps, or None."""
         return self._module
 
     @property
@@ -430,7 +432,7 @@ class Wrapped:
         raise NotImplementedError
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method, where a function that stands in a class is wrapped."""
+        """Bind it like a method, if the wrapped function is an attribute of a class."""
         return self if instance is None else partial(self, instance)
 
 
@@ -446,7 +448,7 @@ class Call:
             redistribution, the kinds of its moves: "all_gather".
         function: the called function of torch, `autograd.Function`, or result of `one_call`.
         inputs: shape and dtype of each input tensor; the global shape of a DTensor.
-        is_collective: True for a redistribution that sends.
+        is_collective: True for a redistribution that sends bytes.
         name: the name that the program gives its result by `checkpoint_name`, if known.
     """
 
@@ -459,17 +461,20 @@ class Call:
 
     @property
     def place(self) -> str:
-        """The line of the program, "model.py:12"."""
+        """The user's line of the call, such as "model.py:12"."""
         return line_of_site(self._site)
 
 
 def keep_collectives(call: Call) -> bool:
-    """A policy, alone or in a list: keep results of redistributions, so that none is repeated."""
+    """A policy for `pt.remat`, alone or in a list: keep the results of redistributions.
+
+    Recomputing then repeats no collective.
+    """
     return call.is_collective
 
 
 class OneCall(Wrapped):
-    """A function that a region sees as one call, if its policy names it. Made by `one_call`."""
+    """A function that a region treats as one call if its policy names it. Made by `one_call`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_watcher()
@@ -483,8 +488,8 @@ def one_call(fn: Any) -> Any:
 
     `pt.remat(block, policy=[attention])` then keeps the results of calls of `attention`. Use this
     for functions of your own and for compiled functions, because torch does not intercept their
-    calls. Modules in a policy need no mark. A kept call is not recomputed, and what autograd saved
-    inside it is kept with it. Outside of `pt.remat` the function behaves as before.
+    calls. Modules in a policy need no mark. A kept call is not recomputed; the tensors that
+    autograd saved inside it are kept, too. Outside of `pt.remat` the function behaves as before.
 
         @pt.one_call
         def attention(q, k, v): ...
@@ -514,7 +519,7 @@ class Policy:
         ops: names of ops whose results are kept.
         functions: `autograd.Function`s, `OneCall`s and compiled regions whose results are kept.
         names: names of tensors (`checkpoint_name`) that are kept.
-        collectives: keep the results of redistributions.
+        collectives: True keeps the results of redistributions.
         test: the user's function of a `Call`, or None.
         budget: bytes, or None.
     """
@@ -578,7 +583,7 @@ class Policy:
         """True if this call's result is kept.
 
         Args:
-            moves: True if it is a redistribution that sends.
+            moves: True if it is a redistribution that sends bytes.
         """
         if self.test is not None:
             return bool(self.test(_make_call(op, function, key, name, moves)))
@@ -589,7 +594,7 @@ class Policy:
     def keeps_redistribution(self, plan: Any, x: torch.Tensor, site: tuple[int, ...]) -> bool:
         """True if the result of this redistribution of local `x` is kept.
 
-        The policy gets the global shape, so that the result is equal on every rank.
+        A policy function gets the global shape, so it decides the same on every rank.
         """
         moves = [move for move in plan.moves if move.sends]
         if not moves:
@@ -622,7 +627,7 @@ def _is_announced(item: Any) -> bool:
         return False
     if item in torch.overrides.get_testing_overrides():
         return True
-    # Methods of Tensor are there under their operators' names; builtins of torch all announce.
+    # Methods of Tensor have their operators' names; all builtins of torch can be intercepted.
     return type(item).__name__ in ("method_descriptor", "wrapper_descriptor") or (
         type(item).__name__ == "builtin_function_or_method"
         and (getattr(item, "__module__", None) or "torch").startswith("torch")

@@ -1,7 +1,6 @@
 """Report pages: self-contained HTML about one run or several, with figures by plotly.
 
-All text from outside is escaped. Before the work begins, it is checked that the output files can be
-written.
+All text from outside is escaped. That the output files can be written is checked before any work.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
     """Write a page about one run, or about several side by side.
 
     Args:
-        path: the HTML file. It contains everything that it needs, also plotly: about 5 MB.
+        path: the HTML file to write, about 5 MB: it includes plotly.
 
     Raises:
         ValueError: plotly is not installed.
@@ -537,10 +536,10 @@ def _passes_figure(run: RunFacts) -> Any:
 
 
 def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Raise ValueError if a file cannot be written, is named twice, or is one that is read.
+    """Raise ValueError if a file cannot be written, is named twice, or is also read.
 
     Args:
-        outputs: by option, the file that it writes, or None.
+        outputs: the file that each option writes, or None, by option.
         inputs: files that the command reads.
     """
     asked = {option: Path(path) for option, path in outputs.items() if path is not None}
@@ -560,7 +559,7 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
 
 
 def written_file(text: str) -> Path:
-    """The type of an argument that names an output file; refuses a file that cannot be written."""
+    """Returns the path of an output file. Use it as the `type` of an argparse argument."""
     try:
         check_outputs({"": text})
     except ValueError as error:
@@ -569,7 +568,7 @@ def written_file(text: str) -> Path:
 
 
 def check_written_folder(path: Path, option: str) -> None:
-    """Raise ValueError unless `path` is a folder in which files can be made, or can become one."""
+    """Raise ValueError unless `path` is a writable folder, or such a folder can be made."""
     above = path.absolute()
     while not above.exists() and above.parent != above:
         above = above.parent

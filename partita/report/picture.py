@@ -24,8 +24,8 @@ class DimPiece:
     Attributes:
         offset, length: in elements.
         at: for each axis that splits the dimension, the coordinate of its ranks.
-        left_out: if there are too many pieces to draw, how many this one represents; 0 means
-            itself.
+        left_out: 0 for a piece that is drawn. Otherwise this represents so many pieces that are
+            not drawn, because there are too many.
     """
 
     offset: int
@@ -45,10 +45,10 @@ class PictureCell:
     """One piece of the tensor, and the ranks that hold it.
 
     Attributes:
-        ranks: "0, 1": each has all of it. "0 = 1": each has it by the same computation. "0 + 1":
-            each has a share of its sum. "max(0 1)": of its maximum. "": not drawn.
-        color: a number for each cell of a picture, in order.
-        pending: True if these are shares.
+        ranks: "0, 1": Replicate on these ranks. "0 = 1": Invariant. "0 + 1": Partial sum.
+            "max(0 1)": Partial max. "": not drawn.
+        color: the index of its color.
+        pending: True if it is Partial.
     """
 
     ranks: str
@@ -58,10 +58,10 @@ class PictureCell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plane of the tensor: its rows and columns, and a cell for each.
+    """A two-dimensional slice of the tensor: its rows and columns, and a cell for each.
 
     Attributes:
-        where: which pieces of the other dimensions, such as "dim 0 0:4"; "" where they are whole.
+        where: the slice in the other dimensions, such as "dim 0 0:4"; "" if they are whole.
     """
 
     where: str
@@ -72,14 +72,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Which rank holds which part of a tensor.
+    """A picture of the ranks that hold each part of a tensor.
 
     Attributes:
-        title: the layout and the mesh, as they print.
+        title: the layout and the mesh, as text.
         down, across: the dimensions that are drawn as rows and columns, or None.
         panels: one for each piece of the other dimensions that are split.
-        panels_left_out: how many more there would be.
-        notes: the meaning of the symbols that occur, and which ranks hold nothing.
+        panels_left_out: the number of panels that are not drawn.
+        notes: the meaning of the symbols that occur, and the ranks that hold nothing.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Picture:
 
     @property
     def corner(self) -> str:
-        """The dimensions that run down and across: `dim 0↓ 1→`."""
+        """The label of the dimensions that are drawn down and across: `dim 0↓ 1→`."""
         if self.across is None:
             return ""
         down = "" if self.down is None else f"{self.down}↓ "
@@ -99,7 +99,7 @@ class Picture:
 
 
 def draw(layout: Layout, mesh: Mesh) -> Picture:
-    """Returns the picture of a tensor laid out so on `mesh`.
+    """Returns the picture of a tensor with `layout` on `mesh`.
 
     Raises:
         LayoutError: an axis of the layout is not on the mesh.
@@ -271,10 +271,10 @@ _RULER = "opacity:.65; white-space:nowrap; padding:2px 6px; text-align:center; a
 
 
 def html_of(picture: Picture, width: int = 560) -> str:
-    """Returns a `<div>` with inline styles alone. What stands in it is escaped.
+    """Returns the picture as an HTML `<div>` with inline styles. Its text is escaped.
 
     Args:
-        width: in pixels, at the most; a cell is never narrower than what it says.
+        width: the largest width in pixels; a cell is never narrower than its text.
     """
     panels = "".join(_panel_html(one, picture, width) for one in picture.panels)
     notes = [*picture.notes]

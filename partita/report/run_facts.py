@@ -1,7 +1,8 @@
-"""Facts of a run: the events of a step's streams, and the log from which a run's facts are read.
+"""Facts of a training run, as a report shows them: from its log, and from the timeline of a step.
 
-A timeline has the events of each stream of a step, simulated or measured, and can be written as a
-trace. A log has one event per line. Each event is checked when it is read.
+A log has one event per line, such as a step with its loss. Each event is checked when it is read. A
+timeline has the events of each stream (kernels and collectives), simulated or measured, and can be
+written as a trace.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class RunFacts:
 
     Attributes:
         name: the name in the report.
-        options: of the run, by flag.
-        about: facts of its model and data, reported when it was ready.
+        options: the options of the run, by flag.
+        about: facts about its model and data, reported when it was ready.
         steps: for each step its "step", "loss", "seconds", "tokens_per_second" and "nbytes", and
             "mfu" if the machine's peak is known.
         layouts: for each parameter its name, its layout and its mesh as text, and its bytes on a
@@ -36,14 +37,14 @@ class RunFacts:
             "reason", "nbytes" of a rank, "count".
         memory: of a captured step: "places", "held" (bytes by class), "live" (by class, the bytes
             at each place), "holders" (at the peak: "source", "name", "kind", "nbytes").
-        passes: what each pass did: "name", "promise", "did", and (before, after) of "collectives",
+        passes: for each pass "name", "promise", "did", and (before, after) of "collectives",
             "sent" and "peak".
-        timeline: of a step on one rank, by stream.
-        timeline_source: where it is from, and what it leaves out.
+        timeline: the events of a step on one rank, by stream.
+        timeline_source: where the timeline comes from, and what it leaves out.
         figures: other numbers: names, amounts, and a remark on each.
-        sample: text that the model wrote.
+        sample: text that the model generated.
         began: when it was last started, in seconds since 1970; None if unknown.
-        stopped: why it ended before its last step, if reported.
+        stopped: the reason why it ended before its last step, if reported.
         notes: remarks on its log, such as a line that is cut off.
     """
 
@@ -63,8 +64,8 @@ class RunFacts:
     stopped: str = ""
     notes: list[str] = field(default_factory=list)
 
-    def hear(self, event: str, facts: dict[str, Any]) -> None:
-        """Record one event of the run."""
+    def record_event(self, event: str, facts: dict[str, Any]) -> None:
+        """Add one event of the run, such as a step, to these facts."""
         if event == "begin":
             self.options, self.began, self.stopped = facts["options"], facts.get("time"), ""
         elif event == "ready":
@@ -107,7 +108,7 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 def read_log(path: Path) -> RunFacts:
     """Returns the run whose log `partita train --log` wrote.
 
-    A run that was killed, or still writes, may leave a line that is cut off. If it is the last
+    A run that was killed, or that still writes, may leave an incomplete line. If it is the last
     line, or the last before the run was resumed, it is skipped, and `notes` mentions it.
 
     Raises:
@@ -126,7 +127,7 @@ def read_log(path: Path) -> RunFacts:
                 raise ValueError('no object with an "event"')
             event = facts.pop("event")
             _check_event(event, facts)
-            run.hear(event, facts)
+            run.record_event(event, facts)
         except json.JSONDecodeError:
             if not _is_cut(line, following):
                 raise ValueError(f"{path}, line {number}: {_NO_EVENT}: no JSON") from None
@@ -171,7 +172,7 @@ def _check_event(event: Any, facts: dict[str, Any]) -> None:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Returns the mesh that prints so: "dp=2 tp=4". Raises ValueError."""
+    """Returns the mesh for a text such as "dp=2 tp=4". Raises ValueError for another text."""
     axes = [axis.split("=") for axis in text.split()]
     return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
@@ -326,10 +327,10 @@ class TimelineEvent:
     """One interval of work on a stream.
 
     Attributes:
-        name: of the node or of the call.
+        name: the name of the graph node or of the call.
         stream: "compute", or the axes of a collective, such as "dp" or "dp tp".
         start, seconds: its start, in seconds since the step began, and its duration.
-        kind: of the kernel or of the collective.
+        kind: the kind of the kernel or of the collective.
         phase: "forward", "backward" or "update".
         source: the user's "file:line".
         nbytes: bytes that a rank sends, or that a kernel reads and writes.
@@ -349,8 +350,8 @@ class HasTimeline(Protocol):
     """An object with a timeline, simulated or measured.
 
     Attributes:
-        events: of a step on one rank.
-        source: where they are from, and what they leave out.
+        events: the events of a step on one rank.
+        source: a sentence: where they come from, and what they leave out.
     """
 
     @property
@@ -393,15 +394,15 @@ def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
 
 
 def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
-    """The same JSON, compressed by gzip, which Perfetto opens too; equal for equal timelines."""
+    """Returns a timeline as gzipped JSON, which Perfetto opens. The bytes are reproducible."""
     return gzip.compress(json.dumps(_trace_of(events)).encode(), mtime=0)
 
 
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:
     """Returns at most about `most` events on each stream, for a picture.
 
-    The duration is cut into `most` parts. Events longer than a part stay unchanged. The shorter
-    events of a part become one, with their total duration and the kind that takes most of it.
+    The duration is divided into `most` intervals. Longer events stay unchanged. The shorter events
+    of an interval become one, with their total duration and the kind that takes most of it.
     """
     end = max((e.start + e.seconds for e in events), default=0.0)
     if not end:

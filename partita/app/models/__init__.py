@@ -1,4 +1,4 @@
-"""Models to train, in ordinary PyTorch: `decoder` (what they have in common), `gpt`, `llama`."""
+"""Models to train, in ordinary PyTorch: `decoder` (their common parts), `gpt`, `llama`."""
 
 from .gpt import GPT
 from .llama import Llama

@@ -1,6 +1,6 @@
 """Decoders: the trunk and the blocks that the models here have in common, and rotary positions.
 
-In ordinary PyTorch: it knows nothing of ranks.
+Ordinary PyTorch, without any code for ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class Decoder(nn.Module):
         width: the size of the residual stream, a multiple of `heads`.
         heads: attention heads per block; each is `width // heads` wide, an even number.
         context: the longest sequence, in tokens.
-        blocks: are made, if they are a generator's, between embedding and head.
-        norm: of the residual stream, before the head.
-        base: of the angles of rotary positions.
+        blocks: the blocks. If this is a generator, they are made between embedding and head, which
+            fixes the order of random draws.
+        norm: the norm of the residual stream before the head.
+        base: the base of the angles of rotary positions.
 
     Raises:
         ValueError: `width` does not divide into `heads` of an even size.
@@ -56,9 +57,10 @@ class Decoder(nn.Module):
         self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
 
     def init_weights(self) -> None:
-        """Write every parameter and buffer, as after `to_empty`. As GPT-2 has it.
+        """Initialize every parameter and buffer, as GPT-2 does; also after `to_empty`.
 
-        Normal of deviation 0.02, less where a block adds to the residual stream; biases 0, norms 1.
+        Weights are normal with standard deviation 0.02, less where a block adds to the residual
+        stream. Biases are 0, and norms are 1.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -73,7 +75,7 @@ class Decoder(nn.Module):
         self.sin.copy_(sin)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Tokens (b, t), int64, t at most `context` -> logits (b, t, vocab)."""
+        """Returns logits (b, t, vocab) of int64 tokens (b, t); t is at most `context`."""
         t = tokens_bt.shape[1]
         cos_td, sin_td = self.cos[:t], self.sin[:t]
         x_btw = self.embed(tokens_bt)
@@ -83,7 +85,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Adds to the residual stream the attention, and then the MLP, of its norm."""
+    """A pre-norm block: adds attention of the normed input, then an MLP of the normed sum."""
 
     def __init__(self, norm1: nn.Module, attention: nn.Module, norm2: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -105,6 +107,6 @@ def _rotary_table(
 
 
 def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + d/2]) by its position's angle."""
+    """Rotate each pair (x[i], x[i + d/2]) by the angle of its position."""
     first, second = x_bhtd.chunk(2, dim=-1)
     return x_bhtd * cos_td + torch.cat([-second, first], dim=-1) * sin_td

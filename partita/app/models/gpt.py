@@ -1,4 +1,4 @@
-"""A small GPT over bytes, in ordinary PyTorch: it knows nothing of ranks."""
+"""A small GPT over bytes, in ordinary PyTorch, without any code for ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two Linears, the inner four times as wide, with an activation between."""
+    """Two linear layers with GELU between them; the inner width is four times the outer."""
 
     def __init__(self, width: int):
         super().__init__()

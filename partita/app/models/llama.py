@@ -1,4 +1,4 @@
-"""A small Llama, in ordinary PyTorch: it knows nothing of ranks."""
+"""A small Llama, in ordinary PyTorch, without any code for ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .decoder import Block, Decoder, rotate
 
 
 class Llama(Decoder):
-    """A decoder-only transformer as Llama 3 is: RMSNorm, rotary positions, grouped heads, SwiGLU.
+    """A decoder-only transformer like Llama 3: RMSNorm, rotary positions, grouped heads, SwiGLU.
 
     (Touvron et al., arXiv 2302.13971; Grattafiori et al., arXiv 2407.21783.)
 
@@ -66,7 +66,7 @@ def make_block(width: int, heads: int, groups: int, hidden: int) -> Block:
 
 
 class Attention(nn.Module):
-    """Each head of keys and values serves `heads // groups` heads of queries."""
+    """Causal attention in which `heads // groups` heads of queries share a head of keys/values."""
 
     def __init__(self, width: int, heads: int, groups: int):
         super().__init__()
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Shazeer, arXiv 2002.05202."""
+    """An MLP with a gate: down(silu(gate(x)) * up(x)). Shazeer, arXiv 2002.05202."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()

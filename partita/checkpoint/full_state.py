@@ -605,9 +605,8 @@ def load_safetensors(
     Every rank calls this. Needs the package safetensors (`pip install safetensors`).
 
     Tensors of a module that are on the meta device get memory for this rank's pieces. Some may be
-    in
-    no file: buffers that are not persistent and, with `strict=False`, missing parameters. They are
-    initialized by the first of these that exists: `init_fn`, called with the module that holds
+    in no file: buffers that are not persistent and, with `strict=False`, missing parameters. They
+    are initialized by the first of these that exists: `init_fn`, called with the module that holds
     them; that module's `reset_parameters`; `_init_weights` of a module that contains it.
 
     Args:

@@ -2,11 +2,9 @@
 collective for any dtype.
 
 A transport is a rank's place in a mesh. It runs collectives with the ranks that differ from it
-along
-some axes: over process groups in `groups`, over threads in `ranks`, with no other rank in `wire`.
-    It
-does not know the purpose of a collective: `move_steps` builds moves on it, and `Wire.carry` runs
-them.
+along some axes: over process groups in `groups`, over threads in `ranks`, with no other rank in
+`wire`. It does not know the purpose of a collective: `move_steps` builds moves on it, and
+`Wire.carry` runs them.
 
 Shares (addends of a Partial value) are added in the order of the ranks (`reduce_in_rank_order`; in
 graphs `sum_of_shares`). So the bits of a sum do not depend on the collective that sent the shares.

@@ -1,10 +1,10 @@
-"""Predictions of what a step costs, before it runs.
+"""Predictions of the time, memory and traffic of a step, before it runs.
 
 In reading order, for a simulation: `machine` (a rank's processor and links, and the times of
 collectives), `strategy` (models by name, and ways to distribute one), `simulate` (a graph played on
-streams, kernel by kernel). `calibrate` measures a machine. For a plan: `autoplan` (lower bounds of
-a way, and the search). For code that is not run: `rehearsal` (a call that is only planned, and the
-memory of an eager step), `explain`. `show` draws layouts.
+streams, kernel by kernel). `calibrate` measures a machine. `autoplan` searches for the best way to
+distribute a model, with lower bounds. For code that is not run: `rehearsal` (a call that is only
+planned, and the memory of an eager step), `explain`. `show` draws layouts.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

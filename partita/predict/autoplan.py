@@ -1,9 +1,9 @@
 """Plans by search: `pt.autoplan`, the fastest way to distribute a model that fits.
 
-Bounds exclude ways, estimates order them, simulations rank them, and the best are simulated whole.
-A bound is never above the result of a simulation, whatever the model is. An estimate is close to
-it, and only decides which way to simulate next. Both are computed from one run of the unsharded
-model over tensors without memory, with one block and with two.
+A *way* is a mesh and a strategy. Lower bounds exclude ways, estimates decide which to simulate
+next, and simulations of a few blocks rank them. The best are simulated with all blocks. A bound is
+never above the result of a simulation. An estimate is only close to it. Both are computed from one
+run of the unsharded model over tensors without memory, with one block and with two.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelPlan:
         memory: the limit in bytes per rank.
         batch: sequences per step, over all ranks.
         choices: at most five ways within `memory`, fastest first. Each was simulated completely.
-        space: the number of ways that exist.
+        space: the number of possible ways.
         outcomes: the number of ways for each outcome of the search. They add up to `space`.
         shape: the shape of the model.
         simulated: the number of ways that were simulated.
@@ -236,7 +236,7 @@ def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
 
 
 def read_bytes(text: float | str) -> float:
-    """Bytes of "80GB", "64 GiB" or a number, more than 0. Raises StrategyError otherwise."""
+    """Returns the bytes of "80GB", "64 GiB" or a positive number. Raises StrategyError."""
     is_number = isinstance(text, Real) and not isinstance(text, bool)
     allowed = "bytes as a number, or text such as '80GB'"
     check_argument("memory", text, is_number or isinstance(text, str), allowed)
@@ -256,26 +256,26 @@ OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
 """The possible outcomes of a way. Each way has exactly one."""
 
 _SMALL = 16
-"""Blocks of all micro-batches together that are simulated whole to rank a way."""
+"""A step of at most so many blocks (micro-batches included) is simulated whole to rank a way."""
 _WHOLE = 128
-"""Likewise, to show it: of a step of more, four micro-batches are."""
+"""The same for the ways that are shown. Of a larger step, four micro-batches are simulated."""
 _MARGIN = 1.02
-"""A way that holds so much more than the limit rules out those that keep more than it does: a
-schedule that keeps less may hold half a percent more for a moment."""
+"""A way that exceeds the limit by this factor excludes all ways that keep at least as much. The
+margin is needed, because a schedule that keeps less may need half a percent more for a moment."""
 _DOUBT = 4
 """The exponent of the speed that a way above the limit needs: 10 % above, a factor of 1.46."""
 
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """A way that fits.
+    """A way to train the model that fits into memory.
 
     Attributes:
         way: the mesh and the strategy.
-        seconds: of a step.
-        peak: bytes on a rank.
-        simulation: of its step. If all micro-batches together have more than 128 blocks, of the
-            first four micro-batches.
+        seconds: the duration of a step.
+        peak: the most bytes that a rank holds.
+        simulation: the simulation of its step; of its first four micro-batches, if all of them
+            together have more than 128 blocks.
     """
 
     way: Way
@@ -285,15 +285,16 @@ class PlannedWay:
 
 
 class WaySearch:
-    """The search for the best ways: bounds exclude, estimates order, simulations rank.
+    """The search for the best ways.
 
     Attributes:
         memory: bytes that a rank may hold.
-        prune: True skips ways that bounds exclude.
+        prune: True skips ways that lower bounds exclude.
         keep: the number of best ways to return.
-        watch: called with how many ways were simulated, how many will be at most, and the next one.
+        watch: called with the number of ways simulated so far, the most that will be simulated,
+            and the next way.
         ended: the outcome of each way that was considered.
-        found: seconds and peak of the ways that were simulated.
+        found: (seconds, peak bytes) of each way that was simulated.
     """
 
     def __init__(
@@ -411,8 +412,9 @@ class WaySearch:
     ) -> tuple[float, int, Simulation]:
         """Returns seconds, peak and simulation of a way with all of its blocks and micro-batches.
 
-        A step of more than `blocks` blocks in all micro-batches is extrapolated: each micro-batch
-        after number `known` adds what that one added, to the peak as well.
+        If all micro-batches have more than `blocks` blocks together, the first `known`
+        micro-batches are simulated. Each further one adds the same seconds and peak as the last of
+        these.
         """
         count = way.strategy.micro_batches
         if count <= known or self._layers_of(way) * count <= blocks:
@@ -524,24 +526,25 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Bytes that a rank holds between steps at least: its weights, and AdamW's state of those that
-    get a gradient; a lower bound of the peak of a simulation."""
+    """Returns a lower bound of a simulation's peak, in bytes: what a rank holds between steps.
+
+    That is its weights, and AdamW's state of those that get a gradient.
+    """
     of, needs = way.strategy, _needs_of(shape, way)
     weights = needs.weights / way.tp / (way.dp if of.zero == 3 else 1)
     return weights + needs.state / way.tp / (way.dp if of.zero else 1)
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a lower bound of a step's seconds: the longest of what the processor and each link
-    must do.
+    """Returns a lower bound of a step's seconds: the longest time of the processor and each link.
 
-    The processor makes the products of the unsharded model, each rank of tp its part. Over dp each
-    gradient is summed once a step; stage 3 also gathers each weight once a micro-batch. Over tp
-    each block sums its results forward, once a micro-batch.
+    The processor computes the matrix products of the unsharded model, each rank of tp its part.
+    Over dp each gradient is summed once per step; stage 3 also gathers each weight once per
+    micro-batch. Over tp each block sums its results in forward, once per micro-batch.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     compute = of.micro_batches * _least_compute(needs, way, machine)
-    # Of one block a gathered weight may be kept from one micro-batch to the next.
+    # With a single block, a gathered weight may be kept from one micro-batch to the next.
     gathers = of.micro_batches if (of.layers or shape.layers) > 1 else 1
     times = 1 + (gathers if of.zero == 3 else 0)
     over_dp = _least_to_send(times * needs.gradients / way.tp, "dp", way, machine)
@@ -551,7 +554,7 @@ def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
 
 
 def _least_compute(needs: _ModelNeeds, way: Way, machine: Machine) -> float:
-    """Seconds of a micro-batch's products, each in the faster of its dtype and the precision."""
+    """Returns the seconds of a micro-batch's matrix products, each in its fastest dtype."""
     curves = [machine.kernels[name] for name in _PRODUCTS if name in machine.kernels]
     reached = machine.efficiency["matmul"]
     seconds = 0.0
@@ -565,7 +568,7 @@ def _least_compute(needs: _ModelNeeds, way: Way, machine: Machine) -> float:
 
 
 def _least_to_send(nbytes: float, axis: str, way: Way, machine: Machine) -> float:
-    """Seconds to gather or to reduce a whole of so many bytes over an axis, by its fastest link."""
+    """Returns the seconds to gather or reduce-scatter so many bytes over an axis's fastest link."""
     ranks = way.mesh.get(axis, 1)
     if ranks == 1:
         return 0.0
@@ -577,7 +580,7 @@ def _least_to_send(nbytes: float, axis: str, way: Way, machine: Machine) -> floa
 
 
 def _fastest_rate(curve: MeasuredCurve) -> float:
-    """Amounts per second at most: at a point, between two, or beyond the last."""
+    """Returns the highest amount per second of a curve: at a point, or beyond the last one."""
     points = [*zip(curve.amounts, curve.seconds, strict=True)]
     if len(points) == 1:
         return math.inf
@@ -590,8 +593,10 @@ def _fastest_rate(curve: MeasuredCurve) -> float:
 
 
 def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Seconds that a step may take: products and kernels beside them, and links that are waited
-    for. It orders ways, and leaves none out."""
+    """Returns an estimate of a step's seconds, which only decides the order of simulations.
+
+    It adds matrix products, other kernels, and waiting for links.
+    """
     of, needs = way.strategy, _needs_of(shape, way)
     n, again = of.micro_batches, 4 / 3 if of.remat else 1.0
     small = _KERNELS * needs.products * machine.kernel_seconds
@@ -603,8 +608,10 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
 
 
 def guess_bytes(shape: ModelShape, way: Way) -> float:
-    """Bytes that a rank may hold at most: what it holds between steps, gradients, and what backward
-    reads. It orders ways, and leaves none out."""
+    """Returns an estimate of a rank's peak bytes, which only decides the order of simulations.
+
+    It adds what a rank holds between steps, gradients, and activations saved for backward.
+    """
     of, needs = way.strategy, _needs_of(shape, way)
     layers = of.layers or shape.layers
     share = needs.weights / way.tp
@@ -617,7 +624,7 @@ def guess_bytes(shape: ModelShape, way: Way) -> float:
     return least_bytes(shape, way) + gradients + gathered + saved / split
 
 
-# -- the run that both are reckoned from -----------------------------------------------------------
+# -- the run from which bounds and estimates are computed ------------------------------------------
 
 
 def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
@@ -641,7 +648,7 @@ def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> 
             inputs, targets = shape.make_batch(batch, context)
             with _counting_needs(module, needs):
                 shape.loss(module(inputs), targets).backward()
-    except Exception:  # it reads a value, or calls what has no kernel for tensors without memory
+    except Exception:  # it reads a value, or calls an op without a kernel for meta tensors
         return _ModelNeeds(weights=needs.weights)
     trained = [p for p in parameters if p.grad is not None]
     needs.state = 2 * _count_bytes(trained)

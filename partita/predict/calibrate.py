@@ -1,10 +1,10 @@
-"""Calibration: what this machine's ranks reach, measured while all of them work at once.
+"""Calibration: the speed of this machine's kernels and collectives, measured while all ranks work.
 
-Every rank (this module, run by itself) calls a deck of kernels in random order. Between them it
-meets the other ranks in collectives, as in a step. For a kernel the processor time of the median
-call counts, scaled by elapsed time over processor time of all calls. For a collective the time
-counts from when the last rank begins to when the first has ended. What elapses between two
-collectives beyond the work is `straggling`. No part of a model is run.
+Every rank runs this module as a program. It calls a list of kernels (the *deck*) in random order,
+and collectives between them, as in a step. The time of a kernel is the CPU time of its median call,
+times the ratio of elapsed time to CPU time of all calls. The time of a collective is that from when
+the last rank begins to when the first has ended. `straggling` is the time between two collectives
+in excess of the kernels. No part of a model is run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TIMEOUT = 120.0
 
 
 def calibrate(ranks: int) -> Machine:
-    """Measure this machine with so many ranks at work, each a process of one thread.
+    """Measure this machine with so many ranks that work at once, each a process with one thread.
 
-    Takes about 25 seconds, and the starting of the ranks.
+    Takes about 25 seconds, plus the start of the ranks.
 
     Raises:
-        RuntimeError: a rank ended without an answer; what it wrote is in the message.
+        RuntimeError: a rank ended without a result. The message contains its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -90,7 +90,7 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    """Returns the machine, from its ranks' measurements of calls and collectives."""
+    """Returns the machine that the ranks' measurements of kernels and collectives describe."""
     slower = _compare_clocks(reports)
     kernels = _fit_kernels(reports, slower)
     bfloat16 = kernels.pop("matmul_bfloat16")
@@ -105,7 +105,7 @@ def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
         memory_bandwidth=_find_best_rate(kernels["arithmetic"]),
         kernel_seconds=kernels["arithmetic"].seconds[0],
         fuses=False,
-        overlaps=False,  # what carries bytes takes the processors that compute
+        overlaps=False,  # on CPUs, sending takes the processors that compute
         ranks_per_host=ranks,
         flops={"float32": best, "bfloat16": best * same / bfloat16.seconds[0]},
         efficiency=dict.fromkeys(("matmul", "attention", "memory", "link"), 1.0),
@@ -170,13 +170,13 @@ def _fit_collectives(
     rows = zip(*(one["collectives"] for one in reports), strict=True)
     for before, now in pairwise([(), *rows]):
         ranks = now[0]["ranks"]
-        # Neighbours are a group; each group has its own beginning and end.
+        # Ranks next to each other form a group. Each group begins and ends by itself.
         for group in range(0, len(now), ranks):
             those = slice(group, group + ranks)
             begun = max(row["start"] for row in now[those])
             taken = min(row["end"] for row in now[those]) - begun
             points.setdefault((f"{now[0]['kind']}-{ranks}", now[0]["nbytes"]), []).append(taken)
-            if before and before[0]["ranks"] == ranks:  # else they do not begin together
+            if before and before[0]["ranks"] == ranks:  # otherwise they do not begin together
                 passed = begun - min(row["end"] for row in before[those])
                 works = zip(before[those], now[those], strict=True)
                 worked = fmean(b["worked"][0] - a["worked"][1] for a, b in works)
@@ -218,7 +218,7 @@ def _fit_link(collectives: Mapping[str, MeasuredCurve], ranks: int) -> Link:
 # -- a rank that measures --------------------------------------------------------------------------
 
 _SECONDS = 20.0  # of all passes
-_KEPT = 4  # results of the last calls, as a step keeps what others read
+_KEPT = 4  # results of so many calls are kept alive, as in a step
 _ELEMENTS = (64, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)  # of four bytes, of a collective
 
 
@@ -233,7 +233,7 @@ class _TimedCollective:
 
 
 def main() -> None:
-    """Measure as one of the ranks, and print what was found as a line of JSON."""
+    """Measure as one of the ranks, and print the measurements as a line of JSON."""
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
@@ -250,7 +250,7 @@ def _measure(ranks: int) -> dict[str, Any]:
     _run_pass(deck, collectives, draw, found, met)
     passes = _agree_on_passes(_run_pass(deck, collectives, draw, found, met), ranks)
     for one in found:
-        one.clear()  # what the first calls prepare is no part of the later ones
+        one.clear()  # the first calls prepare caches and connections: they do not count
     met.clear()
     for _ in range(passes):
         _run_pass(deck, collectives, draw, found, met)
@@ -362,10 +362,9 @@ def _collectives_of(
 
 
 # -- the deck of kernels ---------------------------------------------------------------------------
-# A step runs each call once, between others, over memory that others have used meanwhile. A call
-# that is repeated in a tight loop has its code and its operands in the caches, and what it
-# allocates was just freed. So the calls are made in turns, over pools of tensors, and results are
-# kept for a while.
+# A step runs each kernel once, between others. In a tight loop, a kernel would find its code and
+# its operands in the caches, and memory that was just freed. So different calls alternate, on pools
+# of tensors, and results are kept for a while.
 
 _aten = torch.ops.aten
 _SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20)  # elements of four bytes
@@ -377,13 +376,13 @@ _WIDTH = 128  # of the rows of a kernel that works on rows
 
 @dataclass(frozen=True)
 class DeckCall:
-    """One call that is measured.
+    """One kernel call that is measured.
 
     Attributes:
-        rate: of `machine.RATES`.
-        amount: bytes that it reads and writes, or operations.
-        run: makes the call; of each run other operands.
-        is_large: it fills caches that are shared, and is measured apart from those that do not.
+        rate: the kind of kernel, one of `machine.RATES`.
+        amount: the bytes that it reads and writes, or its operations.
+        run: a function that makes the call, each time with other operands.
+        is_large: True if it fills the shared caches. Large and small calls are measured apart.
     """
 
     rate: str
@@ -393,15 +392,15 @@ class DeckCall:
 
 
 def make_deck() -> list[DeckCall]:
-    """Returns all calls: by bytes, by operations, and those that only cost the host's time."""
+    """Returns all calls to measure, for each rate with several amounts."""
     pools: dict[int, list[torch.Tensor]] = {}
     return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
 
 
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
-    """The numbers of a deck's calls, small ones before large ones, each a few times in a row.
+    """Returns the order of the calls, as indices: small ones first, each a few times in a row.
 
-    A step repeats a kind of call too: an optimizer goes through all of its parameters.
+    A step also repeats kinds of calls: an optimizer updates all of its parameters.
     """
     found: list[int] = []
     for is_large in (False, True):

@@ -1,8 +1,9 @@
-"""Explanations: `pt.explain`, the row that each call takes, its moves, and why not another row.
+"""Explanations: `pt.explain`, which shows how each call is planned, and why not in another way.
 
-The function is rehearsed (`rehearsal`). Dispatch plans each call anew and passes the rows that it
-priced to an `Explainer`, and the dry wire passes it each move. The result is an `Explanation`: data
-that prints.
+A *row* of a rule is one way to place an op's operands and results on a mesh axis, such as
+`S(1), S(0) -> P`. The function is run on tensors without memory (`rehearsal`). Dispatch plans each
+call anew and passes the rows that it priced to an `Explainer`, which also gets each move (step of a
+redistribution) from the dry wire. The result is an `Explanation`, which prints as a table.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         print(pt.explain(F.linear, x, weight))
         print(pt.explain(model, x))
 
-    For each call on DTensors it gives: the rule, the rows that were priced on each mesh axis, the
-    moves of the chosen row, and the extra cost of the next best row. For a function or a module it
-    gives all calls in order, and totals. If `fn` runs backward, the moves of backward are included.
-    One rank can call this alone.
+    For each call on DTensors it gives: the op's rule, the rows of the rule (ways to place the op on
+    a mesh axis, such as `S(1), S(0) -> P`) with their prices, the redistributions of the chosen
+    row, and the extra cost of the next best row. For a function or a module it gives all calls in
+    order, and totals. If `fn` runs backward, the redistributions of backward are included. One rank
+    can call this alone.
 
     Args:
         fn: a function of torch, a function of yours, or a module. Any mesh works, also a dry one
@@ -125,16 +127,16 @@ class _ExplainedWire(DryWire):
     _on_the_way: tuple[torch.Tensor, bool] | None = None
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
-        # What the move before has made, of several, has the history that its operand had.
+        # The result of an earlier move of the same plan requires grad if its operand did.
         last = self._on_the_way
         graded = last[1] if last is not None and last[0] is x else x.requires_grad
-        self.explainer.hear_move(self.mesh, move, x, op, reason, graded)
+        self.explainer.record_move(self.mesh, move, x, op, reason, graded)
         out = super().carry(move, x, op=op, reason=reason)
         self._on_the_way = (out, graded)
         return out
 
     def start(self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str) -> Any:
-        self.explainer.hear_move(self.mesh, move, x, op, reason, False)
+        self.explainer.record_move(self.mesh, move, x, op, reason, False)
         return super().start(move, x, out, op=op, reason=reason)
 
 
@@ -151,7 +153,7 @@ class _Call:
 
 
 class Explainer:
-    """Receives plans and moves, and keeps the stack of running calls, outermost first."""
+    """A receiver of plans and moves. It has the stack of running calls, outermost first."""
 
     def __init__(self) -> None:
         self.calls = [_Call("")]
@@ -161,14 +163,14 @@ class Explainer:
         self._names: dict[int, str] = {}
 
     def make_wire(self, wire: Wire) -> Wire:
-        """Returns the replacement for the wire of a mesh."""
+        """Returns a dry wire that replaces `wire` and reports its moves to this explainer."""
         found = _ExplainedWire.from_wire(wire)
         found.explainer = self
         self.wires.append(found)
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Record the names of modules."""
+        """Store the names of modules and their submodules, for `ExplainedOp.module`."""
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
@@ -194,10 +196,10 @@ class Explainer:
         if HERE.explainer is self and self._modules[-1:] == [self._names.get(id(module))]:
             self._modules.pop()
 
-    # -- what dispatch tells -----------------------------------------------------------------------
+    # -- called by dispatch ------------------------------------------------------------------------
 
     def explain_call(self, call: OpCall, has_rule: bool = True) -> Any:
-        """Plan a call of an op, run it on fakes, and note both."""
+        """Plan a call of an op, run it on fake tensors, and record the plan and the layouts."""
         name = call.form.name
         operands = _layouts_of((call.args, call.kwargs))
         noted = _Call(name)
@@ -234,20 +236,20 @@ class Explainer:
     def record_rows(
         self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser
     ) -> None:
-        """The rows that were priced for the call that is under way.
+        """Record the rows that dispatch has priced for the running call.
 
         Args:
-            places: where each operand stands in the call, and the names of its parameters.
+            places: the position of each operand in the call, and the names of its parameters.
         """
         names = [_name_of(path, parameters) for path, parameters in places]
         rows = (_describe_row(names, chooser, one) for one in chooser.considered or ())
         self.calls[-1].rule = str(chooser.bound.sentence)
         self.calls[-1].rows = tuple(rows)
 
-    def hear_move(
+    def record_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
     ) -> None:
-        """A move that the call under way makes, or the program itself."""
+        """Record a move of the running call, or of the program itself."""
         call = self.calls[-1]
         graded = call.graded and (graded or reason == "gather")
         explained = _explained_move(mesh, move, x, reason, graded)
@@ -306,7 +308,7 @@ def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) ->
     moved = [*_find_moves(names, chooser, one)]
     needs = [text for text, _ in moved]
     held = [layout.placement(one.axis) for layout in chooser.layouts if layout is not None]
-    # Where the axis splits no operand its ranks all do the same, whatever is chosen.
+    # If the axis splits no operand, all its ranks do the same work with any choice.
     is_spread = chooser.mesh.size(one.axis) > 1 and any(p.is_shard() for p in held)
     if is_spread and any(one.row.split not in work.names for work in chooser.work):
         needs.append(f"work repeated along {one.axis}")
@@ -351,8 +353,8 @@ class ExplainedMove:
         before, after: the layouts.
         reason: as in the ledger: "explicit", "implicit", "gather" of a ZeRO block, "gradient", ...
         nbytes: bytes that the first rank sends.
-        backward: the kind of its transpose, which runs in a backward; "" if there is no gradient.
-        backward_nbytes: bytes that a rank sends in the transpose.
+        backward: the kind of the move of its gradient in backward; "" if there is no gradient.
+        backward_nbytes: bytes that the first rank sends in that move.
     """
 
     kind: str
@@ -382,10 +384,10 @@ class ConsideredRow:
         axis: the mesh axis.
         row: placements of operands and results, such as "S(0), R -> S(0)".
         seconds: its price, forward and backward together. It uses round figures for a node of GPUs
-            (see `partita.redistribute.move`), to rank rows and not to predict a time.
+            (see `partita.redistribute.move`), to compare rows, not to predict a time.
         chosen: True for the row that is used: the cheapest.
-        needs: its moves of operands ("x all_gather 1.5 KiB"), and work that the ranks of the axis
-            would repeat.
+        needs: the moves of operands that it needs ("x all_gather 1.5 KiB"), and work that the ranks
+            of the axis would repeat.
         nbytes: bytes that a rank sends in those moves, in forward.
     """
 
@@ -405,15 +407,16 @@ class ExplainedOp:
         op: the op's name.
         source: the user's "file:line".
         module: the module in whose forward it is called; "" outside of one.
-        rule: the sentence by which it is planned, or a replacement in parentheses.
+        rule: the op's rule, such as "... i * o i -> ... o"; a remark in parentheses if there is
+            none.
         operands, results: the layouts, with their dtypes.
         rows: the legal rows that were priced, axis by axis.
         moves: its moves, in order.
         work: multiplications and additions of its matrix products in forward, on the first rank,
-            which has the largest pieces. For causal attention half of the whole, because masked
-            parts are skipped.
+            which has the largest pieces. Causal attention counts half, because masked parts are
+            skipped.
         repeated: the axes along which all ranks compute the same products.
-        inner: the calls that it consists of, if it is written as other ops.
+        inner: the calls of which it consists, if it is decomposed into other ops.
         is_even: True if every rank computes equally much.
     """
 
@@ -432,12 +435,12 @@ class ExplainedOp:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank sends in its moves, including those of inner calls."""
+        """Bytes that the first rank sends in its moves, including those of inner calls."""
         return sum(move.nbytes for move in self.all_moves)
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes that a rank sends in the transposes, if there are gradients."""
+        """Bytes that the first rank sends for its gradients in backward, if there are any."""
         return sum(move.backward_nbytes for move in self.all_moves)
 
     @property
@@ -515,24 +518,25 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves, in order. The transposed moves of a later backward are not included."""
+        """All moves in order, without those of a backward that `fn` does not run."""
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank sends."""
+        """Bytes that the first rank sends in all moves."""
         return sum(op.nbytes for op in self.ops)
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes that a rank will send in a backward from the result; 0 if the function ran
-        backward.
+        """Bytes that the first rank would send in a backward from the result.
+
+        0 if the function ran backward itself.
         """
         return 0 if self.goes_backward else sum(op.backward_nbytes for op in self.ops)
 
     @property
     def work(self) -> float:
-        """Operations of matrix products in forward, on the first rank, which has the most."""
+        """Multiplications and additions of matrix products in forward, on the first rank."""
         return sum(op.all_work for op in self.ops)
 
     def __str__(self) -> str:

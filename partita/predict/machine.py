@@ -1,4 +1,4 @@
-"""Machines: what a rank's processor, memory and links can do, and how much of it kernels reach.
+"""Machines: the speed of a rank's processor, memory and links, and the part that kernels reach.
 
 A machine is a TOML file. Three from public data sheets are included (`h100`, `h200`, `a100`).
 `partita calibrate` writes one for your own machine. Amounts are numbers in base units (bytes,
@@ -56,18 +56,18 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument or a field may be.
+    """The allowed values of an argument or a field.
 
     Attributes:
-        allowed: a description, in words.
-        has: True for a value of this kind.
+        allowed: a description of them, for errors.
+        has: a function that returns True for an allowed value.
     """
 
     allowed: str
     has: Callable[[Any], bool]
 
     def check(self, name: str, value: Any, error: type[ValueError]) -> None:
-        """Raise `error`, which says what the value is and what is allowed, of another kind."""
+        """Raise `error` unless `value` is allowed. It shows the value and what is allowed."""
         if not self.has(value):
             raise error(f"{name} is {describe_value(value)}: {self.allowed}")
 
@@ -89,10 +89,10 @@ _CURVE = Kind("a MeasuredCurve", lambda value: isinstance(value, MeasuredCurve))
 
 
 def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind]) -> None:
-    """Raise `error` for the first of these attributes that is of another kind than is said here.
+    """Raise `error` for the first attribute of `of` that does not have its kind.
 
     Args:
-        kinds: a kind for each name, or for several names with blanks between.
+        kinds: the kind of each attribute, or of several, whose names are separated by blanks.
     """
     for names, kind in kinds.items():
         for name in names.split():
@@ -101,14 +101,14 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """A measured curve: points joined by straight lines.
+    """A measured curve of seconds by amount: points joined by straight lines.
 
     Attributes:
-        amounts: bytes or operations, rising.
-        seconds: for each amount.
+        amounts: bytes or operations, in increasing order.
+        seconds: the time of each amount.
 
     Raises:
-        ValueError: there is no point, the amounts do not rise, or a time is not above 0.
+        ValueError: there is no point, the amounts do not increase, or a time is not positive.
     """
 
     amounts: tuple[float, ...]
@@ -123,20 +123,20 @@ class MeasuredCurve:
             raise ValueError("has seconds that are not above 0")
 
     def seconds_of(self, amount: float) -> float:
-        """Seconds of an amount; beyond what was measured, as between the last two amounts."""
+        """Returns the seconds of an amount. Beyond the last point, its last line is extended."""
         last = len(self.amounts) - 1
         if amount <= self.amounts[0] or not last:
             return self.seconds[0]
         right = min(bisect_left(self.amounts, amount), last)
         (a, b), (s, t) = self.amounts[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
-        # A larger amount is never quicker, whatever noise the last two have.
+        # A larger amount must not be faster, even if the last two points have noise.
         return max(s + (t - s) * (amount - a) / (b - a), s)
 
 
 def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
-    """Returns the curve through points (amount, seconds) in any order, made to rise.
+    """Returns a curve through points (amount, seconds), in any order.
 
-    A point that is quicker than one of a smaller amount is noise: it gets the other's seconds.
+    If a point has fewer seconds than one with a smaller amount, it gets the seconds of that one.
     """
     amounts: list[float] = []
     seconds: list[float] = []
@@ -152,22 +152,23 @@ class Machine:
 
     Attributes:
         name: the usual name.
-        source: where the figures are from.
+        source: where the figures come from.
         memory_bytes: a rank's memory.
         memory_bandwidth: peak bytes per second that kernels read and write.
         kernel_seconds: the fixed cost of a kernel.
-        fuses: True if neighbouring element-wise kernels are compiled into one, as by Inductor.
-        ranks_per_host: ranks that the link `host` joins. Others are connected by `network`.
+        fuses: True if adjacent element-wise kernels are compiled into one, as Inductor does.
+        ranks_per_host: the number of ranks that the link `host` connects. `network` connects
+            others.
         flops: peak operations per second, by dtype ("bfloat16", "float32").
         efficiency: the fraction of a peak that kernels reach, for each of `_EFFICIENCIES`.
         host: the link within a host.
         network: the link between hosts.
-        links: by the axes of a collective ("dp", or several joined by blanks), a link that replaces
-            `host`, `network` and measurements. Its figures are what kernels reach.
+        links: by the axes of a collective ("dp", or several separated by blanks), a link that
+            replaces `host`, `network` and measurements. `efficiency` is not applied to it.
         overlaps: True if collectives run beside kernels without slowing them, as on GPUs.
         straggling: how late the slowest rank arrives at a collective, as a fraction of computing
             time.
-        step_seconds: time per step beside kernels and collectives: the host's work for a call.
+        step_seconds: the host's time per step in addition to kernels and collectives.
         kernels: measured seconds by amount, for kinds of kernels (see `RATES`). Other kernels are
             priced by the roofline.
         collectives: measured seconds by bytes that a rank sends, by kind and number of ranks
@@ -220,16 +221,14 @@ class Machine:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
-        """Returns peak operations per second for a dtype; of the slowest known dtype if it is
-        unknown.
-        """
+        """Returns the peak operations per second for a dtype; of the slowest one if unknown."""
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns the name on this machine of a kernel that the capture knows by `name`.
+        """Returns the name on this machine of a kernel that has `name` in the captured graph.
 
-        If torch had no GPU at capture, fused attention is the CPU's. It has the same operands and
-        results, and is priced by the machine's own rates.
+        If torch had no GPU during the capture, the graph has the CPU's fused attention. The GPU's
+        has the same operands and results.
         """
         return name.replace("_for_cpu", "") if self.overlaps else name
 
@@ -241,8 +240,9 @@ class Machine:
         return None
 
     def reached_link(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """Returns what collectives over these axes reach: a given link, or a fraction of the
-        slowest.
+        """Returns the link speed that collectives over these axes reach.
+
+        That is a link of `links`, or otherwise a fraction (`efficiency`) of the slowest link.
         """
         given = self.given_link(axes)
         if given is not None:
@@ -258,9 +258,9 @@ class Machine:
         (github.com/NVIDIA, issue 812 of the library of collectives).
 
         Args:
-            axes: of the collective.
+            axes: the axes of the collective.
             mesh: the size of each axis, outermost first. Ranks are counted row-major, and
-                `ranks_per_host` neighbours share a host.
+                `ranks_per_host` consecutive ranks share a host.
         """
         if self._is_within_hosts(axes, mesh):
             return self.host
@@ -329,7 +329,7 @@ def load_machine(name: str | Path | Machine) -> Machine:
     path = Path(name)
     if str(name) in shipped_machines():
         path = _FOLDER / f"{name}.toml"
-    elif not os.path.isfile(path):  # also of what is no path, or too long for one
+    elif not os.path.isfile(path):  # also False for text that is not a valid path
         raise MachineError(
             f"no machine {describe_value(str(name))}: it is neither shipped ({known}) nor a file; "
             f"`partita calibrate --out machine.toml` measures this one"
@@ -345,10 +345,10 @@ def load_machine(name: str | Path | Machine) -> Machine:
 
 
 def read_link(text: str) -> tuple[str, Link]:
-    """Returns the axes and the link of "dp=10 us,50 GB/s".
+    """Returns the axes and the link for a text such as "dp=10 us,50 GB/s".
 
     Raises:
-        MachineError: it says what is wrong with it.
+        MachineError: the text cannot be read. The error says why.
     """
     axes, _, figures = text.partition("=")
     amounts = figures.split(",")
@@ -460,7 +460,7 @@ def _read_row(key: str, found: Any) -> tuple[float, ...]:
 
 
 def read_amount(what: str) -> _Read:
-    """Returns a reader of positive amounts of "bytes", "seconds" or another key of `_UNITS`."""
+    """Returns a function that reads a positive amount of "bytes", "seconds" or another unit."""
     units = _UNITS[what]
 
     def read(key: str, value: Any) -> float:
@@ -471,7 +471,7 @@ def read_amount(what: str) -> _Read:
                 raise MachineError(f"{key} is {said}, no amount of {what}: {', '.join(units)}")
             try:
                 number = float(match[1]) * units[match[2]]
-            except ValueError:  # signs and dots are no number by themselves
+            except ValueError:  # only signs and dots, without a digit
                 raise MachineError(f"{key} is {said}, which has no number") from None
         elif is_number(value):
             number = float(value)
@@ -504,7 +504,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 
 @dataclass(frozen=True)
 class Link:
-    """How a rank reaches the others along a mesh axis.
+    """The connection of a rank to the others along a mesh axis.
 
     Attributes:
         latency: seconds of one message, from one rank to the next.
@@ -524,7 +524,7 @@ class Link:
 
 
 def messages_of(kind: str, ranks: int) -> int:
-    """Messages that a rank of a ring sends one after the other.
+    """Returns the number of messages that a rank of a ring sends one after the other.
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
@@ -541,11 +541,11 @@ def messages_of(kind: str, ranks: int) -> int:
 
 
 def collective_bytes(kind: str, ranks: int, whole: float) -> float:
-    """Returns bytes that one rank of a ring sends.
+    """Returns the bytes that one rank of a ring sends.
 
     Args:
-        whole: bytes of the unsharded tensor: what an all-gather gives, what a reduce-scatter or an
-            all-reduce takes, what a rank holds before an all-to-all, what is sent.
+        whole: bytes of the unsharded tensor: the result of an all-gather, the input of a
+            reduce-scatter or all-reduce, what a rank holds before an all-to-all, what is sent.
 
     Raises:
         ValueError: a kind that is not known.
@@ -559,25 +559,25 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
 def collective_seconds(
     kind: str, ranks: int, nbytes: float, link: Link, *, each_on_its_host: bool = False
 ) -> float:
-    """Returns seconds from when the last rank begins to the end, by the quicker algorithm.
+    """Returns the seconds of a collective, by its fastest algorithm.
 
-    A ring of n ranks has n - 1 messages one after the other; an all-reduce is a reduce-scatter and
-    an all-gather, and has twice as many (Thakur, Rabenseifner and Gropp 2005, "Optimization of
-    Collective Communication Operations in MPICH", section 4, without their term for the arithmetic
-    of a sum). An all-reduce may also go up two binary trees and down again, half of the bytes in
-    each (Sanders, Speck and Traff 2009, "Two-tree algorithms for full bandwidth broadcast,
-    reduction and scan"). NVIDIA's library reckons both, too: trees have 2 log2(n) messages from
-    host to host and carry all bytes twice (github.com/NVIDIA, src/graph/tuning.cc, in the function
-    that tunes its model of a topology).
+    The time counts from when the last rank begins. A ring of n ranks has n - 1 messages one after
+    the other. An all-reduce is a reduce-scatter and an all-gather, so it has twice as many (Thakur,
+    Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
+    section 4, without their term for the arithmetic of a sum). An all-reduce may also run up and
+    down two binary trees, with half of the bytes in each (Sanders, Speck and Traff 2009, "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan"). As in NVIDIA's library, trees
+    have 2 log2(n) messages between hosts and send all bytes twice (github.com/NVIDIA,
+    src/graph/tuning.cc, in the function that tunes its model of a topology).
 
-    Gathers and reduce-scatters of ranks that are each alone on their host may go along parallel
-    aggregated trees (Jeaugey 2025, "PAT: a new algorithm for all-gather and reduce-scatter
-    operations at scale", arXiv 2506.20252): since its version 2.23 that library reckons a latency
-    for each level of them, a fifth of one for each rank, and three quarters of the bandwidth.
+    If no two ranks share a host, all-gather and reduce-scatter may use parallel aggregated trees
+    (Jeaugey 2025, "PAT: a new algorithm for all-gather and reduce-scatter operations at scale",
+    arXiv 2506.20252). As in that library since version 2.23, they have a latency for each level, a
+    fifth of one for each rank, and three quarters of the bandwidth.
 
     Args:
-        nbytes: that one rank of a ring sends, as `collective_bytes` or a ledger has them.
-        each_on_its_host: no two of the ranks share a host.
+        nbytes: the bytes that one rank of a ring sends, as from `collective_bytes` or a ledger.
+        each_on_its_host: True if no two of the ranks share a host.
 
     Raises:
         ValueError: a kind that is not known.
@@ -590,7 +590,7 @@ def collective_seconds(
         return min(ring, (levels + ranks / 5) * link.latency + nbytes / (0.75 * link.bandwidth))
     if kind != "all_reduce":
         return ring
-    # All of the tensor goes up and comes down; a ring sends (ranks - 1) of its `ranks` parts twice.
+    # A tree sends the whole tensor up and down; a ring sends (ranks - 1) / ranks of it twice.
     carried = nbytes * ranks / (ranks - 1)
     trees = 2 * levels * link.latency + carried / link.bandwidth
     return min(ring, trees)
@@ -598,9 +598,9 @@ def collective_seconds(
 
 # -- rates of kernels ------------------------------------------------------------------------------
 
-# Kernels that move the same bytes do not take the same time: a processor adds several times as fast
-# as it takes exponentials, and a sum over rows reads faster than a permutation writes. A rate is
-# the name of those that do alike; `calibrate` has the calls that are measured of each.
+# Kernels that read and write equally many bytes do not take the same time: additions are several
+# times as fast as exponentials, and a sum over rows reads faster than a permutation writes. Kernels
+# with a similar speed have one rate. `calibrate` has the calls that measure each rate.
 _RATES = {
     "copy": "cat stack clone copy_ copy _to_copy contiguous constant_pad_nd repeat fill_ zero_ "
     "full full_like zeros zeros_like ones ones_like new_zeros new_full empty slice_scatter arange",
@@ -643,11 +643,11 @@ _THIN = 4
 
 
 def rate_of(node: fx.Node, name: str, kind: str) -> str:
-    """Returns the rate of a call; "" of one that costs nothing at all.
+    """Returns the name of the rate (kind of speed) of a node; "" if it costs no time.
 
     Args:
-        name: of the operator.
-        kind: of the kernel, as `Kernel` has it.
+        name: the name of the operator.
+        kind: the kind of the kernel, as in `Kernel`.
     """
     short = name.split("::")[-1]
     if kind == "free":

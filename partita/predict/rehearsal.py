@@ -1,13 +1,13 @@
 """Rehearsals: calls and steps over tensors without memory, which compute nothing and send nothing.
 
-A call is text, `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, or a function with its arguments. Fakes
-of the same layouts replace parameters, buffers and arguments. A dry wire at the same place of the
-same mesh replaces each wire. So the function plans what it would plan. Everything is restored
-afterwards.
+A call is text, `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, or a function with its arguments. Fake
+tensors with the same layouts replace parameters, buffers and arguments. A dry wire, which sends
+nothing, replaces each wire. So the function plans as it would when it really runs. Everything is
+restored afterwards.
 
-For `pt.eager_memory` a step is made and run unchanged, with all its hooks, on a dry mesh. Each
-storage that a kernel makes, that autograd drops or that ZeRO resizes changes a schedule. It is the
-same kind of schedule as that of a compiled step.
+For `pt.eager_memory` a step is made and run unchanged, with all its hooks, on a dry mesh. A
+schedule records each storage that a kernel allocates, that autograd frees or that ZeRO resizes. It
+has the same form as that of a compiled step.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def rehearse(
     Args:
         make_wire: makes the replacement for the wire of a mesh.
 
-    Returns:
-        A function that runs `fn(*args, **kwargs)` in this way, and the state that `fn` reaches.
+    Yields:
+        A function that runs `fn(*args, **kwargs)` in this way, and the state that `fn` uses.
 
     Raises:
         LayoutError: `fn` reads the value of a tensor, or steps an optimizer.
@@ -179,11 +179,10 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def make_refusal(
     fact: str, *fixes: str | tuple[str, str], reason: str = "", place: str | None = None
 ) -> LayoutError:
-    """Returns the error for a request that cannot be done, at the user's line unless `place` is
-    passed.
+    """Returns the error for an impossible request, at `place` or by default the user's line.
 
     Args:
-        fixes: each a text, or what to write and an explanation.
+        fixes: each is the code to write, or a tuple of that and an explanation.
     """
     listed = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
     place = user_line() if place is None else place
@@ -191,7 +190,7 @@ def make_refusal(
 
 
 def make_value_read_error(error: Exception) -> LayoutError:
-    """Returns the error for a function that reads a tensor's value while it is not really run."""
+    """Returns the error for a function that reads a tensor's value in a rehearsal."""
     return make_refusal(
         "the function reads the value of a tensor",
         ("give the part before it", "and the part after it by itself"),
@@ -209,7 +208,7 @@ _LAYOUT = re.compile(r"[a-z]+\d*\[[^\]]*\](\s*\{[^}]*\})?")
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """`dp=2,tp=4` as a dictionary. Raises LayoutError with the part that it cannot read."""
+    """Returns `dp=2,tp=4` as a dictionary. LayoutError names the part that is wrong."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
@@ -230,13 +229,13 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """Returns the function, the positional and the named arguments that a text says.
+    """Returns the function, the positional and the keyword arguments of a call given as text.
 
     Args:
         text: a function of torch ("F.linear", "torch.matmul", "Tensor.sum") or of yours
             ("module:function"), and its arguments in parentheses if they are not in `arguments`.
-        arguments: what stands in the parentheses; the comma after a tensor may be left out.
-        mesh: of the tensors, which have no memory. Floating ones require a gradient.
+        arguments: the arguments without parentheses; the comma after a tensor may be omitted.
+        mesh: the mesh of the tensors, which have no memory. Floating-point ones require grad.
 
     Raises:
         LayoutError: there is no such function, or a part cannot be read; or a layout does not fit
@@ -260,7 +259,7 @@ def _find_function(name: str) -> Callable[..., Any]:
             raise
         except ModuleNotFoundError as error:
             raise _no_function(name, str(error)) from None
-        except BaseException as error:  # a module may raise, and end, as it likes
+        except BaseException as error:  # importing a module may raise anything, even SystemExit
             said = describe_raised(f"importing {module}", error, is_user_s=True)
             raise _no_function(name, said) from None
     else:
@@ -279,10 +278,10 @@ def describe_raised(what: str, error: BaseException, *, is_user_s: bool) -> str:
     """Returns a text for an error: what raised it, its message, and the user's line.
 
     Args:
-        is_user_s: True if the user's code raised it, or called what did.
+        is_user_s: True if the user's code raised it, or called the code that did.
     """
     said, _, _ = str(error).partition("\nException raised from")  # frames of C++
-    # A SyntaxError says by itself where it is.
+    # The message of a SyntaxError contains its place.
     has_line = is_user_s and not isinstance(error, SyntaxError)
     line = user_line_of_error(error) if has_line else ""
     at = f" (at {line})" if line else ""
@@ -390,7 +389,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
         with _ScheduleMode(schedule), resize_listener(schedule.note_resized):
             result = step(*args)
         found = schedule.memory_with(held)
-        del result  # the caller of a step holds it
+        del result  # until here, as the caller of a step keeps the result alive
     return found
 
 
@@ -406,7 +405,7 @@ class _Schedule(MemoryCount):
         self.stepping: Optimizer | None = None
         self._places: list[str] = []
         self._buffers: list[Buffer] = []
-        self._of: dict[int, int] = {}  # by the id of what is held, the number of its last buffer
+        self._of: dict[int, int] = {}  # by the id of a storage, the number of its last buffer
         self._made_by = self._source = ""
 
     def counts(self, t: torch.Tensor) -> bool:
@@ -461,7 +460,7 @@ class _Schedule(MemoryCount):
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if threading.get_ident() == thread:
                 self.stepping = None
-                # What is written through `detach()` of a fake is not counted as a write of it.
+                # Writing through `detach()` of a fake does not increase its version.
                 increment_version([p for group in optimizer.param_groups for p in group["params"]])
 
         with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end):
@@ -495,7 +494,7 @@ class _EagerFakes(LocalFakes):
     def __init__(self, schedule: _Schedule):
         super().__init__(static_shapes=True)
         self._schedule = schedule
-        # Private torch: from its cache, a result that shows an operand's memory has its own.
+        # Private torch: with the cache, a result that is a view of an operand gets new memory.
         self.cache_enabled = False
 
     def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -504,7 +503,7 @@ class _EagerFakes(LocalFakes):
         try:
             return super().__torch_dispatch__(func, *args, **kwargs)
         finally:
-            # Private torch: its memo has weak references, beside which no module can be converted.
+            # Private torch: its memo has weak references to parameters, and `Module.to` fails then.
             self.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 

@@ -75,13 +75,13 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
     """Draw which rank holds which part of a tensor: colored text, or a picture in a notebook.
 
         pt.show(weight)
-        pt.show(model)                                    # its parameters, those alike once
+        pt.show(model)                                    # its parameters; equal pictures once
         pt.show(pt.Layout.parse("f32[8@dp, 16@tp]"), mesh)
 
     Args:
         x: a DTensor, a module with DTensor parameters, or a `Layout`. Characters in names that are
             not printable are escaped.
-        mesh: the mesh of a `Layout`, which may be a dry mesh. Not for tensors: they have a mesh.
+        mesh: the mesh of a `Layout`; it may be a dry mesh. Do not pass it for tensors.
         out: a text stream to write to; standard output by default. Colors need a terminal and the
             package rich.
 
@@ -89,7 +89,7 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
         In a notebook: the picture. Otherwise None.
 
     Raises:
-        LayoutError: `x` is none of these; a layout without a mesh that has its axes; a mesh for
+        LayoutError: `x` has another type; a `Layout` without a mesh that has its axes; a mesh for
             something that has one; or `out` cannot be written to.
     """
     if out is not None and (not hasattr(out, "write") or isinstance(out, _BYTE_STREAMS)):

@@ -1,11 +1,12 @@
-"""Simulations: `pt.simulate`, the cost of a step on a machine that you need not have.
+"""Simulations: `pt.simulate`, the time and memory of a step on a machine that you need not have.
 
-A step is captured and not run. Its memory comes from the schedule. Its graph is played as events on
-streams: one stream computes, and each set of mesh axes of a collective has another. A collective
-begins when the graph issues it, its operands are ready and its stream is free; its wait joins it.
-If a machine does not overlap, sending takes the processor as soon as a collective is issued, and
-all but sums are waited for at once. A kernel takes the longer of its operations and its bytes, at
-the reachable fraction of the peaks, plus a fixed cost (Williams, Waterman and Patterson 2009,
+A step is captured and not run. Its memory comes from the graph's memory schedule. The graph is
+played as events on streams: one stream computes, and each set of mesh axes with collectives has one
+more. A collective begins when the graph issues it, its operands are ready and its stream is free.
+The compute stream continues until the collective's wait. If a machine does not overlap, sending
+occupies the processor as soon as a collective is issued, and each collective but a sum is waited
+for at once. A kernel takes the longer of the times of its operations and of its bytes, at the
+reachable fraction of the peaks, plus a fixed cost (Williams, Waterman and Patterson 2009,
 "Roofline: an insightful visual performance model"). The result is a `Simulation`: numbers, a table,
 a timeline, a report.
 """
@@ -87,8 +88,8 @@ def simulate(
         print(pt.simulate("llama3-8b", {"dp": 64, "tp": 8}, "h100"))
 
     The step is captured as a graph. The graph is then played on streams: kernels take the time of a
-    roofline model, collectives run as rings and trees. Attention of tensors on the meta device
-    counts as one fused kernel. The printed table and `Simulation` name the limits of each number.
+    roofline model, and collectives that of rings and trees. Attention on meta tensors counts as one
+    fused kernel. The printed table and `Simulation` name the limits of each number.
 
     Args:
         step_or_model: one of: a step, compiled or not, that takes `args`; a module whose result for
@@ -166,7 +167,7 @@ def _check_call(step: Any, args: Sequence[Any]) -> None:
         inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).bind(*args)
     except TypeError as error:
         raise StrategyError(f"args do not fit {_name_of_step(step)}: {error}") from None
-    except ValueError:  # what is written in C may say no signature
+    except ValueError:  # a function written in C may have no signature
         return
 
 
@@ -213,11 +214,14 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str
 def capture_model(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy
 ) -> tuple[Program, int, int]:
-    """A step of a model, its tokens on all ranks together, and the bytes that a rank holds and no
-    step reads: one capture serves many machines.
+    """Capture a training step of a model, to be simulated on any number of machines.
+
+    Returns:
+        The program, the tokens of a step on all ranks together, and the bytes of parameters and
+        buffers that a rank holds and the step does not read.
 
     Raises:
-        StrategyError: a model that is not known, or a mesh that does not divide.
+        StrategyError: an unknown model, or a mesh that does not divide it.
     """
     step, args, tokens = make_step(model, mesh, strategy)
     with own_lines_shown(strategy_file):
@@ -237,7 +241,7 @@ def simulate_program(
     """Simulate a captured program, as `simulate`.
 
     Args:
-        unread: bytes of parameters and buffers that a rank holds, and that no step reads.
+        unread: bytes of parameters and buffers that a rank holds and the step does not read.
     """
     played = play_graph(program, machine, mesh)
     memory = _schedule_for(machine, program, unread)
@@ -271,7 +275,7 @@ def _schedule_for(machine: Machine, program: Program, unread: int) -> Memory:
     """The memory of a program, its kernels named as on the machine, and what no step reads."""
     memory = scheduled(program)
     held = HeldInput("parameters that no step reads", "parameter", unread)
-    # What kernels and collectives of CPUs hold meanwhile, GPUs' do not.
+    # Kernels and collectives of CPUs need extra memory while they run; those of GPUs do not.
     buffers = (b for b in memory.buffers if not (machine.overlaps and b.passing))
     named = machine.name_kernel
     return replace(
@@ -390,16 +394,16 @@ _COMPUTE = "compute"
 
 @dataclass
 class PlayedStep:
-    """A step that was played.
+    """The result of playing a step's graph.
 
     Attributes:
-        seconds: until the last stream is done.
-        events: in the order of the graph.
+        seconds: the time until the last stream has ended.
+        events: the events, in the order of the graph.
         exposed: for each stream of links, the seconds in which the processor waits for it.
         busy: for each stream, the seconds in which it works.
         flops: operations of matrix products and attention, including recomputation.
         model_flops: without recomputation.
-        dtype: the dtype of most of them.
+        dtype: the dtype of most of these operations.
     """
 
     seconds: float = 0.0
@@ -414,12 +418,12 @@ class PlayedStep:
 def play_graph(
     program: Program, machine: Machine, mesh: Mapping[str, int] | None = None
 ) -> PlayedStep:
-    """Play a program's graph.
+    """Play a program's graph: compute when each kernel and collective runs.
 
     Args:
         mesh: the sizes of the axes, outermost first, of the mesh that contains the program's
-            meshes. It determines the links between neighbours. None: the program's meshes are
-            whole.
+            meshes. It determines which links ranks use. None: the program's meshes are no part of
+            a larger one.
     """
     return _Player(program, machine, mesh or {}).run()
 
@@ -432,7 +436,7 @@ class _Player:
         self.free: dict[str, float] = {}  # when an axis's links are
         self.ready: dict[fx.Node, tuple[float, str]] = {}  # what is under way, and on what stream
         self.by_dtype: dict[str, float] = {}
-        self.met = 0.0  # when the ranks last met in a collective
+        self.met = 0.0  # the time of the last collective, at which the ranks waited for each other
 
     def run(self) -> PlayedStep:
         graph = self.program.graph.graph
@@ -448,7 +452,7 @@ class _Player:
                 self._run_kernel(node, kernels[node])
         for node in list(self.ready):
             self._wait_for_collective(node)
-        # The step is done when the slowest rank is.
+        # The step ends when the slowest rank ends.
         late = self.machine.straggling * (self.now - self.met) * bool(self.program.wires)
         self.found.seconds = self.now + late + self.machine.step_seconds
         if self.by_dtype:
@@ -473,7 +477,7 @@ class _Player:
         if self.machine.overlaps:
             return
         if kind == "all_reduce" and all(_is_wait(user) for user in node.users):
-            # It may be under way while others compute, slower by what carries its bytes.
+            # It may run while others compute, which sending its bytes slows down.
             latency = self._seconds_of_collective(kind, ranks, 0.0, axes, sizes)
             self.now += max(seconds - latency, 0.0)
         else:
@@ -517,8 +521,7 @@ class _Player:
 
 
 def bytes_per_axis(program: Program) -> dict[str, int]:
-    """Bytes that a rank sends in a run of a program, for the axes of each collective: what a ledger
-    counts of the run."""
+    """Returns the bytes that a rank sends in a run, by axes of collectives, as in a ledger."""
     found: dict[str, int] = {}
     for record in list_sent_moves(program):
         stream = " ".join(record.axes)
@@ -549,15 +552,15 @@ _BACKWARD_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Kernel:
-    """The work of a node on the processor.
+    """The work of a graph node on the processor.
 
     Attributes:
         kind: "matmul", "attention", "elementwise", "other" or "free" (a view, a number).
         flops: operations; a multiplication and an addition are two.
         nbytes: bytes read and written.
-        dtype: of its first operand, such as "bfloat16".
+        dtype: the dtype of its first operand, such as "bfloat16".
         begins: True if it begins a kernel; False if it is fused into an earlier one.
-        rate: the name of its curve, on a machine with measurements; "" if it costs nothing.
+        rate: the name of its measured curve (see `machine.RATES`); "" if it takes no time.
     """
 
     kind: str = "free"
@@ -568,7 +571,7 @@ class Kernel:
     rate: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """Returns seconds on a machine: as measured where it was, else by the roofline."""
+        """Returns its seconds on a machine, by a measured curve if any, else by the roofline."""
         curve = machine.kernels.get(self.rate)
         if curve is not None:
             slower = machine.peak_flops("float32") / machine.peak_flops(self.dtype)
@@ -585,12 +588,10 @@ class Kernel:
 def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
     """Returns the work of each call of a graph, without collectives.
 
-    If the machine fuses, neighbouring element-wise kernels and reductions become one. Values that
-    are only used inside it are neither written nor read.
-
     Args:
-        graph: a program's, whose nodes have their shapes.
-        fuses: True fuses element-wise neighbours.
+        graph: the graph of a program; its nodes have shapes.
+        fuses: True fuses adjacent element-wise kernels and reductions. Values that are only used
+            inside a fused kernel are neither written nor read.
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
     kinds = {node: _kind_of(node) for node in calls}
@@ -609,7 +610,7 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
         for operand in node.all_input_nodes:
             source = sources[operand]
             if kinds.get(source, "") != "free" and joins.get(source, source) is group:
-                continue  # it is in registers
+                continue  # the value stays in registers
             if (group, source) not in seen:
                 seen.add((group, source))
                 nbytes += min(_nbytes_of_node(operand), _read_at_most(node, operand))
@@ -619,9 +620,9 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
 
 
 def count_flops(node: fx.Node) -> float:
-    """Operations of a matrix product, a convolution or an attention; 0 of anything else.
+    """Returns the operations of a matrix product, a convolution or an attention; otherwise 0.
 
-    Causal attention is counted as half of the whole, as fused kernels compute it.
+    Causal attention counts half, because fused kernels skip the masked half.
     """
     name = _name_of_op(node)
     if "scaled_dot_product" in name and "attention" in name:
@@ -659,7 +660,7 @@ def _kind_of(node: fx.Node) -> str:
         return "free" if not _makes_copy(node) else "elementwise"
     held = (t for n in (node, *node.all_input_nodes) for t in _collect_tensors(n.meta.get("val")))
     if not any(math.prod(t.shape) > 1 for t in held):
-        return "free"  # numbers of an optimizer: the host works them out
+        return "free"  # numbers of an optimizer, which the host computes
     name = _name_of_op(node)
     if "scaled_dot_product" in name or "flash_attention" in name:
         return "attention"
@@ -721,7 +722,7 @@ def _find_written_results(
     for node in calls:
         for user in node.users:
             if kinds.get(user) == "free" and sources[user] is sources[node]:
-                continue  # a view: who reads it counts
+                continue  # a view: its readers count
             if user.op == "output" or joins.get(user, user) is not joins.get(
                 sources[node], sources[node]
             ):
@@ -737,7 +738,7 @@ def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
     """Returns bytes that a call reads of an operand: of a table no more than it takes from it."""
     name = _name_of_op(node)
     if "nll_loss" in name and operand in node.args[:2] and len(_shape_of_node(operand)) > 1:
-        # Of the classes forward reads the target's, and backward none.
+        # Forward reads only the target's class of each row, and backward reads none.
         classes = _shape_of_node(operand)[1]
         return 0.0 if "backward" in name else float(_nbytes_of_node(operand)) / classes
     is_table = any(part in name for part in ("embedding", "index", "gather"))
@@ -792,10 +793,10 @@ class Simulation:
         mesh: the size of each mesh axis.
         machine: the machine.
         seconds: duration of a step.
-        compute_seconds: time in which the processor computes.
+        compute_seconds: seconds in which the processor computes.
         exposed: by axes of collectives, seconds in which the processor waits for them. A collective
-            is priced as a ring or a tree over one link. It is assumed that collectives of different
-            axes do not slow each other.
+            takes the time of a ring or a tree over one link. It is assumed that collectives over
+            different axes do not slow each other.
         link_seconds: by axes, seconds in which the links are busy.
         nbytes: by axes, bytes that a rank sends. Equal to what `pt.ledger` counts for the step.
         flops: operations of matrix products and attention on a rank, recomputation included.
@@ -803,12 +804,13 @@ class Simulation:
         dtype: the dtype of most of these operations.
         tokens: tokens per step, over all ranks; None if unknown.
         peak: the most bytes allocated at once, if the graph runs node by node. A compiler that
-            fuses needs less. The fragments of an allocator and the workspace of GPU kernels are not
-            included.
-        classes: bytes of `peak` by class. Gradients are what an optimizer reads or a collective
-            reduces. Activations are results of forward. Other results of backward are workspace.
-        holders: the buffers at the peak.
-        timeline: the events, for `save_trace`.
+            fuses needs less. Fragmentation of the allocator and the workspace of GPU kernels are
+            not included.
+        classes: bytes of `peak` by class. "gradients" are tensors that an optimizer reads or a
+            collective reduces. Activations are results of forward. Other results of backward are
+            workspace.
+        holders: the buffers that are alive at the peak.
+        timeline: the events of each stream, for `save_trace`.
         facts: data for `report`: bytes over the step, moves by line, layouts of parameters.
     """
 
@@ -857,7 +859,7 @@ class Simulation:
 
     @property
     def events(self) -> Sequence[TimelineEvent]:
-        """The events of each stream, with their times."""
+        """The kernels and collectives of each stream, with their times."""
         return self.timeline.events
 
     @property
@@ -892,7 +894,7 @@ class Simulation:
 
     @property
     def title(self) -> str:
-        """What was simulated, on which mesh and machine."""
+        """A text that names the model or step, the mesh and the machine."""
         return f"{self.what} on {_format_mesh(self.mesh)} of {self.machine.name}"
 
     def _make_rows(self) -> list[tuple[str, str, str]]:

@@ -1,7 +1,8 @@
 """Strategies: models by name, the ways to distribute one over ranks, and the step of each.
 
-`make_step` makes a way's step, over tensors without memory (for capture) or on a mesh. `write_code`
-and `train_options` write the same step as a program and as a command.
+A *way* is a mesh and a strategy. `make_step` makes its training step, over tensors without memory
+(for a capture) or on a mesh. `write_code` and `train_options` write the same step as a program and
+as a command.
 """
 
 from __future__ import annotations
@@ -33,30 +34,31 @@ from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, c
 
 
 class StrategyError(ValueError):
-    """A model, strategy, mesh or argument that is unknown, of a wrong type, without effect, or
-    indivisible.
+    """Raised for a wrong model, strategy, mesh or argument.
+
+    It is unknown, of a wrong type, without effect, or not divisible by the mesh.
     """
 
 
-def refuse_if(is_wrong: object, said: str) -> None:
-    """Raise StrategyError that says what is wrong, if it is."""
+def refuse_if(is_wrong: object, message: str) -> None:
+    """Raise StrategyError with this message if `is_wrong`."""
     if is_wrong:
-        raise StrategyError(said)
+        raise StrategyError(message)
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise StrategyError for a value that is not an integer of at least 1. Names it."""
+    """Raise StrategyError for an argument that is not an integer of at least 1."""
     for name, count in counts.items():
         COUNT.check(name, count, StrategyError)
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raise StrategyError for an argument that is not right, and say what is allowed."""
+    """Raise StrategyError if not `is_right`. It shows the argument, and what is allowed."""
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
 def _make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
-    """Tokens (sequences, context) to be read, and as many to be guessed."""
+    """Returns random input tokens and targets, each of shape (sequences, context)."""
     tokens = torch.randint(0, 256, (sequences, context))
     return tokens, tokens.clone()
 
@@ -71,19 +73,20 @@ class ModelShape:
     """A model for simulation and planning: a known one, or your own.
 
     Attributes:
-        make: returns the module, with `layers` blocks, for sequences of at most `context` tokens.
-        layers, width, heads, groups: the number and sizes of blocks; `groups` heads of keys and
-            values.
-        context: tokens per sequence, unless the strategy says otherwise.
+        make: a function `make(layers, context)` that returns the module, with `layers` blocks, for
+            sequences of at most `context` tokens.
+        layers, width, heads, groups: the number of blocks, the size of the residual stream, and the
+            number of heads of queries, and of keys and values.
+        context: tokens per sequence, unless the strategy has another number.
         vocab: the number of different tokens.
-        plan: returns the plan of tensor parallelism, with or without sequence parallelism.
+        plan: a function `plan(sequence=...)` that returns the plan of tensor parallelism.
         name: the name in reports.
-        make_batch: returns inputs and targets for a number of sequences and of tokens per sequence.
-            Dimension 0 is the batch.
-        loss: computes the loss from the module's result and the targets.
+        make_batch: a function of the number of sequences and of tokens per sequence that returns
+            inputs and targets. Dimension 0 is the batch.
+        loss: a function of the module's result and the targets.
         has_blocks: True if its `blocks` can be recomputed in backward.
         has_sequence: True if sequences can be split over tp.
-        sums: the least number of sums over tp of a block's results in forward.
+        sums: the least number of reductions over tp per block in forward.
         code: the call of a class of `partita.app.models` that makes it, with "{layers}" and
             "{context}" in it; "" for your own.
 
@@ -128,7 +131,7 @@ def _shape_of_class(
     sizes = {"width": width, "heads": heads, "vocab": vocab, **more}
 
     def make(layers: int, context: int) -> nn.Module:
-        from partita.app import models  # the app is no part of `import partita`
+        from partita.app import models  # not at the top: `import partita` must not load the app
 
         model: nn.Module = getattr(models, kind)(layers=layers, context=context, **sizes)
         return model
@@ -161,7 +164,7 @@ class Strategy:
     Attributes:
         zero: the ZeRO stage over the axis "dp".
         remat: True recomputes blocks in backward.
-        remat_every: n: with `remat`, recompute every n-th block (1: all).
+        remat_every: with `remat`, recompute every n-th block; 1 recomputes all.
         sequence: True adds sequence parallelism to tensor parallelism.
         batch: sequences per micro-batch, on each rank of "dp".
         micro_batches: micro-batches per step, one after the other.
@@ -204,17 +207,17 @@ _PRECISIONS = "'bfloat16' or 'float32'"
 def make_step(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy, on: Any = None
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...], int]:
-    """Returns a training step of a model: on a dry mesh over the meta device, or to be run.
+    """Returns a training step of a model, to be captured or to be run.
 
     Args:
-        mesh: sizes of "dp" and "tp".
-        on: the mesh of these sizes on which it will run.
+        mesh: the sizes of "dp" and "tp".
+        on: the mesh of these sizes on which it will run. None: a dry mesh, with meta tensors.
 
     Returns:
         The step, its arguments, and the tokens of a step on all ranks together.
 
     Raises:
-        StrategyError: names what does not divide.
+        StrategyError: the mesh does not divide the model.
     """
     shape = shape_of(model)
     _check_strategy(shape, mesh, strategy)
@@ -231,7 +234,7 @@ def make_step(
     parallelize(module, on, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
     in_zero = "dp" in mesh and strategy.zero == 3
     casts = dtype is not torch.float32 and not in_zero
-    holds_back = "dp" in mesh and strategy.zero < 2  # shards are sent as they come
+    holds_back = "dp" in mesh and strategy.zero < 2  # from stage 2 on, each backward reduces
     if "dp" in mesh:
         precision = dtype if in_zero and dtype is not torch.float32 else None
         zero(module, on, "dp", stage=strategy.zero, precision=precision)
@@ -262,7 +265,7 @@ def make_step(
 
 
 def shape_of(model: str | ModelShape) -> ModelShape:
-    """The model of this name, or what is one already. Raises StrategyError for another name."""
+    """Returns the shape of a known model, or `model` itself. Raises StrategyError if unknown."""
     if isinstance(model, ModelShape):
         return model
     allowed = "a name of partita.predict.MODELS, or a ModelShape of your own"
@@ -316,11 +319,11 @@ def _check_effects(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> 
 
 @dataclass(frozen=True)
 class Way:
-    """One way.
+    """One way to distribute and train a model.
 
     Attributes:
-        dp, tp: ranks of each axis.
-        strategy: how the model is spread over them, and stepped.
+        dp, tp: the number of ranks of each axis.
+        strategy: how the model is distributed and trained.
     """
 
     dp: int
@@ -329,7 +332,7 @@ class Way:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the axes of more than one rank; dp=1 where there is one rank."""
+        """The sizes of the axes with more than one rank; {"dp": 1} if there is one rank."""
         sizes = {name: n for name, n in (("dp", self.dp), ("tp", self.tp)) if n > 1}
         return sizes or {"dp": 1}
 
@@ -346,9 +349,10 @@ class Way:
 def ways_of(
     shape: ModelShape, ranks: int, batch: int, machine: Machine, base: Strategy
 ) -> Iterator[Way]:
-    """Yields all ways to step a model on so many ranks, `batch` sequences on all of them together.
+    """Yields all ways to train a model on `ranks` ranks, with `batch` sequences on all together.
 
-    Tensor parallelism stays within a host, and divides the heads; micro-batches are powers of two.
+    Tensor parallelism stays within a host and divides the heads. Numbers of micro-batches are
+    powers of two.
     """
     context = base.context or shape.context
     for tp in range(1, min(ranks, machine.ranks_per_host) + 1):
@@ -376,9 +380,9 @@ _BYTES = 256
 
 
 def write_code(shape: ModelShape, way: Way) -> str:
-    """Returns a program for all ranks that trains a model as `make_step` did to simulate the way.
+    """Returns a program for all ranks with the training step that `make_step` makes for `way`.
 
-    A model of one's own it takes from its shape, which it calls `shape`.
+    If the model is not one of partita's, the program uses a `ModelShape` named `shape`.
     """
     of = way.strategy
     own = not shape.code
@@ -447,7 +451,7 @@ def write_code(shape: ModelShape, way: Way) -> str:
 
 
 def train_options(shape: ModelShape, way: Way) -> str:
-    """The command that trains the model so, where it is one of `partita train`'s; else ""."""
+    """Returns the `partita train` command for `way`; "" if it cannot build the model."""
     of = way.strategy
     if not shape.code.startswith("GPT(") or shape.vocab != _BYTES or of.remat_every > 1:
         return ""

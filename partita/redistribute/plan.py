@@ -10,8 +10,8 @@ make the moves independent of the tensor's size, as a reader expects:
 - Partial becomes Shard by reduce-scatter, not by all-reduce and slice. Invariant does not become
   Shard by way of Replicate, which would be the same detour in backward.
 - An axis becomes Invariant only if that is its final placement. The exception is a Partial axis
-  that
-  can then become Replicate together with an Invariant axis: one all-reduce in backward serves both.
+  that can then become Replicate together with an Invariant axis: one all-reduce in backward serves
+  both.
 """
 
 from __future__ import annotations

@@ -316,10 +316,10 @@ def open_reports() -> tuple[Report, ...]:
 def remat_report() -> Iterator[Report]:
     """Report what is recomputed inside the block, with its floating-point operations.
 
-    with pt.remat_report() as report:
-        loss = model(batch)
-        loss.backward()
-    print(report)
+        with pt.remat_report() as report:
+            loss = model(batch)
+            loss.backward()
+        print(report)
 
     Counting costs some microseconds for each recomputed op. Without this, nothing is counted.
     """

@@ -658,8 +658,8 @@ def dry_mesh(
             "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
-        backend: a backend of process groups, such as "gloo". Collectives then also allocate the
-            buffers that this backend needs.
+        backend: the name of a backend of process groups, as in torch. Collectives then also
+            allocate the buffers that this backend needs.
         axes: the size of each mesh axis, outermost first.
 
     Returns:

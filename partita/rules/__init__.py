@@ -1,8 +1,11 @@
 """Rules: in which layouts an op can take its operands, and the layouts of its results.
 
-In reading order: `sentence` (the notation, and what it means for shapes: rows for one mesh axis,
-and work), `rule` (a sentence and its functions; kernels for a rank's piece), `table/` (all rules),
-`decompositions` (ops written as other ops).
+A rule is a *sentence* in the manner of einsum, such as `"... i * o i -> ... o"`. From it follow the
+*rows*: each is a legal way to place the op on one mesh axis, such as `S(1), S(0) -> P`.
+
+In reading order: `sentence` (the notation, its rows, and the work of an op), `rule` (a sentence and
+its functions; kernels for a rank's piece), `table/` (all rules), `decompositions` (ops written as
+other ops).
 
 To add an op, add a line to a file of `table/`. If it reduces and is not linear, also say in
 `table/reduction_identity` which values padding gets. If it returns a view or draws random numbers,

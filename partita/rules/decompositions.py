@@ -1,9 +1,9 @@
 """Decompositions: ops that need other ranks' results midway, written as other ops.
 
-A softmax over a split dimension needs the maximum and the sum of all pieces in the middle. Such ops
-are written here as other ops, which are called on DTensors and find their own sentences; where a
-rank must know its place, a small op of our own has a rule with a local kernel. All add up in
-float32 or wider, as torch's own kernels do, and return the dtype of their input.
+For example, a softmax over a sharded dimension needs the maximum and the sum of all pieces midway.
+Such ops are written here as other ops, which are called on DTensors and have their own rules. Where
+a rank must know its position, a small op of our own has a rule with a local kernel. All sum in
+float32 or wider, as torch's kernels do, and return the dtype of their input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _reduced_sentence(x: Arg) -> str:
 
 @own_op
 def subtract_reduced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x - y where y is small: y is reduced first, and x does not become partial to meet it."""
+    """Returns x - y. A Partial y, which is small, is reduced first, so that x stays as it is."""
     return x - y
 
 
@@ -45,7 +45,7 @@ rule("..., ... -> ...", subtract_reduced)
 
 
 def widen(x: Any) -> Any:
-    """`x` in float32 or wider, in which torch's own kernels compute, too."""
+    """Returns `x` in float32 or wider, the dtype in which torch's own kernels compute."""
     narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
     return x.float() if narrow else x
 
@@ -76,7 +76,9 @@ def _partial_max_sentence(x: Arg, dim: Dim, keepdim: bool, sign: int = 1) -> str
 
 @own_op
 def first_index(x: torch.Tensor, best: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """The first place along `dim` (kept; None: in the flattened tensor) where `x` is `best`."""
+    """Returns the first index along `dim` at which `x` equals `best`.
+
+    `dim` is kept. None means the index in the flattened tensor."""
     return _first_index(x, best, dim, [0] * x.ndim, list(x.shape))
 
 
@@ -132,7 +134,7 @@ def _derive_is_at_place(x: Arg, at: Arg, dim: int) -> KernelRule:
 
 
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Maximum or minimum; equal elements share the gradient equally, as in torch.amax."""
+    """Returns the maximum (`sign` -1: minimum). Equal elements get equal parts of the gradient."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return partial_max(x, dim, keepdim, sign)
     dims = Names.of(x.ndim).dims(dim)
@@ -142,17 +144,17 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Returns the position of the maximum; of equal values, the first."""
+    """Returns the index of the maximum (`sign` -1: minimum); the first of equal values."""
     best = partial_max(x, dim, True, sign)
     at = first_index(x.detach(), best, dim)
     return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
 
 
 def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
-    """Returns the maximum along `dim` and where it is; its gradient goes to that one place."""
+    """Returns the maximum along `dim` and its index. Only this element gets the gradient."""
     at = reduced(argmax(x, dim, True, sign))
     if x.requires_grad and torch.is_grad_enabled():
-        # gather would save x, which torch.max does not: x may be written afterwards.
+        # gather would save x for backward. torch.max does not, so x may be written afterwards.
         values = x.masked_fill(~is_at_place(x.detach(), at, dim), 0).sum(dim, keepdim=True)
     else:
         values = torch.gather(x, dim, at)
@@ -196,7 +198,7 @@ def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
 def moments(
     x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False
 ) -> tuple[Any, Any]:
-    """`(mean, variance)` with n - correction in the denominator of the variance."""
+    """Returns `(mean, variance)`; the denominator of the variance is n - correction."""
     dims = Names.of(x.ndim).dims(dim)
     count = math.prod(x.shape[d] for d in dims)
     dtype, x = x.dtype, widen(x)
@@ -213,12 +215,12 @@ def moments(
 
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
-    """The sum of |x|^p over `dim`."""
-    if p == 2:  # not by |x|: at 0 its slope is 0, and so would be the second derivative
+    """Returns the sum of |x|^p over `dim`."""
+    if p == 2:  # without |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
     size = x.abs()
-    if p < 1:  # has no slope at 0; torch takes it as 0 there
+    if p < 1:  # not differentiable at 0, where torch's gradient is 0
         zero = size == 0
         powers = (size.masked_fill(zero, 1) ** p).masked_fill(zero, 0 if p > 0 else math.inf)
     else:
@@ -249,7 +251,7 @@ def vector_norm(
 
 
 def root_of(total: Any, order: float = 2) -> Any:
-    """The root whose gradient at 0 is 0, as torch has it for norms and standard deviations."""
+    """Returns the root of `total`. As in torch's norms, its gradient at 0 is 0."""
     total = reduced(total)
     zero = total == 0
     return (total.masked_fill(zero, 1) ** (1 / order)).masked_fill(zero, 0)
@@ -266,7 +268,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    """Returns the input less its mean, over its deviation, along its last dimensions."""
+    """Returns F.layer_norm: (input - mean) / sqrt(variance + eps) over the last dimensions."""
     dims = range(-len(normalized_shape), 0)
     x = widen(input)
     mean, variance = moments(x, tuple(dims), 0, keepdim=True)
@@ -278,7 +280,7 @@ def layer_norm(
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """Returns the input over the root of the mean of its squares, along its last dimensions."""
+    """Returns F.rms_norm: input / sqrt(mean of squares + eps) over the last dimensions."""
     x = widen(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-len(normalized_shape), 0))
@@ -296,7 +298,9 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """The statistics of the whole batch, as on one device; the running ones are updated once."""
+    """Returns F.batch_norm with statistics of the whole batch, as on one device.
+
+    Running statistics are updated once, equally on all ranks."""
     x = widen(input)
     dims = [d for d in range(input.ndim) if d != 1]
     count = math.prod(input.shape[d] for d in dims)
@@ -322,9 +326,7 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """Returns the divisor of a mean loss: the sum of the weights of all targets that are not
-    ignored.
-    """
+    """Returns the divisor of a mean loss: the sum of the weights of targets not ignored."""
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
@@ -348,7 +350,8 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 def make_mean_loss(loss: Any) -> Any:
     """Returns the mean of a loss over classes given by index, where each rank has all classes.
 
-    It is the sum of the rank's samples by torch's own kernel, divided by the weight of all samples.
+    Each rank sums the losses of its samples by torch's kernel, and divides by the weight of the
+    samples of all ranks.
     """
 
     def run_in_wide_dtype(
@@ -359,7 +362,7 @@ def make_mean_loss(loss: Any) -> Any:
         ignore_index: int = -100,
         *smoothing: float,
     ) -> Any:
-        # A sum of many is more than a narrow dtype holds.
+        # A sum of many losses may overflow a narrow dtype.
         weights = None if weight is None else widen(weight)
         total = loss(widen(x), target, weights, 2, ignore_index, *smoothing)
         count = reduced(target_weight(target, weights, ignore_index)).to(total.dtype)
@@ -371,7 +374,7 @@ def make_mean_loss(loss: Any) -> Any:
 def nll(
     logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
 ) -> Any:
-    """The negative log likelihood; classes are dimension 1 (0 where there is just one sample)."""
+    """Returns the negative log likelihood. Classes are dimension 1 (0 without a batch)."""
     dim = 1 if logp.ndim > 1 else 0
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
@@ -390,11 +393,11 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross entropy of logits; classes are dimension 1 (0 where there is just one sample).
+    """Returns the cross entropy of logits. Classes are dimension 1 (0 without a batch).
 
     Args:
-        target: class indices, or probabilities of the logits' shape.
-        weight: of each class.
+        target: class indices, or probabilities with the shape of the logits.
+        weight: a weight for each class, or None.
         reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
     """
     smoothing, dtype = label_smoothing, x.dtype
@@ -408,8 +411,8 @@ def cross_entropy(
         if reduction != 0:
             loss = loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
         return loss.to(dtype)
-    # The logits of the targets and the logarithm of the sum are all that is needed of them: no
-    # tensor as large as the logits is made beyond the exponentials.
+    # This needs only the logits of the targets and the logarithm of the sum of exponentials, so
+    # no other tensor as large as the logits is made.
     logz = reduced(logsumexp(widen(x), dim))
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)

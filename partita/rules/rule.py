@@ -1,9 +1,9 @@
-"""Rules: a sentence, the functions that it is tied to, what it may read, and what a rank may run.
+"""Rules: a sentence, the functions to which it belongs, and the kernel that a rank runs.
 
-A rule sees only the arguments that it declares: they are its parameters, and the key under which
-its plans are cached is computed from just these. What a rule does not declare it cannot read, so
-it cannot be missing from the key either. A `KernelRule` has a kernel of its own for a rank that has
-just a piece of a dimension, or nothing; what many of them need is below.
+A rule gets only the arguments that it declares as parameters. The key under which its plans are
+cached is computed from the same arguments, so a rule cannot depend on an argument that is missing
+from the key. A `KernelRule` has its own kernel, for a rank that has a piece of a dimension, or an
+empty one. Functions that many such kernels need are below.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor as rules see it: its global shape, and how each dimension is split.
+    """The data of a tensor that a rule gets: its global shape, and how each dimension is split.
 
     Attributes:
-        shape: global, in elements.
-        split: for each dimension the number of ranks that it is split over (1: whole).
+        shape: the global shape, in elements.
+        split: for each dimension the number of ranks over which it is split (1: whole).
         pending: True if the tensor is Partial on any mesh axis.
     """
 
@@ -46,11 +46,11 @@ class Arg:
 
     @property
     def names(self) -> Names:
-        """`a b c ...`, one per dimension."""
+        """Returns a name for each dimension: `a b c ...`."""
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
-        """True if one of the dimensions that `dim` means (None: any) is split over ranks.
+        """True if a dimension in `dim` (None: any dimension) is split over ranks.
 
         False if the dimension has no elements: every rank then has the whole value, and torch's own
         kernel returns the right result for an empty input.
@@ -66,12 +66,12 @@ class KernelCall:
     """The data of one rank for which a local kernel is made.
 
     Attributes:
-        run: the function itself.
+        run: the function that the user called.
         shapes: the global shape of each operand (None if absent or a number).
         outputs: this rank's local shape of each output; -1 for a size that only the kernel knows.
         pieces: for each split name `(offset, length, size)` in elements: this rank's piece of it.
-        share: `share(name, make)` returns the tensor that was made under this name, as long as it
-            is alive; otherwise it calls `make`.
+        share: `share(name, make)` returns the tensor that was stored under this name, if it is
+            alive. Otherwise it calls `make`, and stores the result.
     """
 
     run: Kernel
@@ -87,18 +87,18 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class KernelRule:
-    """A sentence, and a kernel that a rank runs instead of the function itself.
+    """A sentence, and a kernel that a rank runs in place of the called function.
 
     Attributes:
         text: the sentence.
-        local: a function of the `KernelCall`. It returns a kernel with the function's own signature
-            on plain local tensors (possibly `call.run` with other arguments), or None to run the
-            function itself.
-        keeps: a name that stays split over an axis that splits it in the first operand, even if
-            another row costs less.
-        beyond: True if the kernel, in a captured step, may read the padding of a piece as the
+        local: a function of the `KernelCall`. It returns a kernel on plain local tensors, with the
+            signature of the called function. None runs the function itself.
+        keeps: a name of a dimension. An axis that splits it in the first operand keeps splitting
+            it, even if another row costs less.
+        beyond: True if the kernel, in a captured step, may treat the padding of a piece as the
             elements that follow it.
-        work: the products of an op whose sentence does not show them, in the notation of `work_of`.
+        work: the matrix products of an op whose sentence does not show them, in the notation of
+            `work_of`.
     """
 
     text: str
@@ -110,19 +110,19 @@ class KernelRule:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The op, written as other ops: `run` has its signature and is called on DTensors."""
+    """An op that is written as other ops: `run` is called on DTensors, with the op's arguments."""
 
     run: Kernel
 
 
 @dataclass(frozen=True)
 class LikeRule:
-    """A new tensor whose values do not depend on the operand: it takes the operand's layout.
+    """A rule for a new tensor in the operand's layout, whose values do not depend on the operand.
 
-    Shares are not inherited (`ones_like` of shares would be counted once per rank) unless `pending`
-    says that the memory is overwritten at once (`new_empty`). `shape` is the global shape; where it
-    is another than the operand's the result is whole. The `KernelCall` that `local` is given names
-    the pieces as `Arg.names` names the dimensions.
+    A Partial axis becomes Replicate, because `ones_like` of each share would be summed over ranks.
+    If `pending` is True it stays Partial, because the memory is overwritten at once (`new_empty`).
+    `shape` is the global shape; if it differs from the operand's, the result is whole. In the
+    `KernelCall` passed to `local`, pieces have the names of `Arg.names`.
     """
 
     shape: tuple[int, ...]
@@ -145,8 +145,8 @@ class Rule:
     params: tuple[inspect.Parameter, ...] = ()
     must_fit: bool = False
 
-    def ask(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the rule's function returns for these declared arguments.
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the rule for these declared arguments, by calling the rule's function.
 
         Raises:
             LayoutError: as `check_given`.
@@ -156,9 +156,11 @@ class Rule:
         return self.derive(*args, **kwargs)
 
     def check_given(self, count: int, names: Container[str]) -> None:
-        """Raise LayoutError if a required parameter of the rule is missing from a call.
+        """Raise LayoutError if a call lacks a required parameter of the rule.
 
-        The call passes so many declared arguments by position, and these by name.
+        Args:
+            count: the number of declared arguments that the call passes by position.
+            names: the names of those that it passes by name.
         """
         for p in self.params[count:]:
             is_required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -247,9 +249,7 @@ def _names_in(function: FunctionType) -> set[str]:
 
 
 def table_rule(*what: Any) -> Any:
-    """Registers a rule of partita's own. Unlike with `rule`, calls that it does not fit gather
-    operands.
-    """
+    """Register a rule of partita's own. Calls that it does not fit gather their operands."""
     return _register_rule(what, must_fit=False)
 
 
@@ -268,9 +268,9 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Decorates a function that derives the rule from a dictionary of the arguments.
+    """Decorate a function that computes the rule from a dictionary of the arguments.
 
-    For several functions whose parameters differ more than their sentences.
+    Use it for several functions whose sentences are similar, but whose parameters differ.
     """
     signature = read_signature(takes)
 
@@ -287,9 +287,9 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorates a function that computes `functions` by other ops.
+    """Decorate a function that computes `functions` by other ops.
 
-    `takes` names the parameters that distinguish calls.
+    `takes` lists the parameters on which plans depend.
     """
 
     def register_decomposition(run: Kernel) -> Kernel:
@@ -300,21 +300,22 @@ def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
 
 
 def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None) -> None:
-    """Tie a sentence to functions that work along dimensions, the `dim` or `dims` that they take.
+    """Register a sentence for functions that work along a dimension argument `dim` or `dims`.
 
         dim_rule("input dim=-1 keepdim=False", "{whole} -> {left}, {left}", torch.mode)
 
     Args:
-        takes: the parameters.
-        text: the sentence, in which `{x}` are the names of the input, `{whole}` these with those of
-            the dimensions kept whole, and `{left}` those of the other dimensions.
-        split: what is called, in place of a function, where one of the dimensions is split.
+        takes: the parameters, such as "input dim=-1".
+        text: the sentence. In it `{x}` is replaced by the names of the input's dimensions;
+            `{whole}` by the same names, with `dim` kept whole; `{left}` by those of the dimensions
+            other than `dim`.
+        split: a function that is called in place of the others if `dim` is split.
     """
 
     @rule_by_name(takes, *functions)
     def derive_along_dim(given: dict[str, Any]) -> str | Decomposition:
         input, dim = given["input"], given.get("dim", given.get("dims"))
-        if isinstance(dim, bool):  # of a variance: `unbiased`, in its place
+        if isinstance(dim, bool):  # `var(x, unbiased)`: in the position of `dim`
             dim = None
         if split is not None and input.is_split(dim):
             return Decomposition(split)
@@ -367,7 +368,7 @@ def _check_terms(sentence: Sentence, function: Any) -> None:
 
 
 def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `run` an op of its own: called on DTensors it finds the rule that it is given."""
+    """Make the function `run` an op: called on DTensors, it uses the rule registered for it."""
 
     @functools.wraps(run)
     def call_own_op(*args: Any, **kwargs: Any) -> Any:
@@ -380,20 +381,22 @@ def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -- kernels over pieces ---------------------------------------------------------------------------
-# What a rank runs that has just a piece, or nothing, of a dimension. To read places of a split
-# dimension is a contraction: each rank reads those that it has and gives 0 for the others, and the
-# sum is the value.
+# Kernels for a rank with a piece of a dimension, or an empty one. Indexing a split dimension is a
+# contraction: each rank returns the elements that it has, and 0 for the others. Their sum is the
+# value.
 
 
 def index_in_piece(
     index: Any, piece: tuple[int, int, int], *, from_end: bool = False
 ) -> tuple[Any, Any]:
-    """`(index within this rank's piece, which of them are other ranks')`.
+    """Returns `(index in this rank's piece, mask of indices that are on other ranks)`.
 
-    A place that no rank has stays one that this rank has not: the kernel that reads it says so.
+    An index that is out of range stays out of range, so that the kernel raises torch's error.
 
     Args:
-        from_end: negative places count from the end.
+        index: indices in the whole dimension: a number or a tensor.
+        piece: `(offset, length, size)` of this rank's piece.
+        from_end: True if negative indices count from the end.
     """
     offset, length, size = piece
     at = torch.where(index < 0, index + size, index) if from_end else index
@@ -403,26 +406,27 @@ def index_in_piece(
 
 
 def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
-    """`length` places of `x` from `offset` on; where that is a tensor, as in a captured step, whose
-    graph must not say where one rank is, they are looked up."""
+    """Returns `length` elements of `x` along `dim`, from `offset` on.
+
+    In a captured step `offset` is a tensor, because the graph is equal on all ranks. Then the
+    elements are gathered by index."""
     if isinstance(offset, torch.Tensor):
         places = torch.arange(length, device=x.device) + offset.to(x.device)
-        # Every piece is as long as the first: behind the last one stand copies of its last place.
+        # In a capture, all pieces have the first one's length: a shorter one ends with padding.
         return x.index_select(dim, places.clamp(max=max(x.shape[dim] - 1, 0)))
     return x.narrow(dim, offset, length)
 
 
 def connected_zeros(input: Any, shape: Sequence[int]) -> Any:
-    """Zeros that hang on `input` in the graph, so that its gradient is zeros and not None."""
+    """Returns zeros that depend on `input` in autograd, so its gradient is zeros and not None."""
     out = input.new_zeros(shape)
     return out + input.flatten()[:0].sum() if input.requires_grad else out
 
 
 def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
-    """Returns the kernel of an op that fails if its first dimension, called `name`, has no
-    elements.
+    """Returns a kernel for an op that fails if its first dimension, named `name`, is empty.
 
-    A rank without elements runs it on one dummy element, and drops the result.
+    On a rank with an empty piece the kernel runs the op on one dummy row, and drops the result.
     """
 
     def make_empty_piece_kernel(call: KernelCall) -> Kernel | None:
@@ -434,7 +438,7 @@ def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
 
 
 def with_dummy_row(run: Kernel) -> Kernel:
-    """`run` of nothing: of one element in the first dimension, which is dropped."""
+    """Returns `run` for an empty first dimension: it runs on one dummy row, which is dropped."""
 
     def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:
         one = torch.cat([input, input.new_zeros((1, *input.shape[1:]))])

@@ -1,27 +1,28 @@
-"""Sentences: the notation of a rule, which says what an op's operands may be on one mesh axis.
+"""Sentences: the notation of a rule, which gives the legal placements of an op's operands.
 
     "... i * o i + o -> ... o"
 
-`...` is any number of leading dimensions, `( )` joins names into one dimension (the first is the
-outermost), `1` is a dimension of one. Terms are multiplied `*`, added `+`, or neither `,`; a
-leading `+` says that the op is linear in a single term. After a name, `!` keeps the dimension
-whole and `%` allows only even splits; `a=3` gives a name its size where the shapes do not tell it.
-A term in `[ ]` is an index or a divisor: multiplied or added like any other, but never a share. An
-output may begin with `max` or `min`: then the names that it lacks are reduced by that and not by a
-sum; or with `sum`: then they are summed although the op is not linear (a loss, a norm).
+Each operand and each output is a *term*: a list of *names*, one for each dimension. `...` is any
+number of leading dimensions. `( )` joins names into one dimension (the first is the outermost). `1`
+is a dimension of size 1. Terms are multiplied `*`, added `+`, or neither `,`. A leading `+` means
+that the op is linear in its single term. After a name, `!` keeps the dimension whole, and `%`
+allows only even splits. `a=3` gives a name its size, if the shapes do not determine it. A term in
+`[ ]` is
+an index or a divisor: it is multiplied or added like any other, but must not be Partial. Names that
+an output lacks are summed. If the output begins with `max` or `min`, they are reduced by that. With
+`sum` they are summed although the op is not linear (a loss, a norm).
 
-Its meaning, one axis at a time:
+A *row* places the op on one mesh axis. These rows are legal:
 
-1. *split a name*: tensors that have it are sharded there, the others are whole; an output that
-   lacks it is a share; a term that lacks it, added to terms that have it, must itself be shares.
-2. *shares*: in a sum all terms may be shares together, in a product one factor may be.
-3. *whole* is always legal.
-4. *dual*: the gradient's row is the row with Replicate and Partial exchanged. So nothing here
-   speaks of gradients.
+1. *Split a name*: tensors that have the name are sharded there, and the others are whole. An output
+   that lacks it is Partial. A term that lacks it, added to terms that have it, must be Partial.
+2. *Partial*: in a sum all terms may be Partial together, in a product one factor may be.
+3. *Whole*: all tensors are whole.
 
-`bind` fits a sentence to global shapes and finds the size of each name. From that follow, without
-regard to the size of a mesh axis, the rows, each a legal way to place the op on one axis, and the
-operations of its matrix products (`work_of`).
+The row of the gradients follows: it is the row with Replicate and Partial exchanged (the dual).
+
+`bind` fits a sentence to global shapes and finds the size of each name, the rows, and the
+operations of the op's matrix products (`work_of`). They do not depend on the sizes of mesh axes.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from partita.layout import Invariant, Partial, Placement, Replicate, Shard
 
 
 class SentenceError(ValueError):
-    """A sentence that cannot be read, or that does not fit the shapes it is bound to."""
+    """Raised if a sentence cannot be read, or does not fit the shapes of a call."""
 
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension: the names whose product it is; `()` is a dimension of one."""
+    """One dimension: the names that it joins. Its size is the product of theirs; `()` is size 1."""
 
     names: tuple[str, ...]
     whole: bool = False
@@ -60,20 +61,20 @@ class Term:
     """The dimensions of one tensor.
 
     Attributes:
-        reduce: how an output reduces the names that it lacks.
-        said: True if the sentence says `sum`, so that it also holds for an op that is not linear.
-        index: True if this operand must never be Partial.
+        reduce: how an output reduces the names that it lacks: "sum", "max" or "min".
+        explicit: True if the output begins with `max`, `min` or `sum`. The op need not be linear.
+        index: True if this operand must not be Partial.
     """
 
     dims: tuple[Dim, ...]
     reduce: str = "sum"
-    said: bool = False
+    explicit: bool = False
     index: bool = False
 
 
 @dataclass(frozen=True)
 class Products:
-    """A sum of products of terms (indices into `Sentence.terms`)."""
+    """A sum of products of terms, which are indices into `Sentence.terms`."""
 
     products: tuple[tuple[int, ...], ...]
     linear: bool
@@ -81,7 +82,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A parsed sentence; `str` gives back its text."""
+    """A parsed sentence. `str` returns its text."""
 
     text: str
     terms: tuple[Term, ...]
@@ -104,7 +105,7 @@ _TOKEN = re.compile(
 
 @lru_cache(maxsize=8192)
 def parse(text: str) -> Sentence:
-    """Read a sentence. Raises SentenceError with the place that cannot be read."""
+    """Returns the parsed sentence. SentenceError shows the part that cannot be read."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise SentenceError(f'no "->" in the rule {text!r}')
@@ -163,7 +164,7 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """The names of one operand's dimensions, outermost first; `str` is a term of a sentence."""
+    """The names of an operand's dimensions, outermost first. `str` is the term in a sentence."""
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -172,47 +173,45 @@ class Names(tuple[str, ...]):
         return Names(tuple(self) + tuple(other))  # type: ignore[arg-type]
 
     def at(self, dim: int) -> int:
-        """`dim` as a non-negative index. Raises IndexError as torch does."""
+        """Returns `dim` as a non-negative index. Raises IndexError as torch does."""
         n = max(len(self), 1)
         if not -n <= dim < n:
             raise IndexError(f"Dimension out of range (expected [{-n}, {n - 1}], but got {dim})")
         return dim % n
 
     def dims(self, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Returns the dimensions that a `dim` argument means; None and `()` mean all."""
+        """Returns the indices of a `dim` argument as a tuple. None and `()` mean all dimensions."""
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
             return tuple(range(len(self)))
         found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
-        return found if self else ()  # torch lets a tensor of no dimensions have dim 0
+        return found if self else ()  # torch accepts dim=0 for a tensor of no dimensions
 
     def without(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Names:
-        """Returns the names without `dim`, as a reduction does; with `keepdim`, `1` replaces each
-        of them.
-        """
+        """Returns the names without `dim`, as after a reduction; `keepdim` replaces them by `1`."""
         gone = self.dims(dim)
         if keepdim:
             return Names("1" if i in gone else n for i, n in enumerate(self))
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """Returns the same names, those of `dim` marked `!`."""
+        """Returns the same names, with `!` (keep whole) after those of `dim`."""
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
     def put(self, dim: int, text: str) -> Names:
-        """Returns the same names with `text` in the place of dimension `dim`."""
+        """Returns the same names with `text` for dimension `dim`."""
         i = self.at(dim)
         return Names((*self[:i], text, *self[i + 1 :]))
 
     def insert(self, dim: int, text: str) -> Names:
-        """One more name: `text` becomes dimension `dim`."""
+        """Returns the names with `text` inserted as dimension `dim`."""
         i = dim if dim >= 0 else dim + len(self) + 1
         return Names((*self[:i], text, *self[i:]))
 
     @staticmethod
     @lru_cache(maxsize=256)
     def of(ndim: int) -> Names:
-        """`ndim` names: a b c ...; beyond z: a1 b1 ..."""
+        """Returns `ndim` names: a b c ...; after z: a1 b1 ..."""
         return Names(chr(97 + i % 26) + (str(i // 26) if i >= 26 else "") for i in range(ndim))
 
 
@@ -220,7 +219,7 @@ class Names(tuple[str, ...]):
 
 
 def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """`shape` with its `-1`, if it has one, worked out for `numel` elements.
+    """Returns `shape` with a `-1` in it replaced by the size that gives `numel` elements.
 
     Raises:
         ValueError: more than one -1, a size below -1, or sizes that do not give `numel`.
@@ -236,11 +235,11 @@ def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
-    """The sentence for reading a tensor of shape `before` as shape `after` (no -1), both global.
+    """Returns the sentence of a view: a tensor of shape `before` viewed as shape `after`.
 
-    The dimensions of both shapes are cut at every place where either has a boundary. What lies
-    between two cuts is a name, and a dimension is the names it is made of. Where the cuts do not
-    nest (6 x 4 read as 4 x 6) the dimensions between the nearest common boundaries stay whole.
+    Both shapes are global and have no -1. Dimensions are split into factors that both shapes have
+    in common, and each factor gets a name. Where there are none (6 x 4 viewed as 4 x 6), the
+    dimensions stay whole.
 
         view_sentence((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
 
@@ -249,7 +248,7 @@ def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
     """
     if math.prod(before) != math.prod(after):
         raise ValueError(f"shape {tuple(before)} cannot be viewed as {tuple(after)}")
-    if tuple(before) == tuple(after):  # nothing moves, though a dimension of one be split
+    if tuple(before) == tuple(after):  # no change, even if a dimension of size 1 is split
         same = " ".join(Names.of(len(before)))
         return f"+ {same} -> {same}"
     names = iter(Names.of(len(before) + len(after)))
@@ -333,10 +332,10 @@ WHOLE = -1
 
 @dataclass(frozen=True)
 class Row:
-    """One legal way to place an op on one axis: `S(0), R -> S(0)`.
+    """One legal way to place an op on one mesh axis, such as `S(0), R -> S(0)`.
 
     Attributes:
-        inputs: a placement per operand; None for an operand that is absent or a number.
+        inputs: a placement for each operand; None if it is absent or a number.
         split: the name that is split, or "".
     """
 
@@ -382,7 +381,7 @@ def _derive_rows(
             continue
         outs = [*zip(into, sentence.outputs, strict=True)]
         results = [_REDUCED[out.reduce] if d is None else SHARD[d] for d, out in outs]
-        contracted = any(d is None and out.reduce == "sum" and not out.said for d, out in outs)
+        contracted = any(d is None and out.reduce == "sum" and not out.explicit for d, out in outs)
         ways = _find_partial_addends(groups, where, able) if contracted else [frozenset[int]()]
         for shares in ways:
             whole = [SHARES if i in shares else REPLICATE for i in range(len(where))]
@@ -456,15 +455,15 @@ Operand = tuple[int, ...] | _Number | None
 
 @dataclass(frozen=True)
 class Bound:
-    """A sentence and the sizes of its names.
+    """A sentence that is bound to the shapes of a call.
 
     Attributes:
-        operands: what each term is bound to.
-        inputs: each operand's dimensions; None where it is absent or a number.
+        operands: the shape of each term's operand; None or a number if it is no tensor.
+        inputs: each operand's dimensions; None if it is absent or a number.
         outputs: each output's dimensions.
-        sizes: elements of each name that an operand has or the sentence gives. Another that only
-            an output has is not in here: its size is whatever the local op returns.
-        rows: every legal row, without regard to the size of the axis (see `can_split`).
+        sizes: the size of each name that an operand has or the sentence gives. The size of a name
+            that only an output has is known only from the local result.
+        rows: every legal row. Whether an axis can split a name depends on its size (`can_split`).
     """
 
     sentence: Sentence
@@ -476,16 +475,14 @@ class Bound:
     even: frozenset[str]
 
     def can_split(self, name: str, parts: int) -> bool:
-        """True if `name` can be cut into `parts` pieces (the product of all axes that split it).
+        """True if `name` can be split into `parts` pieces (the product of the sizes of its axes).
 
-        A name that is joined with others into one dimension, or marked `%`, can only be cut evenly.
+        A name that is joined with others into one dimension, or marked `%`, must be split evenly.
         """
         return name not in self.even or self.sizes[name] % parts == 0
 
     def output_shape(self, i: int, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns output i's global shape. Sizes that no name determines come from the `local`
-        result.
-        """
+        """Returns output i's global shape. Unknown sizes are those of the `local` result."""
         shape = []
         for d, dim in enumerate(self.outputs[i]):
             known = all(n in self.sizes for n in dim.names)
@@ -494,10 +491,10 @@ class Bound:
 
 
 def bind(sentence: Sentence, operands: Sequence[Operand]) -> Bound:
-    """Fit a sentence to global shapes.
+    """Returns the sentence bound to the global shapes of its operands.
 
     Args:
-        operands: one per term, in order; missing ones at the end count as None.
+        operands: one per term, in order; those missing at the end count as None.
 
     Raises:
         SentenceError: a wrong number of operands or dimensions, or sizes that disagree.
@@ -545,7 +542,7 @@ def _bind_operands(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
         for n in dim.names:
             others = math.prod([sizes.get(other, 2) for other in dim.names if other != n])
             if others != 1 or (len(dim.names) > 1 and sizes.get(n, 2) == 1):
-                even.add(n)  # a piece of the dimension is a piece of n only if all are alike
+                even.add(n)  # a piece of the dimension is a piece of n only if all pieces are equal
     absent = [i for i, operand in enumerate(operands) if operand is None]
     rows = tuple(_derive_rows(sentence, inputs, outputs, sizes, absent))
     return Bound(sentence, operands, tuple(inputs), outputs, sizes, rows, frozenset(even))
@@ -620,15 +617,15 @@ def _format_shapes(operands: tuple[Operand, ...]) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """One product.
+    """The work of one product that sums over a name: a matrix product, a convolution.
 
-    A product that sums over a name is one: a matrix product, a convolution. What other ops compute
-    is little beside the memory that they read, and is not counted.
+    Other ops are not counted, because their time depends on memory and not on operations.
 
     Attributes:
-        operations: multiplications and additions, of all ranks together if none repeats another's.
-        names: a rank does its part of them where one of these is split, and else all.
-        factors: which operands are multiplied.
+        operations: multiplications and additions of the whole product.
+        names: if an axis splits one of these, each of its ranks does a part of the operations.
+            Otherwise each does all.
+        factors: the indices of the operands that are multiplied.
     """
 
     operations: int
@@ -637,16 +634,16 @@ class Work:
 
 
 def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
-    """Returns the products of an op; empty if it computes none, or its operands have no elements.
+    """Returns the work of an op's products; empty if it has none, or an operand has no elements.
 
     Args:
-        said: for each product its names, and numbers by which the product is larger: `"... q k d"`.
-            A name in `[ ]` distributes the work but does not make it larger. If there are none,
-            they are read from the sentence.
+        said: for each product a text with its names, and numbers as factors: `"... q k d"`. The
+            operations are the product of their sizes. A name in `[ ]` distributes the work, but is
+            no factor. If empty, products are those of the sentence.
     """
     terms = bound.sentence.terms
     products = [p for group in bound.sentence.groups for p in group.products if len(p) > 1]
-    shown = [p for p in products if not any(terms[i].index for i in p)]  # else: looked up
+    shown = [p for p in products if not any(terms[i].index for i in p)]  # no table look-ups
     factors = [i for p in shown for i in p] or range(len(bound.inputs))
     found = [_count_operations(text.split(), bound, factors) for text in said]
     kept = {n for out in bound.outputs for dim in out for n in dim.names}

@@ -105,7 +105,7 @@ def _ask_rule(call: OpCall) -> KernelRule | Decomposition | LikeRule | None:
         return KernelRule(rule.text)
     positional, named, _ = call.declared
     try:
-        answer = rule.ask(
+        answer = rule.evaluate(
             *map(_convert_for_rule, positional),
             **{k: _convert_for_rule(v) for k, v in named.items()},
         )

@@ -127,7 +127,7 @@ class Trial:
                 named[p.name] = value
             else:
                 positional.append(value)
-        answer = self.rule.ask(*positional, **named)
+        answer = self.rule.evaluate(*positional, **named)
         if isinstance(answer, str):
             return KernelRule(answer)
         return None if isinstance(answer, LikeRule) else answer

@@ -1,9 +1,9 @@
-"""Attention, spread over samples, heads and queries.
+"""Attention, sharded over samples, heads and queries.
 
-Queries that are split along the sequence stay so, and keys and values are gathered (Llama Team,
-"The Llama 3 Herd of Models", 2024, section 3.3.2): each rank has its share of the work, under any
-mask, and keys and values are the smaller part where heads are grouped. A causal mask is that of the
-rank's own queries, which begin somewhere within the sequence.
+Queries that are sharded along the sequence stay so, and keys and values are gathered (Llama Team,
+"The Llama 3 Herd of Models", 2024, section 3.3.2). So each rank does its part of the work with any
+mask, and with grouped heads keys and values are the smaller tensors. A causal mask has an offset:
+the position of the rank's first query in the sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attention without dropout; shapes as F.scaled_dot_product_attention has them."""
+    """Attention without dropout; arguments as in F.scaled_dot_product_attention."""
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -50,7 +50,7 @@ def _derive_attention(
     lead, heads = (["b", "(g r)"], "b g") if grouped else (["..."], "...")
     mask = "" if attn_mask is None else f", {_mask(query, key, attn_mask, [*lead, 'q', 'k!'])}"
     ours = " ".join(lead)
-    # Whether a mask may stand beside a causal one, and what both mean, is the kernel's to say.
+    # If there are both a mask and is_causal, torch's kernel decides (it may raise).
     q = "q!" if is_causal and mask else "q"
     text = f"{ours} {q} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {q} e"
     spread = ours.replace("(", "").replace(")", "")
@@ -68,7 +68,7 @@ def _causal(call: KernelCall) -> Kernel | None:
         query: Any, key: Any, value: Any, _mask: None, _causal: bool, scale: Any, gqa: bool
     ) -> Any:
         kind = (query.shape[-2], key.shape[-2], query.dtype, query.device)
-        # One for all layers, which their backward keeps.
+        # All layers share one mask tensor, which their backward keeps alive.
         name = ("causal", first, *kind, type(query))
         mask = call.share(name, lambda: _make_causal_mask(query, key, first))
         return call.run(query, key, value, mask, False, scale, gqa)
@@ -108,7 +108,7 @@ def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
 
 @own_op
 def product_by_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right`, of whose rows each rank keeps its own."""
+    """Returns `left @ right`; each rank keeps its rows of the result."""
     return left @ right
 
 
@@ -117,7 +117,7 @@ def _product_by_rows(left: Arg, right: Arg) -> KernelRule:
     return KernelRule("... m k * ... k n -> ... m n", keeps="m")
 
 
-# Dropout depends on a float, which no key may hold: it is read at each call.
+# The dropout rate is a float, which is never part of a plan's key, so it is read at each call.
 @decomposed("query key value attn_mask=None", F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Any,
@@ -135,7 +135,7 @@ def scaled_dot_product_attention(
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-    # As torch's own composite computes it: both factors are scaled, to keep within the range.
+    # As in torch's composite implementation, both factors are scaled, to avoid overflow.
     root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
     scores = product_by_rows(query * root, key.transpose(-2, -1) * root)
     if is_causal:

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resampling, spread over samples, channels and groups."""
+"""Convolutions, pooling and resampling, sharded over samples, channels and groups."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def interpolate(
 def resized(
     input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
 ) -> torch.Tensor:
-    """F.interpolate; `after` is the spatial shape that comes out."""
+    """Returns F.interpolate of a tensor; `after` is the spatial shape of the result."""
     return F.interpolate(input, *args, **more)
 
 

@@ -1,10 +1,10 @@
-"""Indexing: ops that read or write positions of a tensor that numbers or another tensor name.
+"""Indexing: ops that read or write positions of a tensor, given by numbers or by another tensor.
 
-A dimension that is not indexed may stay split. An int selects from a split dimension as a
-contraction does: the rank that has the position returns its value, the others zeros. One tensor of
-integers does the same, and so does looking up the rows of a table. A mask is first converted to
-integers, because the number of its positions depends on its values and cannot be part of a plan.
-(Whether it is a mask follows from its dtype, which no rule reads.)
+A dimension that is not indexed may stay split. Selecting from a split dimension by an int is a
+contraction: the rank that has the position returns its value, and the others return zeros. The same
+holds for one tensor of integers, and for an embedding. A mask is first converted to integers,
+because the number of its positions depends on its values and cannot be part of a plan. (Rules do
+not know dtypes, so they do not distinguish masks from integers.)
 """
 
 from __future__ import annotations
@@ -320,17 +320,17 @@ def _is_basic_entry(e: Any) -> bool:
 def make_pick_kernel(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
-    """`input[entries]` of this rank's piece, where an int picks from a split dimension.
+    """Returns the kernel of `input[entries]` if an int selects from a split dimension.
 
     Args:
-        entries: one for each dimension, and a None for each new one.
-        names: of the dimensions.
-        chosen: the place of each name that an int picks from.
+        entries: an index for each dimension, and a None for each new one.
+        names: the names of the dimensions.
+        chosen: the index that an int selects, by the name of the dimension.
     """
     mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
     if not mine:
         return None
-    # In a captured step no number says where a piece begins.
+    # In a captured step the position of a piece is a tensor, not a number.
     traced = any(isinstance(at, torch.Tensor) for at in mine.values())
     index, rest = [], iter(enumerate(names))
     places: list[tuple[int, Any, int]] = []
@@ -410,9 +410,7 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns input[pattern], where each "index" in the pattern is replaced by the next of
-    `tensors`.
-    """
+    """Returns input[pattern] with the next of `tensors` for each "index" in the pattern."""
     rest = iter(tensors)
     return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
 

@@ -1,7 +1,7 @@
 """Matrix products, linear algebra, Fourier transforms, and the products of a mixture of experts.
 
-Products multiply and add up, so that a name that is summed over may be split. Decompositions of a
-matrix and transforms of a line take each by itself, whole.
+A name over which a product sums may be split: the result is then Partial. Decompositions of a
+matrix and Fourier transforms need the dimensions that they work on whole.
 """
 
 from __future__ import annotations
@@ -243,9 +243,9 @@ dim_rule("input dim=None", "+ {whole} -> {whole}", _f.fftshift, _f.ifftshift)
 
 # -- products of groups of rows, each by a matrix of its own: a mixture of experts -----------------
 
-# `offs` says where each group of rows ends. A rank that has some of the matrices multiplies the
-# rows of these: it turns them to the front, and gives zeros for all other rows. One that has some
-# of the rows multiplies them by all matrices.
+# `offs` is the end of each group of rows. A rank with some of the matrices multiplies their rows:
+# it rotates these rows to the front, and returns zeros for all other rows. A rank with some of the
+# rows multiplies them by all matrices.
 
 _ALIGNED = 8
 """Elements: rows of 16 bytes are what torch's kernels ask for, in the smallest dtype they take."""

@@ -1,10 +1,10 @@
 """Normalization and losses: ops that compute a statistic over all samples, or over a dimension.
 
-A mean over a split batch is the sum of all losses divided by the number of all elements. The local
-kernels here know that number, so each rank's result is a share of the mean. Functions of
-torch.nn.functional are entered; the rules here are for the builtins that they call, whose
-`reduction` is 0 (none), 1 (mean) or 2 (sum). If it is not passed there is no rule, because the
-default of a builtin differs between Python and C++.
+A mean over a sharded batch is the sum of all losses divided by the global number of elements. The
+local kernels here get that number, so each rank's result is one addend of the mean. The Python
+bodies of functions in torch.nn.functional run on DTensors. The rules here are for the builtins that
+they call, whose `reduction` is 0 (none), 1 (mean) or 2 (sum). If it is not passed there is no rule,
+because the default of a builtin differs between Python and C++.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def batch_norm(
         input.is_split(over if not stats else None) or any(t.is_split() for t in stats)
     ):
         return Decomposition(decompositions.batch_norm)
-    # Running statistics are written in place: no row may have moved them.
+    # Running statistics are written in place, so no row may redistribute them.
     c = f"{input.names[1]}{'!' if training and stats else '%'}"
     x = " ".join(c if d == 1 else f"{n}{'!' * training}" for d, n in enumerate(input.names))
     return f"{x}{f', {c}' * len(stats)}{_format_affine_terms(weight, bias, c)} -> {x}"
@@ -157,7 +157,7 @@ def _make_loss_kernel(at: int, reduction: int, count: int, call: KernelCall) -> 
             kwargs["reduction"] = SUM
         total = call.run(*args, **kwargs)
         if not args[0].numel():  # some of torch's kernels leave the sum of nothing unwritten
-            # With its history: a second derivative must make the moves of other ranks.
+            # Connected to its input: in a second derivative this rank must join other ranks' moves.
             return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
         return total / count if reduction == MEAN else total
 

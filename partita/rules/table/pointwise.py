@@ -1,4 +1,4 @@
-"""Pointwise ops, the operands in which they are linear, casts, and new tensors like another."""
+"""Pointwise ops, with the operands in which they are linear; casts; new tensors like another."""
 
 from __future__ import annotations
 

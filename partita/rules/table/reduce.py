@@ -1,5 +1,4 @@
-"""Reductions, sorts and scans: ops that take a dimension together, put it in order, or run along
-it."""
+"""Reductions, sorts and scans along a dimension."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | KernelRule
 
 
 # -- the largest, the smallest ---------------------------------------------------------------------
-# A pending maximum has no gradient; so only what needs none is left pending.
+# A Partial max has no gradient, so the result is left Partial only if it needs none.
 
 
 def _derive_max_or_min(sign: int) -> Callable[..., str | Decomposition]:

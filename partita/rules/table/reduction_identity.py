@@ -1,9 +1,9 @@
 """Reduction identities: values for padding that do not change the result of a reduction.
 
 While a step is captured, shards are padded to equal size. An op that keeps a split name computes
-values for the padding that nobody reads. An op that reduces the name must not count the padding, so
-its operands get neutral values there before it runs. For a linear op (its sentence says so) that is
-0. For others the table `IDENTITIES` has the value. Ops that are in neither have no known value.
+values for the padding, which are never read. An op that reduces the name must not count the
+padding, so its operands get neutral values there before it runs. For a linear op (by its sentence)
+that is 0. For others the table `IDENTITIES` has the value. Other ops have no known value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Asked = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
 def argument_getter(place: int, name: str, default: Any) -> Asked:
-    """Returns a function that reads the argument at this position or with this name from a call."""
+    """Returns a function of a call that returns the argument at `place` or with this `name`."""
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
 
 
@@ -83,14 +83,14 @@ It adds nothing where all of them have it: each gets it, one that is broadcast o
 
 @dataclass(frozen=True)
 class PaddingFill:
-    """One operand's padding.
+    """The value that one operand needs in its padding.
 
     Attributes:
-        operand: which of the sentence's terms.
-        like: the term whose layout says where the padding is: the operand, or what it is broadcast
-            with.
+        operand: the index of the sentence's term.
+        like: the index of the term whose layout has the padding: the operand, or a term with which
+            it is broadcast.
         dims: the dimensions of `like` that are padded.
-        value: a number, `EXTREME`, or a function of the call's arguments that gives one.
+        value: a number, `EXTREME`, or a function of the call's arguments that returns one.
         reduce: how the padded dimension is reduced: "sum", "max" or "min".
     """
 
@@ -102,8 +102,7 @@ class PaddingFill:
 
 
 def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[PaddingFill] | None:
-    """Returns the values that the operands' padding along the names `padded` needs before the op
-    runs.
+    """Returns the values that operands need in their padding along the names `padded`.
 
     Returns:
         None if the op reduces one of these names with an unknown identity, or if an operand cannot

@@ -1,4 +1,4 @@
-"""Shapes: ops that read a tensor as another shape, take parts of it, or put tensors together."""
+"""Shapes: views and reshapes, slices and splits, concatenations, flips and pads."""
 
 from __future__ import annotations
 

@@ -652,7 +652,7 @@ class StepFunctionMode(TorchFunctionMode):
             # A shape, a place, a count: a graph is for one.
             args, kwargs = _with_ints((args, kwargs))
         if func is ATTENTION:
-            args, kwargs = HERE.trace.masks.leave_out(args, kwargs, _find_node)
+            args, kwargs = HERE.trace.masks.leave_out(args, kwargs, node_of)
         if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
@@ -736,11 +736,6 @@ def _with_ints(value: Any) -> Any:
 def _read_number(value: Any) -> Any:
     """Returns the result of `.item()`: True or False itself, because a step may use `is True`."""
     return bool(value) if isinstance(value, torch.SymBool) else as_number(value)
-
-
-def _find_node(mask: torch.Tensor) -> tuple[fx.Node, dict[fx.Node, fx.Node]] | None:
-    node = node_of(mask)
-    return None if node is None else (node, {})
 
 
 @lru_cache(maxsize=8192)

@@ -95,7 +95,6 @@ class OpFacts:
         draws: it draws random numbers, so another call returns another result.
         fills: it draws random numbers that replace all values of its first operand.
         overwrites: its result depends only on the metadata of its first operand, not on its values.
-        is_monotone: its result is monotone in each operand; for bitwise ops, on truth values.
         checks: it returns nothing, and raises if its operands are not as required.
         shows_unsaid: its results show memory of its only operand, and its schema does not say so.
         is_alias: it returns its operand as another tensor that is a view of all of it.
@@ -121,7 +120,6 @@ class OpFacts:
     draws: bool = False
     fills: bool = False
     overwrites: bool = False
-    is_monotone: bool = False
     checks: bool = False
     shows_unsaid: bool = False
     is_alias: bool = False
@@ -170,7 +168,6 @@ def facts_of(target: Any) -> OpFacts:
         draws=torch.Tag.nondeterministic_seeded in target.tags,
         fills=target._opname in (*FILLS, "bernoulli_"),
         overwrites=is_torchs and _is_overwriting(target._opname),
-        is_monotone=is_torchs and target._opname in _MONOTONE,
         checks=not schema.returns and not writes and is_torchs,
         shows_unsaid=shows_unsaid,
         is_alias=is_torchs and full_name in ("detach.default", "alias.default"),
@@ -221,11 +218,6 @@ _COPYING = frozenset(
 FILLS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split()
 """They draw each element of their operand by itself."""
 _OVERWRITING = frozenset("fill zero copy".split())
-_MONOTONE = frozenset(
-    """ge gt le lt eq ne bitwise_and logical_and bitwise_or logical_or bitwise_not logical_not where
-    masked_fill add sub rsub _to_copy""".split()
-)
-"""Comparisons for equality as two others together."""
 _BY_STORAGE = frozenset("as_strided as_strided_ as_strided_scatter set_ resize_".split())
 _RESIZES_UNSAID = frozenset(("resize_as_sparse_.default", "set_data.default"))
 """They change metadata in place, though they have not the tag that says so."""

@@ -1,9 +1,9 @@
-"""Does a convolutional net with batch norm learn the same on ranks as on one device? Yes.
+"""A convolutional net with batch norm, which learns the same on several ranks as on one device.
 
     pip install scikit-learn && torchrun --nproc-per-node=2 examples/cnn.py
 
-The digits of scikit-learn: 1797 images of 8 x 8, in ten classes. The batch is split over the ranks.
-The mean and variance of batch norm are those of the whole batch, as on one device.
+The data are the digits of scikit-learn: 1797 images of 8 x 8, in ten classes. The batch is split
+over the ranks. Batch norm uses the mean and variance of the whole batch, as on one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH = 64
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (n, 1, 8, 8), between 0 and 1, and labels (n,): 1500 to train with, 297 to test."""
+    """Returns images (n, 1, 8, 8) in [0, 1] and labels (n,): 1500 for training, 297 for testing."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(found.target)
@@ -51,7 +51,7 @@ def main(mesh: Any, steps: int = 150) -> list[float]:
     images, labels, test_images, test_labels = digits()
     torch.manual_seed(0)
     model = build()
-    pt.parallelize(model, mesh)  # no plan: all of it on every rank
+    pt.parallelize(model, mesh)  # without a plan, every rank has the whole model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     losses = []

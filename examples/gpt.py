@@ -1,10 +1,10 @@
-"""How is an ordinary GPT trained on several ranks? By an ordinary loop.
+"""An ordinary GPT that is trained on several ranks, by an ordinary loop.
 
     torchrun --nproc-per-node=2 examples/gpt.py
 
-The model is plain PyTorch and knows of no rank. The batch is split over the ranks, each has the
-whole model, and the optimizer's state is shared out among them (ZeRO, stage 1). The text is
-Python's own sources. Stop it at any time: the next start goes on from the last checkpoint.
+The model is plain PyTorch, written for one device. The batch is split over the ranks. Each rank has
+the whole model, and a shard of the optimizer's state (ZeRO, stage 1). The text is Python's own
+sources. You can stop it at any time: the next start resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def main(mesh: Any, steps: int = 200, run: Path = RUN) -> list[float]:
 
     losses = []
     for step in range(state["step"], steps):
-        batch = text.batch(step, seed=0, size=16, context=CONTEXT)  # the same on every rank,
-        inputs, targets = pt.distribute_batch(batch, mesh)  # of which each keeps its rows
+        batch = text.batch(step, seed=0, size=16, context=CONTEXT)  # the same on every rank
+        inputs, targets = pt.distribute_batch(batch, mesh)  # each rank keeps its rows
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         pt.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())  # of all rows, on all ranks
+        losses.append(loss.item())  # the mean over all rows, on every rank
         if mesh.get_rank() == 0 and step % 20 == 0:
             print(f"step {step:>3}  loss {losses[-1]:.3f}", flush=True)
         if (step + 1) % 50 == 0:

@@ -1,11 +1,11 @@
-"""How is a Llama with grouped heads split over ranks, weights and sequences and all?
+"""A Llama with grouped heads, with tensor and sequence parallelism, ZeRO-3 and remat.
 
     torchrun --nproc-per-node=4 examples/llama.py
 
-On a mesh of 2 x 2. Over "tp" each rank has some of the heads and some of the hidden features, and
-between the blocks some of the sequence. Over "dp" each has some of the batch, and at rest half of
-its pieces of the weights (ZeRO, stage 3). Blocks are recomputed in backward. What all this sends is
-in the ledger. The text is Python's own sources.
+The mesh has 2 x 2 ranks. Over "tp" each rank has some of the heads and of the hidden features, and
+between the blocks a piece of the sequence. Over "dp" each rank has some rows of the batch, and
+between steps half of the weights that its place on "tp" has (ZeRO, stage 3). Blocks are recomputed
+in backward. The ledger shows what is sent. The text is Python's own sources.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTEXT = 64
 
 
 def build(mesh: Any) -> Llama:
-    """The model, made piece by piece: no rank ever holds it whole."""
+    """Returns the model. It is made piece by piece: no rank ever holds it whole."""
     with torch.device("meta"):
         model = Llama(layers=2, width=128, heads=8, groups=4, context=CONTEXT)
     pt.parallelize(model, mesh, pt.plans.llama("tp", sequence=True))
@@ -46,7 +46,7 @@ def main(mesh: Any, steps: int = 200) -> list[float]:
         batch = text.batch(step, seed=0, size=16, context=CONTEXT)
         inputs, targets = pt.distribute_batch(batch, mesh)
         with pt.ledger() as log:
-            # The head's logits are split by words, and so the loss is computed.
+            # The logits are split along the vocabulary, and the loss is computed on the pieces.
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -62,7 +62,7 @@ def main(mesh: Any, steps: int = 200) -> list[float]:
 
 
 def sent(log: Any) -> str:
-    """What this rank sent in a step, in words."""
+    """Returns a text that says what this rank sent in a step."""
     kinds = Counter(move.kind for move in log.moves if move.nbytes)
     each = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     return f"a step sends {log.bytes / 2**20:.1f} MiB: {each}"

@@ -1,11 +1,12 @@
-"""How are a mixture of experts' experts spread over ranks? By one line of a plan.
+"""A mixture of experts that are spread over ranks by one line of a plan.
 
     torchrun --nproc-per-node=4 examples/moe.py
 
-On a mesh of 2 x 2: over "dp" each rank has some of the sequences, over "ep" some of the experts.
-Each byte goes to two of eight experts, each expert takes so many bytes of a sequence at most (as in
-GShard, arXiv 2006.16668), and a part of the loss keeps them evenly loaded. The layer is written for
-one device: einsum's sentences say what may be split. The text is Python's own sources.
+The mesh has 2 x 2 ranks. Over "dp" each rank has some of the sequences, over "ep" some of the
+experts. Each byte goes to two of eight experts. An expert takes a limited number of bytes of a
+sequence, as in GShard (arXiv 2006.16668). A part of the loss keeps the experts evenly loaded. The
+layer is written for one device with einsum, whose rules say what may be split. The text is Python's
+own sources.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import partita as pt
 from partita.app.data import read
 
 CONTEXT, WIDTH, EXPERTS, CHOICES = 64, 64, 8, 2
-CAPACITY = 2 * CHOICES * CONTEXT // EXPERTS  # bytes of a sequence that one expert takes
+CAPACITY = 2 * CHOICES * CONTEXT // EXPERTS  # the most bytes of a sequence that one expert takes
 
 
 class Experts(nn.Module):
-    """Two of `EXPERTS` small MLPs for each byte. Returns what they give, and their imbalance."""
+    """Applies two of `EXPERTS` small MLPs to each byte. Returns their sum, and the imbalance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Experts(nn.Module):
         share_bte = self.router(x_btw).softmax(dim=-1)
         best_btk = share_bte.topk(CHOICES, dim=-1).indices
         chosen_bte = F.one_hot(best_btk, EXPERTS).sum(dim=2).to(x_btw.dtype)
-        # A byte's place in the queue of its expert; who comes too late is passed by.
+        # A byte's place in the queue of its expert. Bytes beyond the capacity skip the expert.
         place_bte = (chosen_bte.cumsum(dim=1) - 1).long()
         taken_bte = chosen_bte * (place_bte < CAPACITY)
         places = F.one_hot(place_bte.clamp(0, CAPACITY - 1), CAPACITY)
@@ -53,7 +54,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Guesses the next byte from what came before, by a recurrent layer and the experts."""
+    """Predicts the next byte from the bytes before it, by a recurrent layer and the experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def main(mesh: Any, steps: int = 200) -> list[float]:
         (loss + 0.01 * imbalance).backward()
         optimizer.step()
         losses.append(loss.item())
-        even = imbalance.item()  # 1 where each expert has as much to do as the others
+        even = imbalance.item()  # 1 if all experts have the same load
         if mesh.get_rank() == 0 and step % 20 == 0:
             print(f"step {step:>3}  loss {losses[-1]:.3f}  imbalance {even:.2f}", flush=True)
     return losses

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/start.py 4
 
-The argument is the number of epochs. A later start, for example with 6, goes on from the checkpoint
-`run/start`. Remove that folder to begin anew.
+The argument is the number of epochs. If you start it again, for example with 6, it resumes from the
+checkpoint `run/start`. Remove that folder to start from the beginning.
 """
 
 import os

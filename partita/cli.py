@@ -1,4 +1,4 @@
-"""The command line.
+"""The command line of partita.
 
 `partita train | explain | simulate | plan | calibrate | report | bench | cache | doctor`
 """
@@ -86,9 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="partita", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="partita", description="A distributed tensor for PyTorch: train, predict, measure."
+    )
     version_shown = f"partita {__version__}"
-    parser.add_argument("--version", action="version", version=version_shown, help="and end")
+    parser.add_argument(
+        "--version", action="version", version=version_shown, help="print it and exit"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, help: str, run: Callable[..., int]) -> argparse.ArgumentParser:
@@ -97,24 +101,28 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     _add_train(add("train", "train a byte-level GPT on a mesh of ranks", run_train))
-    _add_explain(add("explain", "how a call is run, without running it", run_explain))
-    _add_simulate(add("simulate", "what a step costs on another machine", run_simulate))
-    _add_plan(add("plan", "the way to spread a model that fits best", run_plan))
-    _add_calibrate(add("calibrate", "measure this machine, into a file", run_calibrate))
-    report = add("report", "a page about runs, from their --log files", run_report)
-    report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
-    report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
-    bench = add("bench", "measure, and compare with torch", run_bench)
+    _add_explain(add("explain", "show how a call would run: what is sent, and why", run_explain))
+    _add_simulate(add("simulate", "predict what a step costs on another machine", run_simulate))
+    _add_plan(add("plan", "find the fastest way to train a model on some ranks", run_plan))
+    _add_calibrate(
+        add("calibrate", "measure this machine, and write a machine file", run_calibrate)
+    )
+    report = add("report", "write a page about runs, from their --log files", run_report)
+    report.add_argument("logs", nargs="+", type=Path, help="files that `partita train --log` wrote")
+    report.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the page (report.html)"
+    )
+    bench = add("bench", "measure speed and memory, and compare with torch", run_bench)
     bench.add_argument(
-        "--device", default=HOST.type, help="what ranks compute on: cpu (default), cuda or auto"
+        "--device", default=HOST.type, help="the device of the ranks: cpu (default), cuda or auto"
     )
     bench.add_argument("name", choices=sorted(BENCHES))
-    each = "of the bench: partita bench NAME --help"
+    each = "options of the bench: partita bench NAME --help shows them"
     bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
-    kept = add("cache", "compiled programs that are kept: what is there", run_cache)
+    kept = add("cache", "list, verify or delete stored compiled programs", run_cache)
     actions = "; ".join(f"{name}: {what}" for name, what in _ACTIONS.items())
     kept.add_argument("action", choices=_ACTIONS, help=actions)
-    add("doctor", "show what this machine offers", run_doctor)
+    add("doctor", "show what this machine has, and what is missing", run_doctor)
     return parser
 
 
@@ -134,25 +142,32 @@ def _print_error(text: str) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train a byte-level GPT on this machine's own text: Python's standard library, or any "
-        "folder. Starts its ranks itself; under torchrun it joins the ranks that are there."
+        "Train a byte-level GPT on text of this machine: Python's standard library, or any folder. "
+        "Starts its ranks itself. Under torchrun it is one of torchrun's ranks."
     )
     add = parser.add_argument
     add(
         "--ranks",
         type=_argument(read_positive),
         metavar="N",
-        help="processes to start (4, or as --mesh)",
+        help="number of processes to start (4, or as --mesh)",
     )
     add(
         "--tp",
         type=_argument(read_positive),
         metavar="N",
-        help="ranks among which the weights are split",
+        help="number of ranks over which the weights are split",
     )
-    add("--verify", action="store_true", help="compare 20 steps' losses with those of one rank")
-    add("--config", type=Path, metavar="FILE", help="options from a TOML file; flags come first")
-    add("--print-config", action="store_true", help="print the options as such a file, and end")
+    add(
+        "--verify", action="store_true", help="train 20 steps, and compare the losses with one rank"
+    )
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="read options from a TOML file; flags override it",
+    )
+    add("--print-config", action="store_true", help="print the options as such a file and exit")
     for option in fields(Options):
         facts = option.metadata
         usual = option.default if facts["show"] is None else facts["show"](option.default)
@@ -319,9 +334,9 @@ def run_bench(options: argparse.Namespace) -> int:
 # -- doctor ---------------------------------------------------------------------------------------
 
 _USES = {
-    "rich": "a bar of `partita train`",
-    "safetensors": "weights of that format",
-    "plotly": "reports as pages",
+    "rich": "the progress bar of `partita train`",
+    "safetensors": "weights in this format",
+    "plotly": "reports",
 }
 """By the packages that partita works without, what each is for."""
 
@@ -369,19 +384,19 @@ def run_doctor(options: argparse.Namespace) -> int:
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita explain`."""
     parser.description = (
-        "Show how a call on DTensors is run: its rule, the ways that were priced, what moves. "
-        "Nothing is computed and nothing sent."
+        "Show how a call on DTensors would run: its rule, the moves of data, and the alternatives "
+        "with their prices. Nothing is computed and nothing is sent."
     )
     parser.add_argument(
         "call", help='"F.linear(f32[8@dp, 16], f32[32@tp, 16])", "torch.sum", "my_module:function"'
     )
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=2,tp=4")
-    parser.add_argument("--args", default="", help="the arguments, where CALL has none")
+    parser.add_argument("--args", default="", help="the arguments, if CALL has none")
     parser.add_argument(
         "--rank",
         type=int,
         default=0,
-        help="which rank to be, for a function that asks (0); figures are always of the first",
+        help="the rank that the function sees (0); figures are those of the first rank",
     )
 
 
@@ -418,8 +433,8 @@ def run_explain(options: argparse.Namespace) -> int:
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita simulate`."""
     parser.description = (
-        "Show what a training step of a model would cost: time, bytes, memory. It is captured over "
-        "tensors without memory and played as events; nothing is run."
+        "Predict what a training step of a model would cost on a machine: time, bytes, memory. "
+        "Nothing is trained. The exit code is 1 if the step does not fit in the memory."
     )
     _add_model(parser)
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
@@ -429,14 +444,20 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     on_off = argparse.BooleanOptionalAction
     parser.add_argument("--remat", action=on_off, default=left_out, help="recompute blocks (yes)")
     parser.add_argument(
-        "--sequence", action=on_off, default=left_out, help="sequence parallel (no)"
+        "--sequence", action=on_off, default=left_out, help="sequence parallelism (no)"
     )
     parser.add_argument(
-        "--batch", type=int, help="sequences of a step, all ranks (one a micro-batch a rank of dp)"
+        "--batch",
+        type=int,
+        help="sequences per step on all ranks (1 per micro-batch and rank of dp)",
     )
-    parser.add_argument("--micro-batches", type=int, default=left_out, help="of a step (1)")
     parser.add_argument(
-        "--eager", action="store_true", help="memory of the step run eagerly, too: 3 s a block"
+        "--micro-batches", type=int, default=left_out, help="micro-batches per step (1)"
+    )
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="also predict the memory of the eager step: 3 s per block",
     )
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
     parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
@@ -452,10 +473,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="AXIS=LATENCY,BANDWIDTH",
-        help="what an axis has in place of the machine's links: tp=2us,360GB/s (may be repeated)",
+        help="links of one axis, instead of the machine's: tp=2us,360GB/s (may be repeated)",
     )
-    parser.add_argument("--context", type=int, help="tokens of a sequence (the model's)")
-    parser.add_argument("--layers", type=int, help="blocks (the model's)")
+    parser.add_argument("--context", type=int, help="tokens per sequence (as in the model)")
+    parser.add_argument("--layers", type=int, help="number of blocks (as in the model)")
     kinds = "bfloat16 or float32 (bfloat16)"
     parser.add_argument("--precision", default=argparse.SUPPRESS, help=kinds)
 
@@ -535,18 +556,18 @@ def _find_eager_memory(model: str, mesh: dict[str, int], strategy: Strategy) -> 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita plan`."""
     parser.description = (
-        "Show the best five ways to spread a model: meshes, stages of ZeRO, tensor and sequence "
-        "parallelism, remat and micro-batches, by simulation. All that is shown fits."
+        "Find the fastest ways to train a model on a number of ranks, by simulation: meshes, ZeRO, "
+        "tensor and sequence parallelism, remat, micro-batches. Shows the best five that fit."
     )
     _add_model(parser)
-    parser.add_argument("--ranks", type=int, required=True, help="all of them")
-    parser.add_argument("--memory", help="of a rank: 80GB, 64GiB (the machine's)")
-    parser.add_argument("--batch", type=int, help="sequences of a step, all ranks (one a rank)")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the job")
+    parser.add_argument("--memory", help="memory of a rank: 80GB, 64GiB (as in the machine file)")
+    parser.add_argument("--batch", type=int, help="sequences per step on all ranks (1 per rank)")
     parser.add_argument(
         "--most",
         type=int,
         default=MOST,
-        help=f"ways that are simulated: more find more, a few seconds each ({MOST})",
+        help=f"most ways to simulate: more may find a better one; seconds each ({MOST})",
     )
 
 
@@ -605,11 +626,15 @@ def run_plan(options: argparse.Namespace) -> int:
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita calibrate`."""
     parser.description = (
-        "Measure this machine, with so many ranks of one thread at work at once, and write a "
-        "machine file for `partita simulate` and `partita plan`."
+        "Measure this machine while several ranks of one thread work at once, and write a machine "
+        "file for `partita simulate` and `partita plan`."
     )
-    parser.add_argument("--ranks", type=int, default=2, help="that will run (2)")
-    parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="number of ranks, as in later runs (2)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("machine.toml"), help="the machine file (machine.toml)"
+    )
 
 
 _RANKS_OF_A_CORE = 64
@@ -635,9 +660,9 @@ def run_calibrate(options: argparse.Namespace) -> int:
 # -- cache: compiled programs that are kept -------------------------------------------------------
 
 _ACTIONS = {
-    "list": "show what is kept",
-    "clear": "remove all of it",
-    "verify": "read all of it, and say what is damaged; exit code 1 if anything is",
+    "list": "show all files",
+    "clear": "delete all files",
+    "verify": "read all files and name damaged ones; exit code 1 if there are any",
 }
 
 

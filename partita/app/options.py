@@ -133,61 +133,65 @@ class Options:
     data: Path | None = _option(  # noqa: RUF009
         None, "a folder of text, or a file (Python's standard library)", Path, show=str
     )
-    steps: int = _option(600, "optimizer steps", read_positive)
-    seed: int = _option(0, "of weights, batches and sample", _read_whole)
-    batch: int = _option(16, "sequences per step, over all ranks", read_positive)
+    steps: int = _option(600, "number of optimizer steps", read_positive)
+    seed: int = _option(0, "seed of weights, batches and the sample", _read_whole)
+    batch: int = _option(16, "sequences per step on all ranks", read_positive)
     context: int = _option(128, "bytes per sequence", read_positive)
-    layers: int = _option(4, "blocks", read_positive)
-    width: int = _option(128, "of the residual stream", read_positive)
-    heads: int = _option(4, "of attention, per block", read_positive)
+    layers: int = _option(4, "number of blocks", read_positive)
+    width: int = _option(128, "width of the residual stream", read_positive)
+    heads: int = _option(4, "attention heads per block", read_positive)
     lr: float = _option(
         2e-3, "highest learning rate, reached in 20 steps; then a cosine", _read_rate
     )
     zero: int = _option(
         0,
-        "share over dp: 1 optimizer state, 2 gradients too, 3 parameters too",
+        "shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters",
         _one_of(0, 1, 2, 3),
         metavar="STAGE",
     )
-    sp: bool = _option(False, "sequence parallel: between blocks, tp splits the sequence")
+    sp: bool = _option(False, "sequence parallelism: tp splits the sequence between blocks")
     remat: str | int = _option(
         "none",
-        "recompute in backward: none, blocks, or what does not fit a budget such as 64MiB (with "
-        "--compile, of the whole step)",
+        "recompute in backward: none, blocks, or what exceeds a budget such as 64MiB (of "
+        "activations; with --compile, of the whole step)",
         _read_remat,
         show=_shown_remat,
         metavar="WHAT",
         alone="blocks",
     )
     dtype: str = _option(
-        "fp32", "fp32, or bf16 to compute in, over fp32 weights", _one_of("fp32", "bf16")
+        "fp32", "dtype of compute: fp32 or bf16; weights are in fp32", _one_of("fp32", "bf16")
     )
     device: str = _option(
-        "auto", "auto, cpu or cuda: auto is a GPU for each rank where there are", _one_of(*DEVICES)
+        "auto", "auto, cpu or cuda; auto uses GPUs if there are any", _one_of(*DEVICES)
     )
     machine: str | None = _option(
         None,
-        "what the ranks compute on, for MFU: h100, h200, a100, or a machine's TOML file",
+        "the machine, to compute MFU: h100, h200, a100, or a TOML file",
         metavar="NAME",
     )
-    compile: bool = _option(False, "the step as one graph, compiled: fewer bytes and milliseconds")
+    compile: bool = _option(False, "compile the step as one graph, which is faster and sends less")
     cuda_graphs: bool = _option(
-        False, "with --compile on GPUs: launch a step's kernels as one, as a CUDA graph"
+        False, "with --compile on GPUs: launch a step's kernels as one CUDA graph"
     )
-    accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
+    accumulate: int = _option(1, "number of micro-batches in each batch", read_positive)
     save: Path | None = _option(  # noqa: RUF009
-        None, "keep a checkpoint in this folder", Path, show=str, metavar="DIR"
+        None, "save checkpoints in this folder", Path, show=str, metavar="DIR"
     )
-    save_every: int = _option(100, "steps between checkpoints; 0: at the end only", _read_count)
-    resume: bool = _option(False, "go on from the checkpoint in --save DIR, if there is one")
-    detect_nan: bool = _option(False, "name the module that made the first nan (slower)")
-    check_ranks: bool = _option(False, "compare what ranks ask for at each collective (slower)")
-    sample: int = _option(200, "bytes of text to write at the end", _read_count)
+    save_every: int = _option(100, "steps between checkpoints; 0: only at the end", _read_count)
+    resume: bool = _option(False, "resume from the checkpoint in --save DIR, if there is one")
+    detect_nan: bool = _option(False, "name the module that made the first NaN (slower)")
+    check_ranks: bool = _option(False, "compare the ranks' calls before each collective (slower)")
+    sample: int = _option(200, "bytes of text to generate at the end", _read_count)
     log: Path | None = _option(  # noqa: RUF009
-        None, "a JSON object a line for each step, in this file", Path, show=str, metavar="FILE"
+        None, "write a JSON object for each step to this file", Path, show=str, metavar="FILE"
     )
     report: Path | None = _option(  # noqa: RUF009
-        None, "a page about the run, in this file (needs plotly)", Path, show=str, metavar="FILE"
+        None,
+        "write a page about the run to this file (needs plotly)",
+        Path,
+        show=str,
+        metavar="FILE",
     )
     tensorboard: Path | None = _option(  # noqa: RUF009
         None, "log to TensorBoard, if it is installed", Path, show=str, metavar="DIR"

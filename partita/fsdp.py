@@ -320,8 +320,8 @@ def _state_of(module: Any) -> Zero | None:
 
 def _owners_of(module: Any) -> set[Zero]:
     """Returns the states of the models that hold the parameters of a block."""
-    rests = (state_of(p).rest for p in module.parameters())
-    return {rest.owner for rest in rests if rest is not None}
+    all_layouts = (state_of(p).zero_layouts for p in module.parameters())
+    return {layouts.owner for layouts in all_layouts if layouts is not None}
 
 
 def _name_axes(mesh: Any) -> tuple[tuple[str, ...], str]:

@@ -168,10 +168,10 @@ class GraphInputs:
             if spec is not None:
                 spec = spec.gradient if given.kind == "mark" else spec
                 tagged(fake, traced_spec(spec))
-            rest = state_of(given.tensor).rest
+            rest = state_of(given.tensor).zero_layouts
             if rest is not None and update_spec(given.tensor) is not spec:  # type: ignore[arg-type]  # ZeRO 1 and 2
                 gradient, update = map(traced_spec, (rest.gradient, rest.update))
-                own_state(fake).rest = replace(rest, gradient=gradient, update=update)
+                own_state(fake).zero_layouts = replace(rest, gradient=gradient, update=update)
             if given.kind in ("mark", "gradient"):
                 self.owner(given).grad = fake  # a DTensor: it may be reduced already
             elif given.tensor.requires_grad:

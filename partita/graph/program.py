@@ -153,7 +153,7 @@ class Input:
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
         # Nobody reads the padding of a parameter that ZeRO gathers, or of optimizer state.
-        read = self.kind != "optimizer" and state_of(self.tensor).rest is None
+        read = self.kind != "optimizer" and state_of(self.tensor).zero_layouts is None
         stays = self.kind not in ("argument", "cotangent")  # a caller's tensors are copied
         return padding_boundary(self.spec, stays=stays, zeros=zeros, read=read)
 

@@ -1,8 +1,8 @@
 """Batches: `distribute_batch`, and functions that find and replace tensors in nested containers.
 
-`distribute_batch` makes DTensors of what ranks have read. Either each rank has read the whole batch
-and keeps its piece, or each has read its own piece. Values that must be equal on several ranks are
-compared, by checksums, the first time that a line of the program runs.
+`distribute_batch` converts the data that ranks have read to DTensors. Either each rank has read the
+whole batch and keeps its piece, or each has read its own piece. Values that must be equal on
+several ranks are compared, by checksums, the first time that a line of the program runs.
 """
 
 from __future__ import annotations
@@ -60,16 +60,14 @@ def distribute_batch(
             bytes, and their pieces together are the batch. Ranks that differ only along other axes
             must pass the same piece.
 
-    Values that must be equal on several ranks are compared the first time that a line of the
-    program calls this, and every time under `check_ranks()`.
-
     Returns:
         A copy of `batch` with DTensors in place of tensors.
 
     Raises:
         LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
-        LayoutError: on every rank, naming the rank: pieces whose sizes are not those of
-            torch.chunk, or ranks whose data differ where they must be equal.
+        LayoutError: pieces whose sizes are not those of torch.chunk, or data that differ between
+            ranks where they must be equal. Every rank raises it. Data are compared the first time
+            that a line of the program calls this, and every time under `check_ranks()`.
     """
     wire = wire_of(device_mesh)
     if places is None:
@@ -254,7 +252,7 @@ def _refuse_other_lengths(
 
 
 def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
-    """`layout` with `placement` on `axis`; a shard's dimension may count from the end.
+    """Returns `layout` with `placement` on `axis`. The dimension of a Shard may be negative.
 
     Raises:
         LayoutError: a tensor of this shape has no such dimension.
@@ -285,7 +283,7 @@ def _parts_of(value: Any, mapping: type = dict) -> Iterable[tuple[Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Returns the tensors in a value: through tuples, lists, dicts and dataclasses."""
+    """Yields the tensors in a value, also inside tuples, lists, dicts and dataclasses."""
     return find_instances(value, torch.Tensor)
 
 
@@ -293,7 +291,7 @@ def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any
     """Yields the instances of `kind` in tuples, lists, dicts and dataclasses, in order.
 
     Args:
-        mapping: what counts as a dict.
+        mapping: the type whose instances are treated as dicts.
     """
     if isinstance(value, kind):
         yield value
@@ -305,12 +303,13 @@ def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any
 def replace_instances(
     value: Any, kind: type, change: Callable[[Any], Any], mapping: type = dict
 ) -> Any:
-    """Returns a copy of `value` in which each instance of `kind` is changed, in order.
+    """Returns a copy of `value` with `change(x)` in place of each instance x of `kind`, in order.
 
-    Dataclasses are not called, so that what they check of a tensor need not hold.
+    Dataclasses are copied without a call of `__init__`, whose checks of a tensor may fail.
 
     Args:
-        mapping: what counts as a dict; one that is none is made of its items.
+        mapping: the type whose instances are treated as dicts. One that is not a dict is made by
+            calling its class with the items.
     """
     if isinstance(value, kind):
         return change(value)
@@ -321,7 +320,7 @@ def replace_instances(
     if isinstance(value, (tuple, list)):
         return remake_sequence(value, list(parts.values()))
     if isinstance(value, dict):
-        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
+        new = copy.copy(value)  # the constructor of a subclass of dict may need other arguments
         for key, part in parts.items():
             new[key] = part
         return new
@@ -336,5 +335,5 @@ def replace_instances(
 
 
 def remake_sequence(like: Any, parts: list[Any]) -> Any:
-    """Returns a tuple, named tuple or list as `like`, of other parts."""
+    """Returns a tuple, named tuple or list of the type of `like`, with the items `parts`."""
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

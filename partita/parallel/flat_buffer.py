@@ -1,13 +1,14 @@
 """Flat buffers: a block's shards end to end, so that one collective gathers them all.
 
-Each shard is padded to the largest rank's, so that every rank sends equally much. What arrives is
-sorted by parameter, and each parameter is a view of one storage, in its true shape:
+Each shard is padded to the size of the largest, so every rank sends equally many bytes. The
+gathered data are sorted by parameter. Each parameter is a view of one storage, in its true shape:
 
     sent by rank r      [ w_r pad | b_r ]
     gathered            [ w_0 w_1 .. pad | b_0 b_1 .. ]
 
-Release empties that storage, and DTensors that show it raise from then on. Where a plain view of it
-is alive, the storage is left to that view, and the buffer takes new memory when it is next needed.
+`release` frees that storage. DTensors that are views of it raise an error when they are used later.
+If a plain tensor that is a view of it is still alive, the storage is left to that tensor, and the
+buffer allocates a new one when it gathers again.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class PartialGradients:
     """A rank's partial gradients of one flat buffer.
 
     Attributes:
-        sums: (ranks, length), a row for the shard of each rank.
-        used: which parameters have a gradient.
+        sums: a tensor of shape (ranks, length): a row for the shard of each rank.
+        used: for each parameter, True if it has a gradient.
     """
 
     sums: torch.Tensor
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """Returns the sum of both, in the memory of this one."""
+        """Returns the sum of both. It overwrites the memory of this one."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 
@@ -167,14 +168,14 @@ def _find_rank_spans(
 
 
 class FlatBuffer:
-    """Parameters of one dtype that one collective gathers.
+    """The memory of parameters of one dtype that one collective gathers.
 
     Args:
-        name, names: of the block, and of each parameter.
+        name, names: the name of the block, and of each parameter.
         wholes, shards: each parameter's spec when gathered, and when sharded.
         axes: the mesh axes over which the parameters are sharded, in mesh order.
-        dtype: in which they are gathered and used.
-        device: where they are.
+        dtype: the dtype in which they are gathered and used.
+        device: the device of the parameters.
 
     Attributes:
         given_device: the argument `device`; `self.device` differs if that is "meta".
@@ -215,14 +216,14 @@ class FlatBuffer:
             longest += _padded_numel(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
         self.length, self._room = start, place
         # Ranks along other axes hold other elements, so the layout shards over these axes too. All
-        # pieces are as long as the first rank's, which no rank's exceeds.
+        # pieces are padded to the length of the first rank's, which is the largest.
         others = tuple(a for a in mesh.names if a not in axes)
         total = math.prod(mesh.size(a) for a in others) * self.n * longest
         at_rest = Layout((total,), ((*others, *axes),))
         self.gather = Move("all_gather", axes, at_rest, Layout((total,), (others,)))
         self.scatter = self.gather.transpose(mesh)
         self.sum = Move("all_reduce", axes, self.scatter.before, self.gather.after)
-        # Where all shards of each parameter are equally long, a few calls copy all of them.
+        # If all shards of each parameter have the same length, a few calls copy all of them.
         self._lengths = [p.length for p in self.pieces]
         self._is_even = all(p.is_even for p in self.pieces)
         self._is_in_order = all(p.is_in_order for p in self.pieces)
@@ -245,7 +246,7 @@ class FlatBuffer:
     # -- gathered ----------------------------------------------------------------------------------
 
     def start_gather(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
-        """Begin to gather the local `shards`. False if that was done before."""
+        """Begin to gather the local `shards`. Returns False if this has been done already."""
         if self.here or self._arriving is not None:
             return False
         with Local(), torch.no_grad():
@@ -289,7 +290,7 @@ class FlatBuffer:
         return mine
 
     def finish_gather(self) -> None:
-        """Wait for the gather, and sort what has arrived by parameter."""
+        """Wait for the gather, and sort the gathered data by parameter."""
         if self._arriving is None:
             return
         out = self._wait_for_gather()
@@ -298,7 +299,7 @@ class FlatBuffer:
                 self._allocate_storage()
                 self._sort_by_parameter(out)
         del out
-        # On a device, the collective may hold the storage for a while.
+        # On an accelerator, the collective may keep the storage alive for a while.
         at_once = Device(self.device.type).runs_at_once
         storage = self._full.untyped_storage()
         self._holders = 2 + len(self._rows) if at_once else count_holders(storage)
@@ -308,7 +309,7 @@ class FlatBuffer:
             self.span = (start, start + self.nbytes)
 
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait for the gather, and write each parameter into `wholes`; nothing is kept here."""
+        """Wait for the gather, write each parameter into `wholes`, and free the buffer."""
         out = self._wait_for_gather()
         # A parameter may have another order in memory, as channels_last.
         flats = [w if w.is_contiguous() else new_empty(w, w.shape) for w in wholes]
@@ -321,7 +322,7 @@ class FlatBuffer:
         for w, flat in zip(wholes, flats, strict=True):
             if flat is not w:
                 w.copy_(flat)
-        del out, pairs  # views of what is released
+        del out, pairs  # they are views of the storage that is released
         self.release()
 
     def _wait_for_gather(self) -> torch.Tensor:
@@ -342,11 +343,11 @@ class FlatBuffer:
         ]
 
     def is_view_here(self, t: torch.Tensor) -> bool:
-        """True if `t` is a view of the gathered storage; for tensors without addresses."""
+        """True if `t` is a view of the gathered storage. Also for fake tensors."""
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free what was gathered. Where a plain view keeps it, leave it to that view for good."""
+        """Free the gathered storage. If a plain view of it is alive, leave it to that view."""
         if self._arriving is not None:
             self._wait_for_gather()
         held, self.alive = self.alive, 0
@@ -361,7 +362,7 @@ class FlatBuffer:
             self._full, self._rows = empty(0, dtype=self.dtype, device=self.device), []
 
     def find_piece(self, element: Any) -> int:
-        """Returns the number of the parameter that has this element of the gathered storage."""
+        """Returns the index of the parameter that has this element of the gathered storage."""
         return bisect_right([piece.place for piece in self.pieces], element) - 1
 
     def make_view(
@@ -411,7 +412,7 @@ class FlatBuffer:
         dtype: torch.dtype,
         held: PartialGradients | None = None,
     ) -> PartialGradients:
-        """Gradients of the gathered parameters, added to `held`."""
+        """Returns the gradients of the gathered parameters as rows of shards, added to `held`."""
         is_full = all(g is not None for g in grads)
         fits = self._is_even and is_full
         if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
@@ -422,7 +423,7 @@ class FlatBuffer:
         if held is not None:
             sums, used = held.sums, [a or b for a, b in zip(used, held.used, strict=True)]
         else:
-            # Zeroing a large buffer takes longer than finding its padding.
+            # Only the padding is set to zero, because that is faster than zeroing the whole buffer.
             is_large = self.n * self.length * dtype.itemsize >= LARGE
             new = empty if fits or (is_full and is_large) else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
@@ -444,8 +445,7 @@ class FlatBuffer:
         return PartialGradients(sums, used)
 
     def start_all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begin to sum the ranks' gradients. Returns a function that waits, and returns the
-        sums."""
+        """Begin to sum the ranks' gradients. Returns a function that waits and returns the sums."""
         flat = self._end_to_end_of(grads)
         work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
 
@@ -485,8 +485,8 @@ class FlatBuffer:
         out = empty(self.length, dtype=dtype, device=self.device)
         work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
 
-        # Dropped by its caller after the wait: the sums take as much memory as the gathered
-        # parameters.
+        # The caller drops this function after the wait, because the sums that it refers to need
+        # as much memory as the gathered parameters.
         def wait_for_reduce_scatter(_sums: torch.Tensor = sums) -> list[torch.Tensor]:
             work.wait()
             shapes = [p.shard.local_shape for p in self.pieces]
@@ -572,10 +572,10 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """Returns the Python tensors, other than `own`, that lie in `storage`; `count` are looked for.
+    """Returns the Python tensors in `storage`, except `own`. It searches until `count` are found.
 
-    Young objects are searched first, where a running backward's tensors are. All objects are
-    searched only for tensors that have outlived garbage collections, or that C++ holds.
+    Young objects are searched first, because a running backward's tensors are among them. All
+    objects are searched only for tensors that are older, or to which only C++ refers.
     """
     kinds, found, ours = _kinds_of_tensors(), [], set(map(id, own))
     for generation in range(3):

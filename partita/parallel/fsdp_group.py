@@ -1,9 +1,10 @@
 """FSDP groups: which blocks of a model are sharded, being gathered or gathered, and when (stage 3).
 
-A group is one block's parameters. `Zero` is the state of the model, with all groups. While a block
-computes, the next block's parameters are being gathered. In backward the previous block's gradients
-are being reduced. At most two blocks are gathered at any time, and small ones between them.
-`fsdp_hooks` calls a group when its block runs. `FlatBuffer.release` frees memory.
+A block is a module that is called as a whole, such as a layer of a transformer. A group is one
+block's parameters. `Zero` is the state of the model, with all groups. While a block computes, the
+next block's parameters are gathered, and in backward the previous block's gradients are reduced. At
+most two blocks are gathered at any time, and small ones between them. `fsdp_hooks` calls a group
+when its block runs. `FlatBuffer.release` frees memory.
 
 `ShardedState` is common to all stages. `MixedPrecision` has the dtypes of a step.
 """
@@ -28,8 +29,8 @@ from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import BROKEN_OFF
 from partita.tensor.tensor_state import (
-    Rest,
     Spec,
+    ZeroLayouts,
     after_backward,
     backward_pass,
     count_unseen_writes,
@@ -83,8 +84,10 @@ class MixedPrecision:
                 raise make_argument_error("MixedPrecision", takes, dtype, fix)
 
     def dtypes_of(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Returns the dtypes for a parameter of dtype `own`: when gathered, of its gradient when
-        sent, and of its gradient when summed.
+        """Returns `(gathered, sent, summed)` for a parameter whose own dtype is `own`.
+
+        These are the dtype of the gathered parameter, and those of its gradient when it is sent
+        and when it is summed.
         """
         work = self.param_dtype or own
         return work, self.grad_dtype or work, self.reduce_dtype or own
@@ -93,13 +96,12 @@ class MixedPrecision:
 class ShardedState:
     """What `zero` stores for a model: `Zero`, or `GradReducer` for stages 0 to 2.
 
-    Its parameters refer to it as `Rest.owner`.
+    Its parameters refer to it as `ZeroLayouts.owner`.
 
     Attributes:
-        options: the axes, the stage and the dtypes of the call of `zero`.
+        options: the axes, the stage and the dtypes that were passed to `zero`.
         applied: the inner modules to which `zero` was applied before.
-        keeps_partial_gradients: True keeps gradients unsharded and Partial, until it is False
-            again.
+        keeps_partial_gradients: True keeps gradients unsharded and Partial (`no_sync`).
     """
 
     options: tuple[tuple[str, ...], int, MixedPrecision]
@@ -108,9 +110,9 @@ class ShardedState:
 
     @contextmanager
     def keeping_partial_gradients(self) -> Iterator[None]:
-        """Keep gradients in backward passes inside the block.
+        """Keep gradients unsharded and Partial in backward passes inside the block.
 
-        The next pass outside sends them all.
+        The next pass outside reduces them all.
         """
         before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
         try:
@@ -119,16 +121,18 @@ class ShardedState:
             self.keeps_partial_gradients = before
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """An optimizer has updated the shards of `params`."""
+        """Gather updated parameters if necessary. Called when an optimizer has updated `params`."""
 
     def show_gradient(self) -> None:
-        """The program reads a gradient, or clears it."""
+        """Reduce kept gradients if necessary. Called when a gradient is read or cleared."""
 
 
 @contextmanager
 def counting_versions() -> Iterator[None]:
-    """Leave inference mode: its tensors count no versions, and what is gathered here may be used
-    after the mode."""
+    """Disable inference mode inside the block, because its tensors have no version counters.
+
+    Parameters that are gathered in inference mode may be used after it.
+    """
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -140,7 +144,7 @@ def counting_versions() -> Iterator[None]:
 
 
 def are_same(some: Sequence[DTensor], others: Sequence[DTensor]) -> bool:
-    """True if both are the same parameters in the same order."""
+    """True if both sequences have the same parameter objects in the same order."""
     return some is others or (len(some) == len(others) and all(map(is_, some, others)))
 
 
@@ -159,22 +163,23 @@ class FsdpGroup:
     """One block's parameters, and whether they are gathered.
 
     Attributes:
-        depth: forwards of the block that have begun and not ended.
+        depth: the number of forwards of the block that have begun and not ended.
         needed: True if the last backward read the parameters, as far as known.
         calls_in_backward: the forwards whose backward has begun and not ended, as keys in this
-            order. A set would have another order on each rank, and gathers follow it.
-        held_gradients: unsharded gradients that were kept, and the shards that they belong to, by
-            number of the flat buffer and ids of its parameters.
-        installed: the gathered parameters that the modules hold.
-        gathered: the shards of what is gathered or being gathered; empty if nothing is.
-        versions: of these shards when they were gathered, as autograd counts them.
-        unseen_writes: the writes of the shards until then that autograd does not count.
+            order. Gathers follow the order, and that of a set would differ between ranks.
+        held_gradients: unsharded gradients that were kept, and their shards, by the index of the
+            flat buffer and the ids of its parameters.
+        installed: the gathered parameters that are attributes of the modules now.
+        gathered: the shards whose parameters are gathered or being gathered; empty if none are.
+        versions: autograd's versions of these shards when they were gathered.
+        unseen_writes: the number of writes of the shards until then that autograd does not count.
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
-        members: for each flat buffer, the numbers of the parameters in it; `order`: of all of them.
+        members: for each flat buffer, the indices of its parameters.
+        order: the indices of the parameters of all flat buffers, in order.
         saves_unseen: for each kind of forward: True if the last one saved tensors only through
             other hooks (a checkpoint's); its recompute then uses these, too.
-        identity: of the group in the notes of forwards (`reruns`), which must not keep the model.
-        open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
+        identity: an object that identifies the group in `reruns`, without keeping the model alive.
+        open_forwards: for each forward that has begun, its hooks of saved tensors, or None.
     """
 
     def __init__(self, zero: Zero, block: Block):
@@ -202,7 +207,7 @@ class FsdpGroup:
         self.identity = object()
         self.open_forwards: list[Any] = []
 
-    # A copied or unpickled model has groups of its own over its own modules, at rest.
+    # A copied or unpickled model has its own groups over its own modules, with nothing gathered.
 
     def __getstate__(self) -> Any:
         return self.zero, Block(self.name, self.modules, self.slots)
@@ -211,8 +216,7 @@ class FsdpGroup:
         self._begin_with(*state)
 
     def fit_buffers(self, shards: Sequence[DTensor]) -> None:
-        """Make flat buffers for `shards`, if those that there are do not fit: `model.to(dtype)`
-        changes the parameters."""
+        """Make new flat buffers if `shards` do not fit the existing ones, as after `model.to()`."""
         with Local():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
@@ -247,7 +251,7 @@ class FsdpGroup:
         ]
 
     def shards(self) -> Sequence[DTensor]:
-        """Returns the parameters at rest, as the modules hold them now."""
+        """Returns the sharded parameters, as they are attributes of the modules now."""
         if self.installed:
             return self.gathered
         return [
@@ -257,11 +261,11 @@ class FsdpGroup:
 
     @property
     def holds_shards(self) -> bool:
-        """True if the modules hold parameters that are sharded as `zero` shards them.
+        """True if the modules have parameters that are sharded as `zero` shards them.
 
-        They may be others than before (`torch.func.functional_call` with parameters of a copy). If
-        a program puts other values there, sets `p.data` to one of another layout, or unties a
-        weight, nothing is gathered: ops use such values as they lie.
+        They may be other objects than before (`torch.func.functional_call` with parameters of a
+        copy). If a program sets other values, sets `p.data` to another layout, or unties a weight,
+        this is False and nothing is gathered: ops use such values as they are.
         """
         if self.installed:
             return True
@@ -296,8 +300,9 @@ class FsdpGroup:
 
     @property
     def may_recompute_within(self) -> bool:
-        """True if a part of the block may run under its own checkpoint, whose saved tensors we do
-        not see.
+        """True if a part of the block may run under its own checkpoint.
+
+        The hooks of this group do not get the tensors that it saves.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -308,13 +313,11 @@ class FsdpGroup:
 
     @property
     def alive(self) -> int:
-        """Bytes that are gathered, or under way."""
+        """Bytes that are gathered, or being gathered."""
         return sum([flat.alive for flat in self.flats])
 
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
-        """True if this group has so much less to gather than `other` that its memory does not
-        matter.
-        """
+        """True if the gathered bytes of this group are negligible beside those of `other`."""
         return other is not None and _SMALL * self.largest_nbytes <= other.largest_nbytes
 
     @property
@@ -322,7 +325,7 @@ class FsdpGroup:
         return bool(self.depth or self.calls_in_backward) and all(flat.here for flat in self.flats)
 
     def start(self, shards: Sequence[DTensor] | None = None) -> None:
-        """Begin to gather `shards`, or the parameters that the modules hold now."""
+        """Begin to gather `shards`, by default the current parameters of the modules."""
         if shards is None:
             if not self.holds_shards:
                 return
@@ -336,7 +339,7 @@ class FsdpGroup:
                 self.put_shards_back()
             self.fit_buffers(shards)
             if is_other or versions != self.versions or unseen != self.unseen_writes:
-                for flat in self.flats:  # what is gathered, or under way, is out of date
+                for flat in self.flats:  # gathered values, also pending ones, are out of date
                     flat.release()
         self.gathered, self.versions, self.unseen_writes = shards, versions, unseen
         reason = "regather" if in_backward() else "gather"
@@ -348,12 +351,12 @@ class FsdpGroup:
 
     @property
     def is_current(self) -> bool:
-        """False if a parameter was written after it was gathered."""
+        """True unless a parameter was written after it was gathered."""
         unseen = count_unseen_writes_of(self.gathered)
         return self.versions == count_writes_of(self.gathered) and self.unseen_writes == unseen
 
     def gather(self, shards: Sequence[DTensor] | None = None) -> None:
-        """Gather `shards`, or the parameters that the modules hold now, and wait for it."""
+        """Gather `shards`, by default the modules' current parameters, and wait for them."""
         if self._is_ready and are_same(shards or self.shards(), self.gathered):
             return
         if in_backward():
@@ -364,10 +367,10 @@ class FsdpGroup:
         self.zero.note_alive()
 
     def check_unwritten(self, number: int, saved: SavedVersions) -> None:
-        """Raise where the parameter `number` was written since a forward saved it.
+        """Raise if parameter `number` was written after a forward saved it.
 
         Raises:
-            RuntimeError: as autograd's own check, which does not know the shards.
+            RuntimeError: as in autograd's own check, which does not cover shards.
         """
         before, now = saved.versions[number], self.versions[number]
         if saved.is_cast:
@@ -387,11 +390,11 @@ class FsdpGroup:
         return f"{slot.attr} of a {type(slot.owner).__name__} in the block {self.name!r}"
 
     def release(self) -> None:
-        """Free what is gathered, unless a forward or backward uses it or the model is persistent.
+        """Free gathered parameters, unless they are in use or the model is persistent.
 
-        It is called where the block's forward ends, where backward has the gradients of all of its
-        parameters (and of its inputs, if those have history), where a backward pass ends, whichever
-        gradients it has computed, and after an abort.
+        It is called when the block's forward ends, when backward has the gradients of all its
+        parameters (and of its inputs, if they need them), when any backward pass ends, and after an
+        abort.
         """
         if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:
@@ -399,14 +402,14 @@ class FsdpGroup:
             self.gathered = ()
 
     def end_backward(self) -> None:
-        """A backward pass that gathered this block has ended, whichever gradients it computed."""
+        """Release the block. Called when a backward pass that gathered it has ended."""
         self.calls_in_backward.clear()
         if not self.depth:
             self.put_shards_back()
         self.release()
 
     def reset_after_abort(self) -> None:
-        """Forget a forward or a backward that was aborted."""
+        """Reset the state of a forward or a backward that was aborted."""
         self.calls_in_backward.clear()
         self.open_forwards.clear()
         self.depth = 0
@@ -415,11 +418,11 @@ class FsdpGroup:
     # -- gathered parameters in the modules --------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
-        """Returns the gathered parameters, plain and local, in the order of the flats."""
+        """Returns the gathered parameters as plain local tensors, in the order of the flats."""
         return [v for flat in self.flats for v in flat.views()]
 
     def install(self, plain: Sequence[torch.Tensor]) -> None:
-        """Put `plain`, the gathered parameters in the order of the flats, in the modules."""
+        """Set the gathered parameters `plain`, in the order of the flat buffers, in the modules."""
         shards = self.gathered
         wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
@@ -430,7 +433,7 @@ class FsdpGroup:
         self.install_wholes(wholes)
 
     def install_wholes(self, wholes: Sequence[tuple[int, DTensor]]) -> None:
-        """Put gathered parameters in the modules, each with its number."""
+        """Set gathered parameters, as (index, parameter), as attributes of the modules."""
         self.gathered = shards = self.shards()
         writes = count_writes_of([whole for _, whole in wholes])
         self.installed = [
@@ -442,18 +445,18 @@ class FsdpGroup:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
     def write_back(self) -> dict[int, tuple[int, int]]:
-        """Write what the forward wrote into gathered parameters into this rank's shards.
+        """Copy writes of the forward into gathered parameters to this rank's shards.
 
         Returns:
-            For the parameters that were written: their versions now, and the writes that autograd
-            does not count.
+            For each parameter that was written: its version now, and the number of writes that
+            autograd does not count.
 
         Raises:
-            LayoutError: it was written in a dtype that holds less than the shard's.
+            LayoutError: the gathered dtype is narrower than the shard's.
         """
         written: dict[int, tuple[int, int]] = {}
         wholes = [one.whole for one in self.installed]
-        # By counts: only some ranks may find other values in their rows.
+        # Compared by write counts, not by values: these may have changed only on some ranks.
         counts = count_writes_of(wholes), count_unseen_writes_of(wholes)
         for one, now, unseen in zip(self.installed, *counts, strict=True):
             i, p, whole, before = one.number, one.shard, one.whole, one.writes
@@ -470,11 +473,11 @@ class FsdpGroup:
                         reason=DIGITS_LOST,
                         fixes=(WRITE_AFTER,),
                     )
-                # Through `.data` where it was written through that: autograd counts neither.
+                # If it was written through `.data`, so is the shard: autograd then counts neither.
                 (p if now != before else p.data).copy_(rows)
             # Changed in place in the lists that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)
-            if state_of(whole).replaced_at:  # they are of the memory that it had before
+            if state_of(whole).replaced_at:  # saved views show the memory that it had before
                 note_other_memory(p)
             else:
                 if now == before:
@@ -484,23 +487,22 @@ class FsdpGroup:
         return written
 
     def was_written(self, place: int) -> bool:
-        """True if the forward has written the gathered parameter at `place` in the order of the
-        flats."""
+        """True if the forward has written the gathered parameter at index `place` of the flats."""
         if not self.installed:
             return False
         one = self.installed[place]
         return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
 
     def find_first_version(self, place: int) -> int:
-        """The version of the gathered parameter at `place` when it was put in the modules."""
+        """Returns the version of the gathered parameter at `place` when it was installed."""
         return self.installed[place].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
-        """Put the shards into the modules, in place of the gathered parameters."""
+        """Set the shards as attributes of the modules, in place of the gathered parameters."""
         installed, self.installed = self.installed, []
         for one in installed:
-            # It holds a view of `whole`, which holds `whole`: a cycle that no garbage collector
-            # sees.
+            # It refers to a view of `whole`, which refers to `whole`: a cycle that Python's
+            # garbage collector cannot find.
             state = own_state(one.whole)
             state.retyped = state.data = None
             for slot in self.slots[one.number]:
@@ -508,13 +510,13 @@ class FsdpGroup:
 
 
 class SavedVersions:
-    """How often a parameter was written when autograd saved a view or a cast of it in a forward.
+    """The write counts of a parameter when autograd saved a view or a cast of it in a forward.
 
     Attributes:
-        versions, unseen_writes: of the group then.
-        version: of the gathered parameter.
-        written: as `FsdpGroup.write_back` returned it at the forward's end.
-        is_cast: what was saved has memory of its own, which no write changes.
+        versions, unseen_writes: those of the group at that time.
+        version: the version of the gathered parameter.
+        written: the result of `FsdpGroup.write_back` at the forward's end.
+        is_cast: True if the saved tensor has its own memory, which no write changes.
     """
 
     versions: list[int]
@@ -526,13 +528,13 @@ class SavedVersions:
 
 @dataclass(eq=False, slots=True)
 class InstalledParameter:
-    """A gathered parameter that stands in the modules in place of its shard.
+    """A gathered parameter that is set in the modules in place of its shard.
 
     Attributes:
-        number: of the parameter in its group.
-        shard, whole: the parameter at rest, and what was gathered.
+        number: the index of the parameter in its group.
+        shard, whole: the sharded and the gathered parameter.
         writes: the write count of `whole` when it was installed.
-        attributes: that `whole` was given.
+        attributes: the attributes that were copied to `whole`.
     """
 
     number: int
@@ -561,7 +563,7 @@ _REPLACED = (
 
 
 def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """Returns the error of a saved tensor that has another version now, as autograd's own."""
+    """Returns an error like autograd's for a saved tensor whose version has changed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {now}; expected version {expected}{why}"
@@ -573,16 +575,16 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """The calls of blocks that one token ties to their shards.
+    """The calls of blocks in one forward whose gathered parameters one token connects to shards.
 
     What a backward pass sends depends on these counts, which are equal on all ranks. It must not
-    depend on which results of a forward are still alive: Python frees them at another time on each
-    rank.
+    depend on which results of a forward are still alive, because Python frees them at different
+    times on different ranks.
 
     Attributes:
-        made: by block, the calls in forward whose parameters get gradients.
+        made: by block, the number of calls in forward whose parameters get gradients.
         shards: by block, the parameters that are gathered in the forward.
-        hooked: True if they had hooks of the user then.
+        hooked: True if they had hooks of the user at that time.
     """
 
     shards: Mapping[FsdpGroup, Sequence[DTensor]]
@@ -598,11 +600,12 @@ class BackwardPass:
 
     Attributes:
         groups: the blocks that it has gathered.
-        came: by token and block (or parameter with hooks), the calls whose gradients have arrived.
+        came: by token and block (or parameter with hooks), the number of calls whose gradients have
+            arrived.
         complete: parameters with hooks whose gradient has arrived from all calls, while their
             block's backward continues.
-        nested: parameters with hooks to whose gradient a pass inside this one has added.
-        held: by token, the gradients of blocks with more calls to come, by block and number of the
+        nested: parameters with hooks to whose gradient a nested pass has added.
+        held: by token, the gradients of blocks with more calls to come, by block and index of the
             flat buffer.
         with_history: gradients that are a part of the graph of `create_graph=True`.
     """
@@ -617,12 +620,12 @@ class BackwardPass:
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
-        """Note that the gradients of a call of `group` came. True if no more calls are to come."""
+        """Record the gradients of one call of `group`. Returns True if it was the last call."""
         came = self.came[counts, group] = self.came.get((counts, group), 0) + 1
         return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Note that the gradient of `p`, which has hooks, came of a call of `group`."""
+        """Record that the gradient of `p`, which has hooks, has arrived from a call of `group`."""
         came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
         if came >= counts.made[group]:
             self.complete.add(p)
@@ -635,11 +638,11 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Token:
-    """An empty tensor with a history that ties gathered parameters to their shards.
+    """An empty tensor in autograd's graph that connects gathered parameters to their shards.
 
     Attributes:
         tensor: the empty tensor.
-        counts: of the calls that are tied by it.
+        counts: the counts of the calls that use it.
     """
 
     tensor: torch.Tensor
@@ -681,7 +684,7 @@ class Zero(ShardedState):
             written; in a captured step, until their last use.
         holds_partial_gradients: True if there may be unsharded gradients of this or an earlier
             pass.
-        peak: the most bytes that were gathered at once.
+        peak: the largest number of bytes that were gathered at once.
     """
 
     def __init__(
@@ -734,14 +737,14 @@ class Zero(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Mark the model's parameters: their gradients and updates are laid out as they are."""
+        """Mark the model's parameters: their gradients and updates have the parameters' layout."""
         for p in parameters:
-            own_state(p).rest = Rest(p._spec, p._spec, self)  # type: ignore[attr-defined]
+            own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
-    # A copy of the model has a state of its own, over its own parameters, at rest.
+    # A copy of the model has its own state over its own parameters, with nothing gathered.
 
     def __getstate__(self) -> Any:
-        if in_backward():  # which goes on: a copy has what is at rest
+        if in_backward():  # it continues after the copy, which must have shards
             for group in self.groups:
                 group.put_shards_back()
         else:
@@ -756,14 +759,14 @@ class Zero(ShardedState):
         self.adopt_parameters(parameters)
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """Returns the layout of a parameter of `spec` when it is gathered."""
+        """Returns the spec of a gathered parameter whose sharded spec is `spec`."""
         found = self._unsharded.get(spec)
         if found is None:
             layout = spec.layout
             for a in self.axes:
                 layout = layout.put(a, Replicate())
             found = spec_of(layout, spec.wire)
-            if found is not spec:  # else it would hold itself
+            if found is not spec:  # otherwise it would refer to itself
                 self._unsharded[spec] = found
         return found
 
@@ -869,7 +872,7 @@ class Zero(ShardedState):
         return self._passes[number]
 
     def _end_backward(self, number: int) -> None:
-        # Groups that an enclosing backward pass uses are left to it.
+        # An enclosing backward pass releases the groups that it uses itself.
         ended = self._passes.pop(number, BackwardPass())
         # Not sets, whose order differs between ranks: they gather the first one here.
         around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
@@ -881,15 +884,15 @@ class Zero(ShardedState):
                 if group.calls_in_backward and not group.is_current:
                     next(iter(group.calls_in_backward)).gather_again()
             if not self._passes:
-                self.release()  # what was prefetched and not used
+                self.release()  # blocks that were prefetched and not used
 
     def token(self, group: FsdpGroup) -> Token:
-        """Returns the token that ties the gathered parameters of `group` to their shards.
+        """Returns the token that connects the gathered parameters of `group` to their shards.
 
-        One serves a whole forward of the model, so that its backward comes after every block's,
-        and there waits for all gradients that are under way. A block that is called alone has its
-        own. So has a block whose parameters have hooks of the user: a hook may write a parameter
-        that a reentrant checkpoint reads later in the same backward, so it must run as soon as the
+        One token serves a whole forward of the model. So its backward runs after that of every
+        block, and waits for all pending reductions. A block that is called alone has its own token.
+        So has a block whose parameters have hooks of the user: a hook may write a parameter that a
+        reentrant checkpoint reads later in the same backward, so it must run as soon as the
         gradient is complete.
         """
         if not self._forwards or in_backward():
@@ -901,7 +904,7 @@ class Zero(ShardedState):
             others = [other for other in self.groups if other not in self._hooked]
             self._tokens[key] = self._make_token(others if key is None else [group])
         token = self._tokens[key]
-        # `functional_call` within a forward exchanges parameters that were there when it began.
+        # `functional_call` inside a forward replaces parameters that were set when it began.
         if not are_same(token.counts.shards[group], group.gathered):
             return self._make_token([group])
         return token
@@ -916,11 +919,10 @@ class Zero(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce gradients of one flat buffer, with those that were kept before; or keep
-        them under `no_sync`.
+        """Begin to reduce gradients of one flat buffer and those kept before, or keep them.
 
-        The user's hooks run in each backward pass, on what all ranks have summed: with hooks
-        nothing is kept.
+        They are kept under `no_sync`, unless the parameters have hooks of the user: hooks run in
+        each backward pass, on the sum of all ranks.
         """
         shards = counts.shards[group]
         params = [shards[i] for i in group.members[k]]
@@ -937,8 +939,10 @@ class Zero(ShardedState):
     def _may_keep(self, params: list[DTensor]) -> bool:
         """True if partial gradients of `params` may be kept: no hook waits for them, and `finish`
         finds them."""
-        rests = [state_of(p).rest for p in params]
-        return all(r is not None and r.owner is self for r in rests) and not find_hooked(params)
+        all_layouts = [state_of(p).zero_layouts for p in params]
+        return all(r is not None and r.owner is self for r in all_layouts) and not find_hooked(
+            params
+        )
 
     def reduce(
         self,
@@ -948,12 +952,11 @@ class Zero(ShardedState):
         counts: CallCounts | None,
         shards: Sequence[DTensor],
     ) -> None:
-        """Begin to reduce gradients of one flat buffer, after waiting for other groups'
-        reductions."""
+        """Wait for other groups' reductions, then begin to reduce gradients of one flat buffer."""
         params = [shards[i] for i in group.members[k]]
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         for one in self._under_way:
-            # A small group has computed too briefly to hide what came before it.
+            # The backward of a small group is too short to hide the reduction before it.
             if one.group is not group and not group.is_small_beside(one.group):
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
@@ -963,13 +966,15 @@ class Zero(ShardedState):
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> dict[DTensor, torch.Tensor]:
-        """Wait for the reductions of `counts` in this backward pass; each parameter's gradient,
-        plain and local.
+        """Wait for the reductions of `counts` in this backward pass.
 
-        Those of an enclosing backward pass are left to it: hooks see the gradients of each.
+        An enclosing backward pass collects its own, because hooks get the gradients of each pass.
+
+        Returns:
+            The gradient of each parameter, as a plain local tensor.
         """
         if counts is not None:
-            # Backward did not come to all calls of these blocks.
+            # Backward did not reach all calls of these blocks.
             held = self.pass_at_work().held.pop(counts, {})
             for (group, k), shares in held.items():
                 self.send_or_keep(group, k, shares, counts)
@@ -1036,11 +1041,11 @@ class Zero(ShardedState):
         return "a parameter"
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
-        own_state(new).rest = state_of(old).rest
+        """Replace `old` by `new`, which has its layout and its place in the model."""
+        own_state(new).zero_layouts = state_of(old).zero_layouts
 
     def show_gradient(self) -> None:
-        """The program reads a gradient, or clears it: reduce the partial ones that were kept."""
+        """Reduce the kept Partial gradients. Called when the program reads or clears a gradient."""
         if self.holds_partial_gradients and not in_backward():
             self.holds_partial_gradients = False
             if any(group.held_gradients for group in self.groups):
@@ -1049,8 +1054,7 @@ class Zero(ShardedState):
     def finish(self) -> None:
         """Reduce the Partial gradients that were kept, and add them to the parameters' gradients.
 
-        Not during a backward pass: autograd delivers its gradients, and calls the hooks of the
-        parameters.
+        It does nothing during a backward pass, in which autograd adds gradients and calls hooks.
         """
         if in_backward():
             return
@@ -1081,7 +1085,7 @@ class Zero(ShardedState):
                 group.release()
 
     def reset_after_abort(self) -> None:
-        """Drop all of an earlier step, however it ended: release blocks, wait for reductions."""
+        """Reset after a step that ended in any way: release blocks, wait for reductions."""
         self._passes.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
@@ -1092,7 +1096,7 @@ class Zero(ShardedState):
 
     @property
     def alive(self) -> int:
-        """Bytes of gathered parameters that are held now."""
+        """Bytes of parameters that are gathered now."""
         return sum([flat.alive for group in self.groups for flat in group.flats])
 
     def note_alive(self) -> None:

@@ -1,11 +1,11 @@
 """Hooks of a block under ZeRO-3: gathered for its forward and its backward, released after each.
 
 Forward hooks gather a block's parameters and release them. In place of a gathered parameter,
-autograd saves a note of its position, so that no graph keeps gathered memory. Unpacking a note
-gathers the block again. An autograd node (`_GatherBlock`) connects shards and gathered parameters;
-its backward reduces and scatters. A captured step has only moves, no hooks on saved tensors and no
-emptied storages. There `graph/passes/regather` gathers again between uses that are far apart. The
-executor drops a value after its last read (`graph/backend/executor`).
+autograd saves a note of its position, so that no graph keeps gathered memory alive. Unpacking a
+note gathers the block again. An autograd node (`_GatherBlock`) connects shards and gathered
+parameters; its backward reduce-scatters gradients. A captured step has no such hooks: its graph has
+only the moves. The pass `graph/passes/regather` gathers again between uses that are far apart, and
+the executor drops a value after its last read (`graph/backend/executor`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 
 
 def register_hooks(state: Zero) -> None:
-    """Register hooks on a model and its blocks that gather what their forwards read."""
+    """Register hooks on a model and its blocks that gather the parameters for each forward."""
     for group in state.groups:
         hooks = _BlockHooks(group)
         for module in group.modules:
@@ -660,7 +660,7 @@ class _Gather(torch.autograd.Function):
 
 
 def refuse_no_sync() -> None:
-    """Raise CaptureError: a graph cannot hold back gradients of ZeRO-3 for a later micro-batch."""
+    """Raise CaptureError: in a graph, gradients of ZeRO-3 cannot wait for a later micro-batch."""
     raise not_captured(
         "no_sync under stage 3 of ZeRO",
         "in a graph the transpose of a gather reduce-scatters the gradient at once",

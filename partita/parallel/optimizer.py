@@ -1,12 +1,10 @@
-"""Optimizer steps on DTensors: gradients are reduced once, and updates run as fast as plain
-tensors.
+"""Optimizer steps on DTensors: gradients are reduced once, and updates run on plain tensors.
 
-The gradient of a Replicate parameter is Partial. Accumulating micro-batches adds shares to shares
-and sends nothing. The first use of the whole gradient (a clip, a step, a norm that is printed)
-reduces it, once. Parameter, gradient and state then have the same layout, and an element-wise
-optimizer needs no layouts. So torch's pre-step hook runs the step itself, on the shards as plain
-tensors, and the original step then sees an optimizer without parameters. All other optimizers run
-through dispatch, op by op.
+The gradient of a Replicate parameter is Partial. Accumulating micro-batches adds Partial gradients
+and sends nothing. The first use of the whole gradient (a clip, a step, printing a norm) reduces it,
+once. Then parameter, gradient and state have the same layout, and an element-wise optimizer can run
+on local tensors. So torch's pre-step hook runs the step itself, on the local tensors, and torch
+then steps an optimizer without parameters. All other optimizers run through dispatch, op by op.
 """
 
 from __future__ import annotations
@@ -46,10 +44,9 @@ from .parameters import refuse_given_up
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
     """Reduce the Partial gradients of `params`. Each then has the layout of its parameter.
 
-    It sends each Partial byte once: one all-reduce for each set of axes and dtype, cut into
-    buckets. Gradients that are not Partial, and plain ones, do not change, so a second call does
-    nothing. Gradients that backward adds later are summed correctly. The reason in the ledger is
-    "settle".
+    There is one all-reduce for each set of axes and dtype, cut into buckets. Gradients that are not
+    Partial, and plain ones, do not change, so a second call does nothing. Gradients that backward
+    adds later are summed correctly. The ledger records the reason "settle".
     """
     listed = _list_parameters(params, "reduce_gradients")
     reduce_pending_gradients(p for p in listed if isinstance(p, DTensor))
@@ -101,7 +98,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     with Local(), torch.no_grad():
         each = norms(grads, norm_type)
-        # In the widest dtype of them all.
+        # In the widest dtype of all norms.
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in each) else torch.float32
         first = each[0].device
         norm = torch.linalg.vector_norm(torch.stack([n.to(first, dtype) for n in each]), norm_type)
@@ -140,11 +137,11 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall | None:
     if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
         return None
-    _after_step(optimizer, args, kwargs)  # of a step that failed
+    _after_step(optimizer, args, kwargs)  # cleans up after a step that failed
     params = [p for group in optimizer.param_groups for p in group["params"]]
     HERE.trace.run_without_profiling(refuse_given_up, params)
     spread = [p for p in params if isinstance(p, DTensor)]
-    # A closure computes new gradients, which only the step itself sees.
+    # A closure computes new gradients inside the step, after this hook.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in _ELEMENTWISE and closure is None
     if not spread:
@@ -210,8 +207,8 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
 
 def _find_owners(params: list[DTensor]) -> list[Any]:
     """Returns the objects that reduce the gradients of `params` early, each once."""
-    rests = (state_of(p).rest for p in params)
-    return [*dict.fromkeys(rest.owner for rest in rests if rest is not None)]
+    all_layouts = (state_of(p).zero_layouts for p in params)
+    return [*dict.fromkeys(layouts.owner for layouts in all_layouts if layouts is not None)]
 
 
 def _lay_out_states(optimizer: Optimizer, params: list[DTensor]) -> None:
@@ -273,7 +270,7 @@ def _step_as_plain(
     """
     state = optimizer.state
     tensors = HERE.trace.run_without_profiling(_list_tensors, optimizer, params)
-    typed = type(params[0])  # another class than DTensor while a step is captured
+    typed = type(params[0])  # during a capture this is not DTensor but another class
     plain = next(cls for cls, kind in TYPED.items() if kind is typed)
     try:
         for t in tensors:
@@ -288,7 +285,7 @@ def _step_as_plain(
             t.__class__ = typed
     for p in params:
         for name, value in (state.get(p) or {}).items():
-            # A scalar that belongs to no element (the count of steps, ASGD's eta) stays plain.
+            # State that is not per element (the count of steps, ASGD's eta) stays plain.
             if type(value) is not plain or name == "step":
                 continue
             if value.shape == shapes[p]:  # type: ignore[attr-defined]
@@ -379,8 +376,8 @@ def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list
 
 
 def _block_of(p: DTensor) -> str:
-    rest = state_of(p).rest
-    return "" if rest is None else rest.name
+    layouts = state_of(p).zero_layouts
+    return "" if layouts is None else layouts.name
 
 
 def _rekey_optimizer_state(optimizer: Optimizer, to: dict[Any, Any]) -> None:

@@ -1,9 +1,9 @@
 """Parallelization of a model by a plan: `parallelize`, and the entries of a plan.
 
 A plan maps patterns of names to the layouts of weights, and of activations: `Inputs` for the
-arguments of a module, `Outputs` for its results. Each of these is an explicit redistribution in a
-forward hook, whose transpose runs in backward. The ledger names the module. The whole plan is
-checked before anything changes, and all mistakes in it are raised as one error.
+arguments of a module, `Outputs` for its results. A forward hook redistributes these activations,
+and backward redistributes their gradients. The ledger names the module. The whole plan is checked
+before anything changes, and all mistakes in it are raised as one error.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ class _Boundary:
 class Inputs(_Boundary):
     """The layouts of the arguments of a module's `forward`.
 
-    Arguments are redistributed to them before `forward` runs. An argument is found whether it is
-    passed by position or by name. A plain tensor counts as a whole value. Mesh axes that are not
-    named keep their placement.
+    Arguments are redistributed to these layouts before `forward` runs, whether they are passed by
+    position or by name. A plain tensor counts as a whole value. Mesh axes that are not named keep
+    their placement.
 
     Args:
         places: placements by mesh axis, for each positional argument in order. None leaves an
             argument as it is.
-        named: likewise, by the argument's name in `forward`.
+        named: the same by keyword: the placements of the argument with this name in `forward`.
     """
 
     def __init__(self, *places: Places | None, **named: Places):
@@ -155,8 +155,7 @@ class Inputs(_Boundary):
 
 
 class Outputs(_Boundary):
-    """The layouts of the tensor, or the tuple or list of tensors, that a module's `forward`
-    returns.
+    """The layouts of the tensor, or of the tensors in a tuple or list, that `forward` returns.
 
     Args:
         places: placements by mesh axis, for each tensor in order. None leaves a tensor as it is. A
@@ -315,7 +314,7 @@ characters, dots too; `?` matches one; `[ab]` matches one of these (as `fnmatch`
 """
 
 
-_SHOWN = 40  # problems of a plan in one error
+_SHOWN = 40  # the most mistakes of a plan that one error lists
 
 
 @dataclass
@@ -336,7 +335,7 @@ class _ParsedPlan:
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Of what is wrong itself it is only checked whether it matches something.
+        # An entry that is wrong itself is only checked for a match.
         places: dict[str, Places | None] = {}
         boundaries: dict[str, list[Inputs | Outputs]] = {}
         for pattern, value in self.plan.items():
@@ -385,7 +384,7 @@ class _ParsedPlan:
         """Note where parameters go."""
         held_tensors = find_parameters_and_buffers(self.model)
         for held in held_tensors:
-            # No pattern speaks of buffers.
+            # Patterns do not apply to buffers.
             matching = [] if held.is_buffer else _find_matching(plan, held.names)
             if nn.parameter.is_lazy(held.tensor):
                 self.wrong.append(f"{held.name} has no shape yet: run the model once before")
@@ -431,7 +430,7 @@ class _ParsedPlan:
                 f"{t._spec.wire.mesh}"
             )
         elif not isinstance(t, DTensor) or t._spec.layout != layout:
-            if state_of(t).rest is not None:
+            if state_of(t).zero_layouts is not None:
                 self.wrong.append(f"{held.name} is sharded by zero already: parallelize before")
                 return
             if t.grad is not None:

@@ -1,10 +1,10 @@
 """Parameters of a model: the modules that hold each, the blocks that use them, their first values.
 
-A parameter that several modules share is exchanged in all of them at once, so that it stays shared.
-The old one is marked. An optimizer that still holds it would train nothing, so it raises at its
-step. A model on the meta device gets memory piece by piece, and values from its own init functions.
-These draw one device's random numbers. So the values equal those of the model made on one device
-with the same seed, and no rank ever holds more than one whole parameter.
+A parameter that several modules share is replaced in all of them at once, so that it stays shared.
+The old one is marked. An optimizer that still refers to it would train nothing, so its step raises
+an error. A model on the meta device gets memory for this rank's pieces, and values from its own
+init functions. These draw the random numbers of one device. So the values equal those of the model
+made on one device with the same seed, and a rank never holds more than one whole parameter.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """A module and the attribute under which it holds a parameter or buffer."""
+    """A module, and the name of the attribute that is a parameter or buffer."""
 
     owner: nn.Module
     attr: str
 
     @property
     def parameter(self) -> Any:
-        """The parameter that the module holds now.
+        """The parameter that is the module's attribute now.
 
         Raises:
-            LayoutError: the module no longer has it: something has replaced it.
+            LayoutError: the attribute is no parameter any more, because something replaced it.
         """
         found = self.owner._parameters.get(self.attr)
         if found is None:
@@ -66,7 +66,7 @@ class ParameterSlot:
         return found
 
     def put(self, value: Any) -> None:
-        """Make the module hold `value` here, of whatever type."""
+        """Set the module's attribute to `value`, of any type."""
         owner = self.owner
         table = owner._parameters if self.attr in owner._parameters else owner._buffers
         table[self.attr] = value
@@ -74,12 +74,12 @@ class ParameterSlot:
 
 @dataclass
 class HeldParameter:
-    """A parameter or buffer, and the modules that hold it.
+    """A parameter or buffer, and the modules that have it as an attribute.
 
     Attributes:
-        is_buffer: it is a buffer.
+        is_buffer: True for a buffer.
         names: all its names in the model, without the parts that wrappers add.
-        homes: where modules hold it.
+        homes: the modules and attributes.
     """
 
     tensor: torch.Tensor
@@ -93,8 +93,7 @@ class HeldParameter:
 
 
 def find_parameters_and_buffers(model: nn.Module) -> list[HeldParameter]:
-    """The parameters and then the buffers of `model`, each once, in the order of their first
-    names."""
+    """Returns the parameters and then the buffers of `model`, each once, in order."""
     found: dict[tuple[bool, int], HeldParameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for is_buffer, members in (
@@ -110,13 +109,12 @@ def find_parameters_and_buffers(model: nn.Module) -> list[HeldParameter]:
 
 
 def plain_name(name: str) -> str:
-    """`name` without the parts that wrappers add."""
+    """Returns a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def find_hooked(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors on which, or on the accumulation of whose gradients, the user has registered
-    hooks."""
+    """Returns the tensors with hooks of the user, also post-accumulate-grad hooks."""
     # Called in each step, where hardly any tensor has a hook.
     with Local():
         maybe = [
@@ -128,14 +126,14 @@ def find_hooked(tensors: Sequence[Any]) -> list[Any]:
 
 
 def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
-    """Replace a tensor by `new` in all modules that hold it, with its attributes and requires_grad.
+    """Replace a tensor by `new` in all its modules. Attributes and requires_grad are kept.
 
-    A parameter stays the object that it is, unless its device changes.
+    A parameter stays the same object, unless its device changes.
 
     Args:
-        new: a leaf without requires_grad that nothing else holds. Where `zero` has sharded the old
-            one's state, it has the old one's layout.
-        by: the function that does it, for the error of an optimizer that holds the old one.
+        new: a leaf without requires_grad to which nothing else refers. If `zero` has sharded the
+            old one's state, it must have the old one's layout.
+        by: the calling function, for the error of an optimizer that refers to the old one.
     """
     old = held.tensor
     if isinstance(old, nn.Parameter) and isinstance(new, DTensor) and can_hold(old, new):
@@ -146,9 +144,9 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
     for key, value in old.__dict__.items():
         if key not in OURS:
             new.__dict__[key] = value
-    rest = state_of(old).rest
-    if rest is not None:  # the owner of the training state finds it by identity
-        rest.owner.replaced(old, new)
+    layouts = state_of(old).zero_layouts
+    if layouts is not None:  # the owner refers to parameters by identity
+        layouts.owner.replaced(old, new)
     for home in held.homes:
         setattr(home.owner, home.attr, new)
     held.tensor = new
@@ -158,8 +156,10 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
 def allocate_tensor(
     held: HeldParameter, *, by: str, device: torch.device | str | None = None
 ) -> None:
-    """Replace a tensor on the meta device by an uninitialized one on `device`; where that is None,
-    on its mesh's, or the CPU."""
+    """Replace a tensor on the meta device by an uninitialized one on `device`.
+
+    None means the device of its mesh, or the CPU for a plain tensor.
+    """
     x = held.tensor
     if isinstance(x, DTensor):
         spec = x._spec
@@ -170,10 +170,10 @@ def allocate_tensor(
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
-    """Raise if an optimizer holds parameters that their model has given up.
+    """Raise if `params` of an optimizer have been replaced in their model.
 
     Raises:
-        LayoutError: naming the first of them.
+        LayoutError: names the first of them.
     """
     lost = [found for p in params if (found := state_of(p).given_up) is not None]
     if lost:
@@ -195,16 +195,16 @@ _CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
 
 @dataclass
 class Block:
-    """Parameters that are gathered together: what one `forward` uses.
+    """The parameters that one forward uses, and that are gathered together.
 
-    That is a layer of a ModuleList or a Sequential, found by itself or named by the user.
-    Parameters outside of all blocks (an embedding, a final norm, a head) form a block for each set
-    of modules that own them, so that a tied weight is gathered for each of its users.
+    A block is usually a layer of a ModuleList or a Sequential, found automatically or named by the
+    user. Parameters outside of all blocks (an embedding, a final norm, a head) form a block for
+    each set of modules that own them, so that a tied weight is gathered for each of its users.
 
     Attributes:
         name: the name of its module in the model.
         modules: the modules whose forward needs the parameters; usually one.
-        slots: for each parameter the places that hold it; more than one where it is tied.
+        slots: for each parameter its modules and attributes; more than one if it is tied.
     """
 
     name: str
@@ -217,14 +217,13 @@ Blocks = Iterable[str | nn.Module] | str | nn.Module | None
 
 
 def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
-    """Returns the blocks of `model`, in the order of its modules; together they hold every
-    parameter.
+    """Returns the blocks of `model`, in the order of its modules. They contain all parameters.
 
     Args:
-        chosen: the modules that become blocks, one or several, or patterns of names. "layers.*"
-            means, of nested matches, the outermost. "*" means each child of the model, and the
-            children of a ModuleList. By default: the children of the outermost ModuleLists and
-            Sequentials.
+        chosen: the modules that become blocks, one or several, or patterns of names. Of nested
+            matches of "layers.*" the outermost is taken. "*" means each child of the model, and
+            the children of a ModuleList. By default: the children of the outermost ModuleLists
+            and Sequentials.
 
     Raises:
         ValueError: a pattern that matches no module, or only lists of modules; a module that is not
@@ -300,8 +299,7 @@ def materialize(
     *,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Allocate and initialize a model that is on the meta device, in place. Each rank gets its
-    pieces.
+    """Allocate and initialize a model on the meta device, in place. Each rank gets its pieces.
 
         with torch.device("meta"):
             model = GPT(...)
@@ -319,7 +317,7 @@ def materialize(
             tensors.
         init_fn: called with the model after the allocation; must write every parameter and buffer.
             By default each module's `reset_parameters` is called, children first, as constructors
-            do. Then `init_weights` is called, of the outermost modules that have it.
+            do. Then `init_weights` of the outermost modules that have it is called.
 
     Returns:
         `model`.
@@ -354,7 +352,7 @@ def materialize(
         ),
     )
     for held in find_parameters_and_buffers(model):
-        spec = specs.get(held.name)  # of what was assigned instead of written into
+        spec = specs.get(held.name)  # the init function has assigned a new tensor
         if spec is not None and not isinstance(held.tensor, DTensor):
             replace_tensor(held, spread(held.tensor, spec), by="materialize")
     return model
@@ -468,7 +466,7 @@ def _find_initializer(
         return partial(init_fn, module)
     if (reset := _find_reset(module)) is not None:
         return reset
-    for outer in reversed(around):  # as in models of transformers
+    for outer in reversed(around):  # Hugging Face transformers has `_init_weights`
         own = getattr(outer, "_init_weights", None)
         if callable(own):
             return partial(own, module)

@@ -31,55 +31,61 @@ _SEQUENCE = 1
 
 
 def column(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Plan of linear layers split by their outputs: each rank computes some features, with their
-    biases.
+    """Returns the plan of linear layers whose output features are sharded (weights and biases).
 
     Args:
         names: patterns of the modules' names.
+        axis: the mesh axis.
     """
     return {f"{name}.*": {axis: Shard(0)} for name in names}
 
 
 def row(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Plan of linear layers split by their inputs, the features that a column layer returns.
+    """Returns the plan of linear layers whose input features are sharded, as after `column`.
 
-    Their result is Partial. One move reduces it or shards it.
+    Their result is Partial. One all-reduce or reduce-scatter then sums it.
 
     Args:
         names: patterns of the modules' names.
+        axis: the mesh axis.
     """
     return {f"{name}.weight": {axis: Shard(1)} for name in names}
 
 
 def vocabulary(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Plan of embeddings and heads split by words: each rank has the rows of some words.
+    """Returns the plan of embeddings and heads sharded by words: each rank has some rows.
 
-    `F.cross_entropy` takes the split logits of such a head.
+    `F.cross_entropy` takes the sharded logits of such a head.
 
     Args:
         names: patterns of the modules' names.
+        axis: the mesh axis.
     """
     return {f"{name}.weight": {axis: Shard(0)} for name in names}
 
 
 def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, Any]:
-    """Plan of modules (an attention, an MLP) that begin with column layers and end with row layers.
+    """Returns the plan of modules that begin with column layers and end with row layers.
+
+    Examples are an attention and an MLP.
 
     Args:
         names: patterns of the modules' names.
+        axis: the mesh axis.
         sequence: True: inputs and outputs are sharded along the sequence, with an all-gather before
             and a reduce-scatter after. False: both are whole, with an all-reduce after.
     """
     around = {axis: Shard(_SEQUENCE) if sequence else Replicate()}
-    # An attention may return its weights or its cache beside: they stay as they are.
+    # An attention may also return its weights or its cache, which stay as they are.
     return {name: [Inputs({axis: Replicate()}), Outputs(around, ...)] for name in names}
 
 
 def outer(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Plan of modules (a norm, a dropout) that work on their rank's piece of the sequence.
+    """Returns the plan of modules (a norm, a dropout) whose inputs are sharded along the sequence.
 
     Args:
         names: patterns of the modules' names.
+        axis: the mesh axis.
     """
     return {name: Inputs({axis: Shard(_SEQUENCE)}) for name in names}
 
@@ -96,18 +102,19 @@ def transformer(
     sequence: bool = False,
     split_words: bool = True,
 ) -> dict[str, Any]:
-    """Plan of a whole transformer.
+    """Returns the plan of a whole transformer. Modules are given by patterns of names.
 
     Args:
-        columns: its linear layers that are split by outputs.
-        rows: its linear layers that are split by inputs.
+        columns: its linear layers whose output features are sharded.
+        rows: its linear layers whose input features are sharded.
         inners: the modules that begin with columns and end with rows.
-        norms: the modules between those. With `sequence` they work on pieces of the sequence.
-        embed: the embedding, split by words. If `embed` and `head` share one weight, it is split
-            once.
-        head: the output layer, split by words.
-        split_words: False keeps embed and head whole on every rank. This saves the moves of a split
-            loss, but costs memory and work. Use it for a small vocabulary.
+        norms: the modules between those. With `sequence` their inputs are sharded along it.
+        embed: the embedding, sharded by words. If `embed` and `head` share one weight, it is
+            sharded once.
+        head: the output layer, sharded by words.
+        axis: the mesh axis.
+        split_words: False keeps embed and head whole on every rank. This saves the collectives of
+            a sharded loss, but costs memory and work. Use it for a small vocabulary.
         sequence: True adds sequence parallelism. Between the inner modules, activations are sharded
             along the sequence. No activation is all-reduced.
     """
@@ -136,7 +143,7 @@ _OURS: dict[str, Any] = {
 
 
 def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Plan of `partita.app.models.GPT`."""
+    """Returns the plan of `partita.app.models.GPT`; arguments as in `transformer`."""
     columns = ["blocks.*.attention.qkv", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
@@ -144,7 +151,7 @@ def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -
 
 
 def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Plan of `partita.app.models.Llama`."""
+    """Returns the plan of `partita.app.models.Llama`; arguments as in `transformer`."""
     columns = ["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.o", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}

@@ -1,9 +1,9 @@
-"""Torch's wrappers that replicate or shard a model, where they meet a model of partita.
+"""Errors for torch's wrappers (DDP, FSDP, ...) around a model of DTensors.
 
-They exchange parameters and gradients as if each rank held the whole of them. DDP's first broadcast
-would write rank 0's pieces over the others, and every gradient would be reduced twice. So they
-refuse a model that has DTensors, and `zero` and `parallelize` refuse a model that they have
-wrapped.
+These wrappers treat each rank's parameters and gradients as whole values. DDP's first broadcast
+would overwrite all pieces with those of rank 0, and every gradient would be reduced twice. So a
+wrapper raises an error for a model that has DTensors, and `zero` and `parallelize` raise one for a
+wrapped model.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:
 def refuse_wrapped(model: nn.Module, what: str, wire: Wire) -> None:
     """Raise if `model`, or a part of it, was wrapped or sharded by torch.
 
-    Whether a wrapper is alive may differ between ranks, so they compare what they found.
+    The ranks compare what they found, because a wrapper may be alive only on some of them.
 
     Args:
-        what: the function that is called, for the error.
-        wire: of the mesh for the model.
+        what: the name of the calling function, for the error.
+        wire: the wire of the model's mesh.
     """
     found = ""
     for name, module in model.named_modules():

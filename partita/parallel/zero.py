@@ -4,10 +4,10 @@ Between steps each rank holds its shard of the optimizer state (from stage 1), o
 stage 2) and of every parameter (stage 3, see `fsdp_group`).
 
 In stages 0 to 2 parameters are whole on every rank of the data axis, and gradients are reduced
-while backward still runs. When the last gradient of a block has arrived, the ranks begin to reduce
-the block's gradients (all-reduce, or reduce-scatter in stage 2). Meanwhile backward continues.
-Until the sums are written back the gradients stay Partial. If one changes in this time, its sum is
-dropped, and it is reduced later.
+while backward runs. When the last gradient of a block is complete, the ranks begin to reduce the
+block's gradients (all-reduce, or reduce-scatter in stage 2), and backward continues. The gradients
+stay Partial until the sums are written back. If one changes in this time, its sum is dropped, and
+it is reduced later.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from partita.tensor.dtensor import DTensor, moved, tagged
 from partita.tensor.dtensor_gradients import mark_settled, requiring_grad, update_spec
 from partita.tensor.tensor_state import (
     HERE,
-    Rest,
     Spec,
+    ZeroLayouts,
     count_unseen_writes_of,
     count_writes_of,
     make_argument_error,
@@ -131,9 +131,9 @@ def zero(
     if applied and blocks is None:
         blocks = applied
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
-    for p in model.parameters():  # a 0-d one stays whole; its gradient is reduced with the others
-        if state_of(p).rest is not None:  # of a module within
-            own_state(p).rest = None
+    for p in model.parameters():  # a 0-d one stays whole; its gradient is reduced like others
+        if state_of(p).zero_layouts is not None:  # an inner module, sharded before
+            own_state(p).zero_layouts = None
         else:
             grads[p] = hold_value(
                 p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
@@ -265,8 +265,8 @@ def _take_over(
             states[module] = module.__dict__["_zero"]
     owners = set(states.values())
     for name, p in model.named_parameters():
-        rest = state_of(p).rest
-        if rest is not None and rest.owner not in owners:
+        layouts = state_of(p).zero_layouts
+        if layouts is not None and layouts.owner not in owners:
             raise LayoutError(
                 f"zero: {name} is sharded already, with a model around this module",
                 place=user_line(),
@@ -301,12 +301,13 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Send no gradients in the backward passes inside the block.
+    """Do not reduce gradients in the backward passes inside the block.
 
-    The first backward pass after it, or the optimizer's step, sends the sum of all gradients. Until
-    then each rank holds whole gradients, as many bytes as the model has. Without `no_sync`, stages
-    2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes. For a model
-    without `zero` this does nothing: such a model sends its gradients in the step.
+    The first backward pass after it, or the optimizer's step, reduces the sum of all gradients.
+    Until then each rank holds unsharded gradients, as many bytes as the model has. Without
+    `no_sync`, stages 2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
+    For a model
+    without `zero` this does nothing: its gradients are only reduced in the optimizer's step.
 
         for k, (x, y) in enumerate(micro_batches):
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
@@ -314,7 +315,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     refuse_all_but_modules(model, "no_sync")
     state: Zero | GradReducer | None = model.__dict__.get("_zero")
-    if state is None:  # partial gradients add up as they are, and settle in the step
+    if state is None:  # Partial gradients accumulate, and are reduced in the step
         yield
         return
     if HERE.trace.is_tracing and isinstance(state, Zero):
@@ -424,12 +425,12 @@ class _Bucket:
 
 
 class GradReducer(ShardedState):
-    """Reduces the gradients of blocks as their backward ends.
+    """The reducer of stages 0 to 2, which reduces a block's gradients when its backward ends.
 
     Args:
-        blocks: a name of each, its trained parameters and where the model holds them.
-        axes: the mesh axes over which gradients are partial.
-        stage: 0, 1 (each rank updates its shard) or 2 (and holds its shard of a gradient only).
+        blocks: for each block its name, its trained parameters, and their modules and attributes.
+        axes: the mesh axes over which gradients are Partial.
+        stage: 0, 1 (each rank updates its shard) or 2 (and keeps only its shard of a gradient).
     """
 
     def __init__(
@@ -452,7 +453,7 @@ class GradReducer(ShardedState):
                 for i, (p, piece) in enumerate(zip(bucket.params, bucket.pieces, strict=True)):
                     gradient = piece if stage == 2 else p._spec
                     update = piece if stage else p._spec
-                    self._adopt_parameter(bucket, i, p, Rest(gradient, update, self, name))
+                    self._adopt_parameter(bucket, i, p, ZeroLayouts(gradient, update, self, name))
 
     # A copy of the model has a state of its own, over its own parameters.
 
@@ -480,11 +481,13 @@ class GradReducer(ShardedState):
             for i, p in enumerate(bucket.params):
                 if p is old:
                     bucket.params[i] = new
-                    self._adopt_parameter(bucket, i, new, state_of(old).rest)
+                    self._adopt_parameter(bucket, i, new, state_of(old).zero_layouts)
 
     def adopt_replaced(self, *_: Any) -> None:
-        """A hook before the forward: take over parameters that the program has put in the places of
-        others, as `load_state_dict(assign=True)` does."""
+        """Register parameters that have replaced others, as after `load_state_dict(assign=True)`.
+
+        This is a hook that runs before the forward.
+        """
         if HERE.trace.is_tracing:
             return
         for bucket in self._buckets:
@@ -492,12 +495,14 @@ class GradReducer(ShardedState):
                 new = slot.owner._parameters.get(slot.attr)
                 if new is not old and isinstance(new, DTensor) and new.is_leaf:  # type: ignore[comparison-overlap]
                     alike = new._spec is old._spec and new.dtype is old.dtype
-                    rest = state_of(new).rest
-                    if alike and new.requires_grad and (rest is None or rest.owner is self):
+                    layouts = state_of(new).zero_layouts
+                    if alike and new.requires_grad and (layouts is None or layouts.owner is self):
                         self.replaced(old, new)
 
-    def _adopt_parameter(self, bucket: _Bucket, i: int, p: DTensor, rest: Rest | None) -> None:
-        own_state(p).rest = rest
+    def _adopt_parameter(
+        self, bucket: _Bucket, i: int, p: DTensor, layouts: ZeroLayouts | None
+    ) -> None:
+        own_state(p).zero_layouts = layouts
         if (handle := self._handles.pop(p, None)) is not None:
             handle.remove()
 
@@ -553,13 +558,13 @@ class GradReducer(ShardedState):
     # -- after an optimizer has updated shards -----------------------------------------------------
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """An optimizer has updated each rank's shards: gather them into the whole parameters."""
+        """Gather updated shards into whole parameters. Called after an optimizer's step."""
         if self.stage == 0:
             return
         given = set(params)
         parts = [(b, [p for p in b.params if p in given]) for b in self._buckets]
         with Local(), torch.no_grad():
-            # While a bucket arrives, the one before it is written.
+            # While one bucket is received, the previous one is written.
             for before, now in pairwise([None, *(part for part in parts if part[1]), None]):
                 if now is not None:
                     rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in now[1]]

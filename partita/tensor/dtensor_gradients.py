@@ -60,9 +60,9 @@ hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 def _show_gradient(x: torch.Tensor) -> None:
     """Make ZeRO add the gradient that it still keeps for x, before `x.grad` is read or cleared."""
-    rest = state_of(x).rest
-    if rest is not None:
-        rest.owner.show_gradient()
+    layouts = state_of(x).zero_layouts
+    if layouts is not None:
+        layouts.owner.show_gradient()
 
 
 def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
@@ -132,9 +132,9 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
     shown = None
     with Unheard():
         for x in tensors:
-            rest = state_of(x).rest
-            if rest is not None and rest.owner is not shown:
-                shown = rest.owner
+            layouts = state_of(x).zero_layouts
+            if layouts is not None and layouts.owner is not shown:
+                shown = layouts.owner
                 shown.show_gradient()
             if _grad.__get__(x) is not None or is_watched(x):
                 x.grad = None
@@ -456,7 +456,7 @@ class NodeOfPieces:
 
         def call_typed_hook(_: Any, grads: tuple[Any, ...]) -> Any:
             # Under ZeRO, torch comes here for a parameter without a gradient, too.
-            if grads[0] is not None or state_of(leaf).rest is None:
+            if grads[0] is not None or state_of(leaf).zero_layouts is None:
                 fn((), (type_gradient(grads[0], leaf._spec),))
 
         return self.node.register_hook(call_typed_hook)
@@ -470,7 +470,7 @@ class NodeOfPieces:
         leaf = self._hook_leaf()
 
         def call_typed_hook(grads: tuple[Any, ...]) -> Any:
-            if grads[0] is None and state_of(leaf).rest is not None:
+            if grads[0] is None and state_of(leaf).zero_layouts is not None:
                 return None
             out = fn((type_gradient(grads[0], leaf._spec),))
             return out and (_lay_out_as_dual(out[0], leaf._spec, "hook"),)
@@ -540,14 +540,14 @@ DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 
 def settled_spec(x: DTensor) -> Spec:
     """The spec of x's gradient once it is settled: that of x, or the one that ZeRO keeps it in."""
-    rest = state_of(x).rest
-    return x._spec if rest is None else rest.gradient
+    layouts = state_of(x).zero_layouts
+    return x._spec if layouts is None else layouts.gradient
 
 
 def update_spec(x: DTensor) -> Spec:
     """The spec in which an optimizer updates x and keeps its state: that of x, or ZeRO's."""
-    rest = state_of(x).rest
-    return x._spec if rest is None else rest.update
+    layouts = state_of(x).zero_layouts
+    return x._spec if layouts is None else layouts.update
 
 
 def store_gradient(x: DTensor, grad: DTensor) -> None:
@@ -711,8 +711,8 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     reducing.
     """
     params = list({id(p): p for p in params}.values())
-    rests = [state_of(p).rest for p in params]
-    for owner in dict.fromkeys(rest.owner for rest in rests if rest is not None):
+    all_layouts = [state_of(p).zero_layouts for p in params]
+    for owner in dict.fromkeys(layouts.owner for layouts in all_layouts if layouts is not None):
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
     with Local():
@@ -777,8 +777,8 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
     """Reduce-scatter a gradient, so that each rank keeps the shard that ZeRO gives it."""
     wanted = settled_spec(p)
     with torch.no_grad():
-        rest = state_of(p).rest
-        name = (rest and rest.name) or "gradients"
+        layouts = state_of(p).zero_layouts
+        name = (layouts and layouts.name) or "gradients"
         shard = moved(grad, grad._spec, wanted, name, "settle")
     HERE.trace.replace_value(grad, shard)
     grad._spec = wanted

@@ -270,7 +270,7 @@ OURS = frozenset(("_spec", _STATE, "_origin"))
 
 
 @dataclass(frozen=True)
-class Rest:
+class ZeroLayouts:
     """The specs of a parameter's gradient and update, where ZeRO has them in another layout than
     it.
 
@@ -316,7 +316,7 @@ class TensorState:
     """What is stored for one tensor; for most tensors nothing.
 
     Attributes:
-        rest: the layouts in which ZeRO keeps its gradient and its update.
+        zero_layouts: the layouts in which ZeRO keeps its gradient and its update.
         gradient_of: the tensor whose `.grad` this object is, or was.
         copied_view: for a view copy, what it was copied from (a `CopiedView`).
         retyped: an alias of it in the last other layout that an op needed.
@@ -332,7 +332,7 @@ class TensorState:
             replaced it.
     """
 
-    rest: Rest | None = None
+    zero_layouts: ZeroLayouts | None = None
     gradient_of: weakref.ref[Any] | None = None
     copied_view: Any = None
     retyped: RetypedValue | None = None

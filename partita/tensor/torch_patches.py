@@ -118,8 +118,8 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     # torch swaps no tensor with weak references; ours are set anew. Where ZeRO shards a parameter,
     # the object in the model stays the one that it shards.
     before = [t._spec if isinstance(t, DTensor) else None for t in (t1, t2)]
-    rests = [state_of(t).rest for t in (t1, t2)]
-    if before[0] is not before[1] and any(rests):
+    all_layouts = [state_of(t).zero_layouts for t in (t1, t2)]
+    if before[0] is not before[1] and any(all_layouts):
         raise make_layout_error(
             "swap_tensors: a parameter that zero has sharded, and a tensor laid out otherwise",
             Fix("p.data.copy_(t)", "of a whole value t: p stays what it is"),
@@ -137,16 +137,16 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         renewals.reverse()  # each is its own again
         raise
     else:
-        for t, rest, its_hooks in zip((t1, t2), rests, hooks, strict=True):
+        for t, layouts, its_hooks in zip((t1, t2), all_layouts, hooks, strict=True):
             # torch leaves the dictionaries of hooks where they were, but calls those of the other.
             for (_, put), known in zip(_TABLES_OF_HOOKS, its_hooks, strict=True):
                 put(t, known)
             if isinstance(t, DTensor):
                 state = own_state(t)
-                state.data, state.unseen_writes, state.rest = None, writes, rest
+                state.data, state.unseen_writes, state.zero_layouts = None, writes, layouts
                 note_other_memory(t)
-                if rest is not None:
-                    rest.owner.replaced(t, t)
+                if layouts is not None:
+                    layouts.owner.replaced(t, t)
     finally:
         for t, refer_to in zip((t2, t1), renewals, strict=True):
             if refer_to is not None:

@@ -56,7 +56,7 @@ from partita.parallel.parameters import (
 )
 from partita.tensor import DTensor
 from partita.tensor.arguments import admit
-from partita.tensor.construct import piece_of, refuse_lazy, stand_for
+from partita.tensor.construct import copy_attributes, piece_of, refuse_lazy
 from partita.tensor.dtensor import checksum, destination, piece_held, tagged
 from partita.tensor.tensor_state import make_argument_error
 
@@ -505,7 +505,7 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
             continue
         if isinstance(held.tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=held.tensor.requires_grad)
-        stand_for(value, held.tensor)
+        copy_attributes(value, held.tensor)
         for home in held.homes:
             before.append((home, held.tensor))
             home.put(value)

@@ -25,7 +25,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import user_line
 from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
-from partita.tensor.construct import keep_attributes, stand_for
+from partita.tensor.construct import copy_attributes, keep_attributes
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import BROKEN_OFF
 from partita.tensor.tensor_state import (
@@ -437,7 +437,7 @@ class FsdpGroup:
         self.gathered = shards = self.shards()
         writes = count_writes_of([whole for _, whole in wholes])
         self.installed = [
-            InstalledParameter(i, shards[i], whole, before, stand_for(whole, shards[i]))
+            InstalledParameter(i, shards[i], whole, before, copy_attributes(whole, shards[i]))
             for (i, whole), before in zip(wholes, writes, strict=True)
         ]
         for one in self.installed:

@@ -1,5 +1,7 @@
 """DTensors: the class, the dispatch of functions on it, its gradients, and its random numbers.
 
+A *spec* is a DTensor's global layout and its rank's wire (connection to the other ranks).
+
 In reading order:
 
 - the class: `dtensor` (the DTensor, and how its value and gradient are redistributed),
@@ -10,8 +12,8 @@ In reading order:
   cheapest row for each axis) and `op_facts` (which op a function is, and properties of ops). For
   example, `x + y` runs through these five files, `dtensor` and `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
-  (padded or empty ones), `infinite_factors` (of partial values), `random` (one device's numbers on
-  all ranks), `origins` (which call made a tensor that ranks read)
+  (padded or empty local tensors), `infinite_factors` (Partial values times infinity), `random` (the
+  random numbers of one device on all ranks), `origins` (which call made a tensor that ranks read)
 - functions that are not ops: `tensor_overrides` (attributes, conversion to Python, `x[...] = y`,
   strides, addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`
@@ -19,7 +21,7 @@ In reading order:
   `transforms`; which forward a checkpoint runs again: `reruns`
 """
 
-# Imported for what they put in place: methods of DTensor, overrides, patches of torch.
+# Imported for their side effects: methods of DTensor, overrides, patches of torch.
 from . import tensor_overrides, torch_patches, transforms  # noqa: F401
 from .construct import distribute_module as distribute_module
 from .construct import distribute_tensor as distribute_tensor

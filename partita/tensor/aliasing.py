@@ -47,12 +47,12 @@ T = torch.Tensor
 
 
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
-    """Make the results of a call that views `args[0]` on one device its view copies."""
+    """Mark the results of a view op as view copies of `args[0]`. Returns the results."""
     source = args[0]
     if func is T.__getitem__:
         if not is_index_of_view(args[1]):  # a mask where the plan was made for a number
             return out
-        # The numbers of now.
+        # The index of this call, not that of the call for which the plan was made.
         args = tree_map_only(torch.Tensor, lambda i: i.detach().clone(), args[1:])
         args = (source, *args)
         if out is not source and state_of(out).copied_view is not None:  # of a value between
@@ -72,7 +72,7 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
 def _alias_of(x: DTensor) -> DTensor:
     """Returns an alias of `x`, which keeps its shape when that of `x` is changed in place."""
     with Local():
-        # `view_as` would make the stride of a dimension of one element anew.
+        # `view_as` would change the stride of a dimension of one element.
         alias = tagged(torch.ops.aten.alias(x), x._spec)
     copied: CopiedView | None = state_of(x).copied_view
     if copied is not None:
@@ -85,7 +85,8 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DT
         return copy
     spec = copy._spec
     if not set(spec.layout.partial) <= set(source._spec.layout.partial):
-        # The rank that has the place must not share it: its share and the value would be one.
+        # The rank that has the element must not return a view: a write to the Partial result
+        # would then change x on this rank only.
         with Local():
             copy = tagged(copy.clone(), spec)
     own_state(copy).copied_view = copied
@@ -94,12 +95,11 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DT
 
 
 def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Run `write(copy, ...)`, an op in place on a view copy, and write the result into the tensor
-    that it is a copy of."""
+    """Run `write(copy, ...)`, an in-place op on a view copy, and write the result to its source."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
     copied: CopiedView | None = state_of(copy).copied_view
-    if copied is None:  # another tensor of the same spec: nothing is behind it
+    if copied is None:  # another tensor of the same spec, which is not a view copy
         copy._spec = held
         write(copy, *args, **kwargs)
         return copy
@@ -113,7 +113,7 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         T.copy_(copy, moved(value, settled, held, "write", "implicit"))
     copied, own = _before_expand(copied), copied
     source = copied.source
-    # What is written through a detached tensor has no history on one device either.
+    # As on one device, a write through a detached tensor is not differentiable.
     with torch.set_grad_enabled(torch.is_grad_enabled() and copied.view.__name__ != "detach"):
         if copied.view is T.__getitem__:
             source[copied.args[0]] = value
@@ -142,7 +142,7 @@ def _before_expand(copied: CopiedView) -> CopiedView:
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Run `reshape(copy, ...)`, which changes the shape of a view copy in place.
 
-    It becomes a view copy of the tensor that it was before.
+    The result is a view copy of the tensor with the old shape.
     """
     before, spec = _alias_of(copy), copy._spec
     own_state(copy).copied_view = None
@@ -183,16 +183,18 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """The result of an op that may copy, with memory of its own where one device copies; and
-    whether it has such where one device views.
+    """Returns the result of an op that may copy, as a copy exactly if one device copies.
 
     Args:
-        moved: the operand was redistributed for the call, or is itself a view copy.
+        moved: True if the operand was redistributed for the call, or is itself a view copy.
+
+    Returns:
+        The result, and True if it has its own memory although one device returns a view.
     """
     source, given = args[0], (*args[1:], *kwargs.values())
     modes = [m for m in given if m is torch.channels_last or m is torch.channels_last_3d]
     shared = _share_memory(out, source)
-    if not (moved or modes or shared):  # a piece may be denser than the whole, and not less
+    if not (moved or modes or shared):  # a piece is never less dense than the whole
         return out, False
     if out.device != source.device:
         return out, False
@@ -232,8 +234,9 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
 
 
 def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
-    """`run`, an op that may copy, on a piece that `may_be_denser_than_whole`: with a copy of its
-    result where one device copies."""
+    """Wraps an op that may copy, for a piece that `may_be_denser_than_whole`.
+
+    The result is a copy exactly if one device would copy."""
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
 
@@ -258,8 +261,9 @@ _stride = torch._C.TensorBase.stride
 
 
 def global_strides(x: DTensor) -> tuple[int, ...]:
-    """The strides in elements of the global tensor, where each rank's piece lies as x's does. Of a
-    view copy they are the view's."""
+    """Returns the strides, in elements, of the global tensor whose pieces are laid out like x.
+
+    For a view copy they are those of the view on one device."""
     if state_of(x).copied_view is not None:
         with _disable_current_modes():
             return make_meta_twin(x).stride()

@@ -3,9 +3,10 @@
 A `Path` is the position of a tensor in a call. With it, a plan that was made for one call also
 serves other calls of the same key, which may pass by name what the first call passed by position.
 
-A number may be passed as a DTensor (`x.topk(k)`). Torch would read this rank's share of it in C++,
-so it is read before a rule or a kernel gets the call. A plain tensor beside DTensors counts as a
-whole value, and ranks compare it (`admit`). Under `check_ranks()` they compare numbers, too.
+A number may be passed as a DTensor (`x.topk(k)`). Torch would read this rank's local value in C++,
+so the global value is read before a rule or a kernel gets the call. A plain tensor among DTensors
+counts as a whole value, and ranks compare it (`admit`). Under `check_ranks()` they compare numbers,
+too.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ that one passed by position (`locate_in_call`).
 
 
 def is_index_of_view(index: Any) -> bool:
-    """True if torch reads a view by `index`: it has ints and slices only. An integer in a tensor of
-    no dimensions is an int."""
+    """True if `x[index]` is a view: the index has only ints and slices.
+
+    A 0-d integer tensor counts as an int.
+    """
     entries = index if isinstance(index, tuple) else (index,)
     return not any(isinstance(e, (bool, list)) or _is_list_of_places(e) for e in entries)
 
@@ -65,11 +68,11 @@ def _is_list_of_places(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an op that is planned, or that runs on whole operands.
+    """A call of an op that is being planned, or that runs on gathered operands.
 
     Attributes:
-        form, func: the function, and the form of an op that it is.
-        args, kwargs: the arguments, under the names of the rule's parameters.
+        form, func: the function, and its `Form` (the op to which it belongs).
+        args, kwargs: the arguments, with the names of the rule's parameters.
     """
 
     form: Form
@@ -87,7 +90,7 @@ class OpCall:
 
     @cached_property
     def tensors(self) -> dict[Path, Any]:
-        """The tensors by their paths, those in lists and tuples too."""
+        """The tensors by their paths, also those in lists and tuples."""
         return _all_tensors(self.args, self.kwargs)
 
     @cached_property
@@ -128,10 +131,10 @@ class OpCall:
 
     @property
     def numbers_of_other_meshes(self) -> dict[Path, DTensor]:
-        """The 0-d DTensors that live on another mesh than the others.
+        """The 0-d DTensors that are on another mesh than the other operands.
 
-        A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
-        without a gradient, which would have to go back to its own mesh.
+        A number that every rank holds, such as a norm or a coefficient, is equal on any mesh. It
+        must not need a gradient, which would have to be sent back to its own mesh.
         """
         spread = {path: t for path, t in self.tensors.items() if isinstance(t, DTensor)}
         if len({t._spec.wire for t in spread.values()}) < 2:
@@ -142,7 +145,7 @@ class OpCall:
         return away if all(map(_is_number, away.values())) else {}
 
     def read_numbers_of_other_meshes(self) -> OpCall:
-        """The call with those numbers as plain tensors. What is partial is reduced for it."""
+        """Returns the call with those numbers as plain tensors; Partial ones are reduced first."""
         with torch.no_grad():
             plain: dict[Path, Any] = {
                 path: moved(t, t._spec, t._spec.reduced, self.form.name, "implicit")
@@ -165,8 +168,9 @@ class OpCall:
 
     @cached_property
     def declared(self) -> tuple[list[Any], Kwargs, list[tuple[Path, Any]]]:
-        """The arguments that a derived rule declares, by place and by name, and the tensors among
-        them with their paths, in order."""
+        """Returns the arguments that a rule function declares: positional, keyword, and tensors.
+
+        The tensors are those among the arguments, with their paths, in order."""
         assert self.form.rule is not None
         args, kwargs, i = self.args, self.kwargs, 0
         positional: list[Any] = []
@@ -190,7 +194,7 @@ class OpCall:
         return positional, named, tensors
 
     def make_changed_layout_error(self, x: DTensor) -> LayoutError:
-        """The error to raise where it writes `x`, which would need another layout for it."""
+        """Returns the error for a call that writes `x`, but would need it in another layout."""
         name = self.form.name
         why = "a tensor that is written in place keeps its layout, for its other owners"
         return make_layout_error(
@@ -204,8 +208,9 @@ class OpCall:
 def normalize_call(
     form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs, torch.Tensor | None]:
-    """The call with its rule's parameter names in place of torch's other names for them (`axis`,
-    `input`, ...), without `out=`; and what was given as `out=`."""
+    """Returns the arguments with the rule's parameter names and without `out=`, and the `out`.
+
+    Torch has other names for some parameters (`axis`, `input`, ...), which are replaced."""
     if not kwargs:
         return args, kwargs, None
     kwargs = dict(kwargs)
@@ -241,7 +246,7 @@ def _is_number(t: DTensor) -> bool:
 
 
 def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
-    """The wire of all DTensors among `tensors`. Raises LayoutError if they are on two meshes."""
+    """Returns the wire of the DTensors in `tensors`. LayoutError if they are on two meshes."""
     wires = list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
     if not wires:
         raise TypeError(f"{op}: no DTensor among the operands")
@@ -251,10 +256,12 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
-    """Returns the position in this call of what was at `path` in another call of the same key.
+    """Returns the path in this call of the argument at `path` of another call with the same key.
 
-    One may pass by position what the other passed by name. `names` are those of the parameters, in
-    order.
+    One call may pass by position what the other passes by name.
+
+    Args:
+        names: the names of the parameters, in order.
     """
     head = path[0]
     if isinstance(head, str):
@@ -269,7 +276,7 @@ def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
 
 
 def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[list[Any], Kwargs]:
-    """The call with the values at the paths of `new` replaced; lists are copied, not changed."""
+    """Returns the arguments with the values at the paths of `new` replaced. Lists are copied."""
     args, kwargs = list(args), dict(kwargs)
     for path, value in new.items():
         home: Any = kwargs if isinstance(path[0], str) else args
@@ -292,9 +299,9 @@ def collect_tensors(out: Any) -> list[torch.Tensor]:
 
 
 # -- numbers given as DTensors ---------------------------------------------------------------------
-# Torch takes a tensor of no dimensions for a number (`x.topk(k)`, `x[:n]`, `x.view(n, -1)`) and
-# reads it in C++, which finds this rank's share or piece. So it is read before a rule or a kernel
-# sees the call, as `int(k)` would read it. Torch's schemas say which arguments are numbers.
+# Torch accepts a 0-d tensor as a number (`x.topk(k)`, `x[:n]`, `x.view(n, -1)`) and reads it in
+# C++, which would read this rank's local value. So it is read before a rule or a kernel gets the
+# call, as by `int(k)`. Torch's schemas show which arguments are numbers.
 
 Kinds = frozenset[str]
 """Types of an argument, as schemas write them."""
@@ -320,8 +327,9 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of a call of `func` with Python's numbers in place of the DTensors that torch
-    would read as numbers, in slices too."""
+    """Returns the arguments with Python numbers for DTensors that torch would read as numbers.
+
+    Also those in slices."""
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
     sizes: Kinds = frozenset()
@@ -447,15 +455,15 @@ def admit(
 ) -> None:
     """Accept a plain tensor as a whole value, or raise.
 
-    A tensor that needs no gradient (an `arange`, a mask made in forward) is taken as a whole value.
-    If it were each rank's own data, this would be a silent fault. So the ranks compare a checksum
-    the first time that each line of the user's program does this (every time under
+    A tensor that needs no gradient (an `arange`, a mask made in forward) counts as a whole value.
+    If each rank passed its own data, the result would be wrong without an error. So the ranks
+    compare a checksum the first time that a line of the program does this (every time under
     `check_ranks()`).
 
     Args:
-        where: which of the op's arguments it is, if an op takes several.
+        where: identifies the argument, if an op takes several.
         with_gradient: True if the caller makes its gradient whole. The tensor may then require
-            grad, unless a parameter or a DTensor is in its history.
+            grad, unless a parameter or a DTensor is in its autograd graph.
 
     Raises:
         LayoutError: it is sparse; it requires grad (its gradient would have no layout); it differs
@@ -550,29 +558,29 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 # -- plain tensors that are written ----------------------------------------------------------------
-# One that is written with DTensors, `torch.zeros(n).scatter_add_(0, index, x)`, is a whole value
-# too, and its memory can take a whole result: it is written through an alias that is typed as just
-# that, Invariant on every axis. So each alias of it reads what one device's would. Without a
-# gradient the user's tensor stays plain. With one it becomes a DTensor, as does what it is a view
-# of: its history then speaks of DTensors, and what it meets next must know how its gradient lies.
-# Whoever else holds it loses nothing: an Invariant value and its gradient are, on each rank, those
-# of one device.
+# A plain tensor that is written with DTensors, as in `torch.zeros(n).scatter_add_(0, index, x)`, is
+# a whole value, too. It is written through an alias that is a DTensor, Invariant on every axis. So
+# other aliases of its memory have the values that they have on one device. Without a gradient the
+# user's tensor stays plain. With a gradient it becomes a DTensor, and so does its base if it is a
+# view, because its gradient needs a layout. That does not change it for other users of the tensor:
+# an Invariant value and its gradient are equal to those of one device on each rank.
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """Returns the spec of plain `x`, which every rank holds alike: Invariant, gradient and all."""
+    """Returns the spec of a plain tensor that is equal on all ranks: Invariant on every axis."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
-    """The memory of plain `x`, which every rank holds alike, as a DTensor that may be written."""
+    """Returns a DTensor, Invariant on every axis, with the memory of `x`, which may be written."""
     with Local():
         return tagged(x.view_as(x), spec_of_plain(x, wire))
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Type plain `x`, whose alias was written, where it has got a history from a DTensor by that;
-    and what it is a view of, which has got one, too."""
+    """Make `x` a DTensor if a write through its alias has made it depend on DTensors.
+
+    So is its base, if it is a view."""
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
             t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]
@@ -613,7 +621,7 @@ class _NumberCheck(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # What runs on pieces is ours, and may well be another number on each rank.
+        # Inside a local kernel a number may differ between ranks, so it is not compared.
         if _global_view() and not in_backward() and not HERE.trace.is_tracing:
             given = _all_tensors(args, kwargs).values()
             wires = dict.fromkeys(t._spec.wire for t in given if isinstance(t, DTensor))

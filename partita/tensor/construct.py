@@ -4,7 +4,7 @@ back.
 `distribute_tensor` and `distribute_module` distribute existing values. Factories (`zeros`, `randn`,
 ...) make only a rank's piece. `local_map` runs a function on pieces and makes its results DTensors.
 `from_torch` and `to_torch` share memory with `torch.distributed.tensor`. An optimizer, hooks and
-other modules refer to a parameter by identity. So its value is exchanged, and the object stays.
+other modules refer to a parameter by identity, so its value is replaced and the object stays.
 """
 
 from __future__ import annotations
@@ -86,11 +86,10 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Distribute a tensor over a mesh: each rank keeps its part of the value of rank
-    `src_data_rank`.
+    """Distribute a tensor over a mesh: each rank gets its piece of rank `src_data_rank`'s value.
 
     Args:
-        tensor: a leaf, of the same shape and dtype on every rank.
+        tensor: a leaf tensor, with the same shape and dtype on every rank.
         placements: one per mesh axis; Replicate on all axes by default.
         src_data_rank: the rank, in mesh order, whose value is sent to all others. The ledger does
             not count these bytes, because they belong to the setup. None sends nothing: each rank
@@ -138,7 +137,7 @@ def distribute_tensor(
 
 
 def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
-    """`distribute_tensor` of a plain `tensor` as `spec`, which needs no gradient yet."""
+    """Returns `tensor` distributed with this spec, as `distribute_tensor`. Requires no grad."""
     with torch.no_grad():
         value = tensor.detach()
         if value.is_meta:
@@ -157,11 +156,16 @@ def distribute_module(
     input_fn: Function | None = None,
     output_fn: Function | None = None,
 ) -> torch.nn.Module:
-    """Convert each parameter and buffer of `module` to a DTensor. `partition_fn` may choose
-    placements.
+    """Convert each parameter and buffer of `module` to a DTensor, in place. Returns `module`.
 
-    Without it they are Replicate. Arguments are those of
-    `torch.distributed.tensor.distribute_module`.
+    As `torch.distributed.tensor.distribute_module`.
+
+    Args:
+        partition_fn: called with name, module and mesh for each submodule; it may distribute the
+            module's parameters. Those that it leaves are Replicate.
+        input_fn: called with the module, its inputs and the mesh before each forward; returns the
+            inputs.
+        output_fn: called with the module, its outputs and the mesh; returns the outputs.
     """
     refuse_lazy(module, "distribute_module")
     for key, fn in {
@@ -352,7 +356,7 @@ def refuse_all_but_modules(given: Any, by: str) -> None:
 
 
 def refuse_lazy(model: nn.Module, by: str) -> None:
-    """Raise unless `model` is a module, whose parameters, which `by` needs, have been made."""
+    """Raise unless `model` is a module with no uninitialized parameters, for the function `by`."""
     refuse_all_but_modules(model, by)
     for name, part in model.named_modules():
         own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
@@ -369,13 +373,13 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
     """Make `value` the value of the parameter `p`. Its attributes and hooks stay.
 
     Returns:
-        Its gradient, which is removed from it: it is in the layout of the old value.
+        The gradient of `p`, which is removed, because it has the layout of the old value.
     """
     grad = p.grad
     with Local(), torch.no_grad():
         _grad.__set__(p, None)
         if p.is_floating_point():
-            # Through another dtype: the engine then forgets the shape that it has known.
+            # By way of another dtype, which makes autograd forget the old shape.
             other = torch.float32 if p.dtype == torch.float64 else torch.float64
             _data.__set__(p, torch.empty(0, dtype=other, device=p.device))
         _data.__set__(p, value.detach())
@@ -400,9 +404,10 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
 
 
 def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
-    """Lay out what an optimizer keeps of each element of `p` as `update_spec(p)`.
+    """Convert an optimizer's element-wise state of `p` to the layout `update_spec(p)`.
 
-    It may have been made while `p` was plain, or loaded: whole, or in the layout of `p`.
+    The state may be whole, or in the layout of `p`, because it was loaded or made while `p` was
+    plain.
     """
     update = update_spec(p)
     for name, value in state.items():
@@ -419,7 +424,7 @@ def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
 
 
 def is_whole_state(p: DTensor, value: Any) -> bool:
-    """True if `value` is plain and has an element for each of `p`."""
+    """True if `value` is a plain tensor with an element for each element of `p`."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -428,17 +433,20 @@ def is_whole_state(p: DTensor, value: Any) -> bool:
     )
 
 
-def stand_for(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
-    """Give `whole`, which takes the place of the parameter `p` in a module, p's attributes; return
-    them."""
+def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
+    """Copy the attributes of the parameter `p` to `whole`, which replaces it in a module.
+
+    Returns the attributes."""
     given = {key: v for key, v in p.__dict__.items() if key not in OURS}
     whole.__dict__.update(given)
     return given
 
 
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
-    """Give `p` the attributes that were set on `whole` while it was in p's place; it had `given`
-    then."""
+    """Copy attributes to `p` that were set on `whole` while it replaced `p` in a module.
+
+    Args:
+        given: the attributes that `copy_attributes` had copied to `whole`."""
     now = whole.__dict__
     if not given and now.keys() <= OURS:
         return
@@ -463,21 +471,22 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Function:
-    """Returns a function of DTensors that runs `func` on their local tensors, as torch's
-    `local_map`.
+    """Returns a function of DTensors that runs `func` on their local tensors, as in torch.
 
     Arguments and results may be nested in lists, tuples and dicts; placements apply to the tensors
     and values in them, in order. Without `func` this is a decorator. `func` runs unchanged if no
     argument is a DTensor and there is no `device_mesh`.
 
     Args:
+        func: a function of local tensors.
         out_placements: the placements of the result (one list), or a tuple of lists for several
             results. None for a result that is not a tensor.
         in_placements: for each positional argument, the placements that it must have. None: any
             placements, or not a tensor. Keyword arguments may have any placements.
         in_grad_placements: for each argument, the placements of the gradient that `func` computes.
-            By default they are the dual of the argument's placements.
-        redistribute_inputs: True redistributes arguments that have other placements. False raises.
+            By default Replicate becomes Partial and Partial becomes Replicate; others stay.
+        device_mesh: the mesh of the results. None: that of the arguments.
+        redistribute_inputs: True redistributes arguments with other placements. False raises.
 
     Raises:
         LayoutError: an argument has other placements than `in_placements`; or the number of
@@ -604,12 +613,12 @@ def to_torch(x: DTensor) -> Any:
     """Convert `x` to a `torch.distributed.tensor.DTensor` on the same mesh that shares its memory.
 
     Differentiable: the gradient may have any placements that torch gives it. Invariant becomes
-    Replicate. Axes that split a dimension in another order than the mesh's become torch's
-    `_StridedShard`.
+    Replicate. If axes split a dimension in another order than that of the mesh, torch's placements
+    are `_StridedShard`.
 
     Raises:
-        LayoutError: the mesh is not one of torch's (`pt.ranks`, a dry mesh); or axes that split a
-            dimension in another order than the mesh's do not divide it evenly.
+        LayoutError: the mesh is not one of torch's (`pt.ranks`, a dry mesh); or a `_StridedShard`
+            would not divide its dimension evenly.
     """
     spec = x._spec
     mesh = torch_mesh(spec.wire.device_mesh)
@@ -660,9 +669,9 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
 def from_torch(x: Any) -> DTensor:
     """Convert a `torch.distributed.tensor.DTensor` to a partita DTensor that shares its memory.
 
-    Differentiable: `x` gets its gradient with the placements that torch's own functions give it:
-    whole where `x` is Replicate or Partial. `Partial("avg")` becomes a Partial sum whose shares are
-    divided once.
+    Differentiable. The gradient of `x` has the placements that torch's own functions give it:
+    Replicate where `x` is Replicate or Partial. `Partial("avg")` becomes a Partial sum: each local
+    tensor is divided by the number of ranks.
 
     Raises:
         LayoutError: a placement that partita lacks (a Partial product); uneven pieces of a

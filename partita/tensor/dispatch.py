@@ -6,7 +6,7 @@ plan goes to `_run_unplanned`, which makes a plan (`plan_call`) and stores it (`
 
     torch.add(x, y)  ->  handle  ->  Op of torch.add  ->  key (spec of x, spec of y)  ->  CallPlan
 
-Frequent methods skip `handle`. `in_c` has both in C, and replaces them if it was built.
+Frequent methods skip `handle`. `in_c` has both in C, and replaces them if it has been built.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """`DTensor.__torch_function__`: run `func` on the shards by its plan, if there is one."""
+    """Run `func` on DTensors by the plan of this call: it is `DTensor.__torch_function__`."""
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)
@@ -262,7 +262,7 @@ if IN_C is not None:
         is_enabled=_is_torch_function_enabled,
         count_modes=_len_torch_function_stack,
     )
-# Bound once: torch looks four times at it in a call, and a class method is bound at each.
+# Bound once: torch reads it four times in a call, and would bind a class method each time.
 DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN_C.handle  # type: ignore[method-assign]
 
 
@@ -348,18 +348,18 @@ on_first_wire(lambda: inspect_collectives(_operands_of_collective))
 
 # -- functions without a rule ----------------------------------------------------------------------
 # Their operands are gathered, so that each is whole on every rank, and so is the result. This is
-# right whatever the function does, and the ledger shows what it costs.
+# correct for any function, and the ledger shows what it costs.
 
 
 def run_gathered(call: OpCall) -> Any:
-    """Run a call on whole operands; its result is whole.
+    """Run a call on gathered operands. Its result is whole on every rank.
 
-    An operand that is written keeps its layout, since others may hold it too: it is written as a
-    gathered copy, which is then moved back. Where that layout is pending, the first rank keeps the
-    result and the others hold zeros; of a pending maximum or minimum each keeps it.
+    An operand that is written keeps its layout, because other code may refer to it: a gathered copy
+    is written, and then redistributed back. If the layout is Partial, the first rank gets the
+    result and the others get zeros; for a max or min, all ranks get it.
 
     Raises:
-        LayoutError: what is written would have another shape.
+        LayoutError: the written operand would get another shape.
     """
     form, func, tensors, written = call.form, call.func, call.tensors, call.written
     if call.numbers_of_other_meshes:
@@ -368,7 +368,7 @@ def run_gathered(call: OpCall) -> Any:
     if plain:
         return write_into_plain(call, plain)
     waiting = pending_gradients(tensors.values())
-    if waiting:  # a pending gradient that is needed whole is reduced for good
+    if waiting:  # a Partial gradient that is needed whole is reduced once, in place
         reduce_pending_gradients(waiting)
         return call.run()
     wire = call.wire

@@ -1,12 +1,13 @@
 """The DTensor: the tensor that users hold.
 
 A DTensor is this rank's piece of a global tensor: a plain tensor whose class was replaced, with its
-spec in an attribute. There is no wrapper and no second object.
+spec (layout and wire) in an attribute. There is no wrapper and no second object.
 
     t.__class__, t._spec = DTensor, spec        `tagged`
 
 `.shape` and everything else that a user reads describe the global tensor. Kernels run with
-torch-function disabled; there it is the plain piece. `dispatch` decides what its functions compute.
+torch-function disabled; then the same object behaves as the local tensor. `dispatch` runs torch
+functions on it.
 """
 
 from __future__ import annotations
@@ -72,11 +73,12 @@ _numel = torch._C.TensorBase.numel
 class DTensor(torch.Tensor):
     """A tensor distributed over a mesh, made by `distribute_tensor`, `from_local`, `zeros`, ...
 
-    A subclass must have no `__slots__` and no `__init__`: an instance is a plain tensor re-tagged.
+    Its methods and attributes describe the global tensor, as on one device. A subclass must have no
+    `__slots__` and no `__init__`, because an instance is made by replacing a plain tensor's class.
 
-    Other modules add attributes to this class when they are imported. `dispatch` adds
-    `__torch_function__` and frequent methods, `dtensor_gradients` adds `grad`, and `torch_patches`
-    adds what Dynamo reads first.
+    Other modules add attributes when they are imported. `dispatch` adds `__torch_function__` and
+    frequent methods, `dtensor_gradients` adds `grad`, and `torch_patches` adds an attribute for
+    Dynamo.
     """
 
     _spec: Spec
@@ -100,18 +102,16 @@ class DTensor(torch.Tensor):
 
     @property
     def layout_over_mesh(self) -> Layout:
-        """The layout, with its dtype. `repr` shows its `str`."""
+        """The global shape, the placement on each axis, and the dtype, as a `Layout`."""
         return replace(self._spec.layout, dtype=short_dtype(self.dtype))
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the global value, as `size()`. With torch-function disabled: the local
-        shape.
-        """
+        """The global shape. With torch-function disabled: the local shape."""
         return self._spec.shape if _global_view() else _shape(self)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        """Returns the shape of the global value, or its length along `dim`."""
+        """Returns the global shape, or the global length of dimension `dim`."""
         if not _global_view():
             return _size(self) if dim is None else _size(self, dim)
         return self._spec.shape if dim is None else self._spec.shape[dim]
@@ -124,7 +124,7 @@ class DTensor(torch.Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the global value. With torch-function disabled: bytes of this rank's piece."""
+        """Bytes of the global tensor. With torch-function disabled: of the local tensor."""
         return self.numel() * self.element_size()
 
     @property
@@ -160,21 +160,21 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Make a global tensor of which each rank's local tensor is one piece. Differentiable.
+        """Returns the DTensor that consists of all ranks' local tensors. Differentiable.
 
-        The DTensor shares the memory of `local_tensor`. The ranks compare shapes and dtypes the
-        first time that a line of the program calls this. Under `check_ranks()` each call compares
-        what `run_check` compares.
+        It shares the memory of `local_tensor`. The ranks compare shapes and dtypes the first time
+        that a line of the program calls this. Under `check_ranks()` each call compares what
+        `run_check` compares.
 
-        Pieces should have the same strides on all ranks. As in torch, do not write to a piece made
-        by `expand`: its elements share memory.
+        Local tensors should have the same strides on all ranks. As in torch, do not write to one
+        made by `expand`: its elements share memory.
 
         Args:
             local_tensor: this rank's piece.
             placements: one per mesh axis; Replicate on all axes by default.
-            run_check: compare the ranks first. Ranks that hold the whole value must hold equal
-                values. Pieces must fit together, and be contiguous on all ranks or on none. Costs
-                two small collectives. Nothing is overwritten.
+            run_check: True compares the ranks first. Ranks with the whole value must have equal
+                values. Shapes of pieces must fit together, and pieces must be contiguous on all
+                ranks or on none. Costs two small collectives. Nothing is overwritten.
             shape: the global shape in elements. By default every rank of a sharded axis is assumed
                 to hold as many elements as this one.
             stride: accepted as in torch. Strides always follow from those of the pieces.
@@ -190,7 +190,7 @@ class DTensor(torch.Tensor):
         """
         spec = DTensor._spec_of_local(local_tensor, device_mesh, placements, shape, run_check)
         if grad_placements is None:
-            out = tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
+            out = tagged(refuse_ambiguous_gradient(local_tensor, spec, "from_local"), spec)
         else:
             given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
             if given.local_shape != spec.local_shape:
@@ -255,7 +255,7 @@ class DTensor(torch.Tensor):
         spec, x = self._spec, current(self)
         spec.wire.refuse_padded_piece(spec.layout, "to_local")
         if grad_placements is None:
-            return ask_gradient(x, spec, "to_local")
+            return refuse_ambiguous_gradient(x, spec, "to_local")
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         with Local():
             if given is spec.gradient:
@@ -285,7 +285,9 @@ class DTensor(torch.Tensor):
         Args:
             device_mesh: this tensor's own mesh, or None.
             placements: one per mesh axis.
-            forward_dtype: the dtype in which the value is sent, and of the result.
+            async_op: accepted as in torch, without effect.
+            forward_dtype: the dtype in which the value is sent, and the dtype of the result.
+            backward_dtype: None, or the dtype of this tensor.
 
         Raises:
             LayoutError: another mesh, a wrong number of placements, a dimension out of range.
@@ -310,8 +312,10 @@ class DTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Returns the whole value on every rank, as a plain tensor. Differentiable.
 
-        By default the gradient of the result is assumed to be whole and equal on every rank,
-        because all ranks do the same computation with it. `grad_placements` overrides this.
+        Args:
+            grad_placements: the placements of the result's gradient. By default it is assumed that
+                all ranks do the same computation with the result, so that its gradient is whole
+                and equal on every rank.
         """
         spec = self._spec
         wire = spec.wire
@@ -328,19 +332,19 @@ class DTensor(torch.Tensor):
     # -- memory, of which each rank has another part ---------------------------------------------
 
     def as_subclass(self, cls: type) -> Any:
-        """As torch.Tensor.as_subclass, of this rank's piece, with torch-function disabled.
+        """Raise an error: a DTensor has no global memory for another class.
 
-        Raises an error with torch-function enabled.
+        With torch-function disabled: torch.Tensor.as_subclass of the local tensor.
         """
         if _global_view():
             raise make_memory_error("as_subclass")
         return super().as_subclass(cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As torch.Tensor.set_. For a DTensor `y`, `x.set_(y)` means `x.data = y`.
+        """Replace the value by that of the DTensor `source`, as `x.data = source`. Returns `self`.
 
-        Raises for any other argument. While torch-function is disabled, it is torch.Tensor.set_ of
-        this rank's piece.
+        Raises for any other argument. With torch-function disabled: torch.Tensor.set_ of the local
+        tensor.
         """
         if not _global_view():
             return super().set_(*(() if source is None else (source,)), *args, **kwargs)
@@ -401,7 +405,7 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
-    """Returns the same global value in the layout `after`, as an explicit move. Differentiable."""
+    """Redistribute `x` to the spec `after`; recorded as explicit. Differentiable."""
     return tagged(moved(x, x._spec, after, op, "explicit"), after)
 
 
@@ -412,8 +416,9 @@ TYPED: dict[type, type] = {torch.Tensor: DTensor}
 
 
 def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
-    """`local` itself, a piece of `spec`, turned into a DTensor. Nobody else may hold it as
-    plain."""
+    """Turn the local tensor into a DTensor of `spec`, in place, and return it.
+
+    No other code may use it as a plain tensor."""
     local.__class__ = TYPED.get(local.__class__, DTensor)
     local._spec = spec  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
@@ -429,21 +434,21 @@ _SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`f32` for torch.float32; dtypes without a short form keep their name."""
+    """Returns "f32" for torch.float32. Dtypes without a short form keep their name."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 # -- a value and its gradient cross a change of layout ---------------------------------------------
-# `moved` redistributes a local tensor. Where it needs a gradient this is a node of autograd, whose
-# backward runs the transposed moves in reverse order: the only Python in a backward pass. All else
-# is plain local autograd, whose gradients are laid out by `Placement.dual` and need no handling.
+# `moved` redistributes a local tensor. If it requires grad, this is an autograd node whose backward
+# runs the transposed moves in reverse order. That is the only Python code in a backward pass. All
+# other nodes are torch's, on local tensors, whose gradients have the layouts of `Placement.dual`.
 #
 #     forward   Partial  -> Replicate  all-reduce   backward  Partial -> Replicate  all-reduce
 #     forward   Shard(0) -> Replicate  all-gather   backward  Partial -> Shard(0)   reduce-scatter
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Carry local `x` along each move of a plan, without autograd."""
+    """Run the moves of a plan on the local tensor `x`, without autograd. Returns the result."""
     watcher = HERE.watcher
     if watcher is not None and reason != "gradient":
         return watcher.run_redistribution(
@@ -505,9 +510,13 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
 
 
 def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
-    """The local tensor of spec `after` that holds the same global value as local `x` of `before`.
+    """Redistribute a local tensor: returns the local tensor of the same value in spec `after`.
 
-    Differentiable. Never `x` itself: where nothing has to move the result is an alias.
+    Differentiable. The result is never `x` itself: if nothing changes, it is an alias.
+
+    Args:
+        x: the local tensor of a DTensor with the spec `before`.
+        op, reason: what needs the redistribution, for the ledger.
     """
     if before.is_copy:
         x = current(x)
@@ -524,7 +533,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
 
 
 class _NoView(torch.autograd.Function):
-    """The identity, whose result autograd does not take for a view."""
+    """The identity, whose result autograd does not treat as a view."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -537,7 +546,7 @@ class _NoView(torch.autograd.Function):
 
 
 def alias_without_base(x: torch.Tensor) -> torch.Tensor:
-    """A plain alias of `x` with its gradient that holds neither `x` nor what that is a view of."""
+    """Returns a differentiable alias of `x` that keeps neither `x` nor its base alive."""
     alias: torch.Tensor = _NoView.apply(x)
     return alias
 
@@ -558,7 +567,7 @@ class _OnGradient(torch.autograd.Function):
 
 
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
-    """An alias of local `x` whose incoming gradient is laid out as `given`; it is made `wanted`."""
+    """Returns an alias of local `x` that redistributes its gradient from `given` to `wanted`."""
     line = "" if given.layout.shards == wanted.layout.shards else user_line()
     with Local():
         return _OnGradient.apply(x, _move_gradient, given, wanted, op, line)
@@ -573,8 +582,7 @@ def _move_gradient(
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """The error to raise where `grad_placements` shard the gradient otherwise than the value is
-    sharded: each rank has the gradient of the piece that it has."""
+    """Returns the error for `grad_placements` that shard a gradient differently from its value."""
     return LayoutError(
         f"{op}: grad_placements cut the gradient otherwise than the value is",
         place=line,
@@ -587,12 +595,12 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
     )
 
 
-def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of local `x`, a value of `spec` that leaves or enters DTensors as Replicate.
+def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
+    """Returns an alias of local `x` whose backward raises if its gradient's layout is unknown.
 
-    An arriving gradient is either each rank's part of it, or the same whole value on all ranks. By
-    duality it would be the first; in torch.distributed.tensor it is the second. Only the user
-    knows, so the backward of the alias raises. Where the two are the same this is a plain alias.
+    If `x` is Replicate, a gradient that arrives is either each rank's part (Partial), or the same
+    whole value on all ranks. By duality it would be the first; in torch.distributed.tensor it is
+    the second. Only the user knows which. On axes of one rank both are equal.
     """
     with Local():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
@@ -646,10 +654,10 @@ def _format_placement(p: Placement) -> str:
 
 
 def piece_held(x: torch.Tensor) -> Piece:
-    """Returns the piece of `x` on this rank; of a plain tensor all of it. It shares x's memory.
+    """Returns this rank's piece of `x`, or all of a plain tensor. It shares the memory of `x`.
 
     Raises:
-        LayoutError: `x` is pending: its shares are no pieces of the value.
+        LayoutError: `x` is Partial, so no rank has a part of the value.
     """
     spec = getattr(x, "_spec", None)
     if spec is not None and spec.is_pending:
@@ -671,10 +679,10 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 
 
 def destination(x: torch.Tensor) -> Piece | None:
-    """Returns the piece of `x` that a loaded value is written into.
+    """Returns the piece of `x` into which a loaded value is written.
 
-    Of a Partial sum the first rank takes the value. On other ranks this is None, and they hold
-    zeros.
+    For a Partial sum the first rank gets the value. On other ranks this is None, and their local
+    tensors become zeros.
     """
     spec = getattr(x, "_spec", None)
     if spec is not None:
@@ -685,10 +693,11 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Returns which ranks hold the same piece: the axes that vary, this rank's number, and their
-    count.
+    """Returns which ranks hold the same piece as this rank.
 
-    Pieces that are equal along the same axes have equally many holders.
+    Returns:
+        The axes along which pieces are equal, this rank's index among the holders, and their
+        number.
     """
     mesh = spec.wire.mesh
     axes = tuple(a for a in mesh.names if not spec.layout.placement(a).is_shard())
@@ -696,8 +705,8 @@ def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
 
 
 # -- do pieces make one tensor ---------------------------------------------------------------------
-# What one rank finds only that rank knows. So the ranks first tell each other, and then all raise
-# the same error, or none.
+# A fault may occur on one rank only. So the ranks exchange what they found, and then all raise the
+# same error, or none.
 
 
 def _make_misfit_error(
@@ -800,7 +809,7 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
 
 
 def make_memory_error(name: str) -> LayoutError:
-    """Returns the error for method `name`, which works on memory, on a DTensor."""
+    """Returns the error for the method `name`, which needs the memory of the global tensor."""
     return make_layout_error(
         f"{name} cannot take a DTensor",
         Fix(f"x.to_local().{name}(...)", "on this rank's piece"),
@@ -809,10 +818,10 @@ def make_memory_error(name: str) -> LayoutError:
 
 
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
-    """Returns the error for a tensor `t` that cannot be global, because it is sparse or similar.
+    """Returns the error for a tensor `t` that cannot be a DTensor, because it is sparse or similar.
 
     Args:
-        what: the function that takes it or makes it.
+        what: the function that gets or makes it.
     """
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
@@ -848,7 +857,7 @@ def _make_disagreement_error(
 def shape_of_pieces(
     pieces: Sequence[Sequence[int]], shards: Sequence[Sequence[str]], mesh: Mesh
 ) -> tuple[int, ...]:
-    """The shape that the ranks' pieces of these shapes make together, cut along `shards`."""
+    """Returns the global shape of pieces of these shapes, sharded along `shards`."""
     by_coordinate = list(zip(mesh.coordinates(), pieces, strict=True))
     return tuple(
         sum(
@@ -878,10 +887,10 @@ _WORDS = 1 << 18
 
 
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Dimensions, a number for sizes and dtype, one for the bytes in their places, in 63 bits.
+    """Returns (number of dimensions, hash of sizes and dtype, hash of the bytes), of 63 bits each.
 
-    Two tensors of one shape that differ in one 64-bit word differ in it: each word counts by an odd
-    weight, modulo 2**64. Reads only; a tensor without memory (on "meta") counts as empty.
+    Two tensors of one shape that differ in a single 64-bit word have different hashes: each word is
+    multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as empty.
     """
     with Local(), torch.no_grad():
         shape = zlib.crc32(str(value.dtype).encode())

@@ -1,7 +1,8 @@
-"""Gradients of DTensors: what `.grad`, `backward` and hooks mean, and when a gradient is reduced.
+"""Gradients of DTensors: `.grad`, `backward` and hooks, and when a gradient is reduced.
 
-Autograd computes on pieces. What goes in is made a piece, and what comes out is tagged as a
-DTensor, whose layout is the dual of its value's. So the gradient of a Replicate value is Partial:
+Autograd computes on local tensors. A gradient that is passed to it is converted to a local tensor,
+and one that it returns becomes a DTensor whose layout is the dual of its value's. So the gradient
+of a Replicate value is Partial. A *settled* gradient is one that has been reduced:
 
     backward       x.grad  Partial      pending
     clip, step     x.grad  Replicate    settled, by one all-reduce (`reduce_pending_gradients`)
@@ -75,7 +76,7 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
 
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """Returns the gradient of this tensor, as a DTensor. Repeated reads return the same object."""
+    """The gradient of this tensor, as a DTensor. Repeated reads return the same object."""
     _show_gradient(x)
     with Unheard():
         grad = _grad.__get__(x)
@@ -307,9 +308,7 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """Returns the hook to register on `x` for the user's `hook`, which gets and may return
-    DTensors.
-    """
+    """Returns the hook to register on `x` so that the user's `hook` gets DTensors."""
     # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -367,8 +366,8 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns the hook to register on the leaf `x` for the user's `hook` after accumulation.
 
-    The engine also calls such hooks if one of our autograd nodes gave no gradient, as for a
-    parameter that no block used. The user's hook is called only if there was a gradient.
+    The engine also calls such hooks if one of our autograd nodes returned no gradient, as for a
+    parameter that no block used. The user's hook is called only if there is a gradient.
     """
     came = [False]
 
@@ -386,9 +385,7 @@ def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[
 
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
-    """Make the leaf `x` require grad inside the block, so that hooks can be registered although it
-    is frozen.
-    """
+    """Make the leaf `x` require grad inside the block, to register hooks on a frozen parameter."""
     with Local():
         frozen = not _requires_grad(x)
         if frozen:
@@ -401,7 +398,7 @@ def requiring_grad(x: torch.Tensor) -> Iterator[None]:
 
 
 def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """The hooks that the user has registered on a tensor, and on its gradient's accumulation."""
+    """Returns the user's hooks on a tensor, also post-accumulate-grad hooks."""
     with Local():
         one, other = hooks_of_backward(t), hooks_of_gradient(t)
     if not one and not other:
@@ -410,7 +407,7 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks that are not partita's own, which do not show in one process."""
+    """Returns the hooks of the user among `hooks`, without those of partita."""
     if not hooks:
         return ()
     found = [
@@ -425,18 +422,18 @@ def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
 
 # -- nodes of autograd -----------------------------------------------------------------------------
-# Hooks on a node receive local pieces, and a node does not record which tensor they belong to. So a
-# user who reads `x.grad_fn` gets a `NodeOfPieces`, which takes hooks on leaves only: there the
+# Hooks on an autograd node receive local tensors, and a node does not know their DTensors. So a
+# user who reads `x.grad_fn` gets a `NodeOfPieces`, which accepts hooks only for leaves, whose
 # tensor is known. This package and torch read the node itself, because C++ needs it. Modules of
 # torch get a `NodeOfPieces`, because they register hooks on it.
 
 
 @Node.register
 class NodeOfPieces:
-    """A node in the graph of a DTensor, which gives hooks DTensors or refuses them.
+    """A node in the graph of a DTensor. Its hooks get DTensors; where they cannot, it raises.
 
     Attributes:
-        node: the node of autograd, which computes on this rank's pieces.
+        node: the node of autograd, which computes on local tensors.
     """
 
     def __init__(self, node: Any):
@@ -447,10 +444,10 @@ class NodeOfPieces:
         return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """Returns a hook behind the node of a leaf, which gets `((), (gradient,))`.
+        """Register a hook after the node of a leaf, which is called with `((), (gradient,))`.
 
         Raises:
-            LayoutError: another node.
+            LayoutError: the node is not that of a leaf.
         """
         leaf = self._hook_leaf()
 
@@ -462,10 +459,10 @@ class NodeOfPieces:
         return self.node.register_hook(call_typed_hook)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
-        """A hook before the node of a leaf, which gets `(gradient,)` and may return another.
+        """Register a hook before the node of a leaf, which gets `(gradient,)` and may replace it.
 
         Raises:
-            LayoutError: another node.
+            LayoutError: the node is not that of a leaf.
         """
         leaf = self._hook_leaf()
 
@@ -532,26 +529,26 @@ def _grad_fn_of(x: DTensor) -> Any:
 DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 
 # -- pending and settled gradients -----------------------------------------------------------------
-# Once a gradient is reduced, by an optimizer's step or a clip, it is whole: settled. If another
-# backward pass is then to add shares to it, the whole value must first become shares again: the
-# first rank keeps it, the others hold zero. That is the move R -> P, which carries nothing. A hook
-# does it (`mark_settled`).
+# A gradient that an optimizer's step or a clip has reduced is whole (settled). Before another
+# backward pass adds Partial gradients to it, it must become Partial again: the first rank keeps it,
+# and the others get zeros. That is the move R -> P, which sends nothing. A hook does it
+# (`mark_settled`).
 
 
 def settled_spec(x: DTensor) -> Spec:
-    """The spec of x's gradient once it is settled: that of x, or the one that ZeRO keeps it in."""
+    """Returns the spec of the reduced gradient of x: that of x, or the one that ZeRO uses."""
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.gradient
 
 
 def update_spec(x: DTensor) -> Spec:
-    """The spec in which an optimizer updates x and keeps its state: that of x, or ZeRO's."""
+    """Returns the spec in which an optimizer updates x and has its state: that of x, or ZeRO's."""
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.update
 
 
 def store_gradient(x: DTensor, grad: DTensor) -> None:
-    """Make `grad` the gradient of x though its local shape is another, which torch would refuse."""
+    """Set `x.grad = grad`, also if the local shapes differ, which torch does not allow."""
     # Hidden from modes, too: the program did not make this write.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         whole = x.data
@@ -587,8 +584,7 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 
 def mark_settled(x: DTensor) -> None:
-    """Note that x's gradient is settled: a hook makes it pending before backward adds shares to
-    it."""
+    """Record that x's gradient is reduced. A hook makes it Partial before backward adds to it."""
     if x._spec is x._spec.gradient:
         return
     with Local():  # or each question to torch would be a function of torch's, of a DTensor
@@ -618,7 +614,7 @@ def _unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """True if the hook of `mark_settled` is on x."""
+    """True if x has the hook of `mark_settled`."""
     watch = state_of(x).reopens
     if watch is None:
         return False
@@ -628,10 +624,10 @@ def is_watched(x: torch.Tensor) -> bool:
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
-    """Drop our weak references to the leaf `x` before its contents are swapped with another's.
+    """Remove our weak references to the leaf `x` before `swap_tensors`, which does not allow any.
 
     Returns:
-        A function that refers to that object in place of `x`.
+        A function that makes the references again, to the object that is passed to it.
     """
     is_settled = is_watched(x)
     _unmark_settled(x)
@@ -690,7 +686,7 @@ def _find_owner(grad: torch.Tensor) -> DTensor | None:
 
 
 def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
-    """The tensors whose gradients are among `values` and are pending, each once, in order."""
+    """Returns the tensors whose Partial gradients are among `values`, each once, in order."""
     owners: dict[int, DTensor] = {}
     for value in values:
         if isinstance(value, DTensor) and value._spec.is_pending:
@@ -703,12 +699,12 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
 def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     """Reduce the Partial gradients of `params`; each then has the layout of `settled_spec`.
 
-    A reduced gradient stays the same object in new memory. A view that somebody took before keeps
-    the shares, which are still correct as shares.
+    A reduced gradient is the same object with new memory. A view that was taken before keeps the
+    old memory, which is a correct Partial value.
 
-    One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, recorded with the reason
-    "settle". Gradients that are not Partial do not change. Waits for those that ZeRO is already
-    reducing.
+    There is one all-reduce for each set of axes and dtype and for each `BUCKET_BYTES`, recorded
+    with the reason "settle". Gradients that are not Partial do not change. It waits for reductions
+    that ZeRO has already begun.
     """
     params = list({id(p): p for p in params}.values())
     all_layouts = [state_of(p).zero_layouts for p in params]
@@ -907,20 +903,21 @@ def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
-    """Returns the spec of each DTensor among `values`; None of all else."""
+    """Returns the spec of each DTensor among `values`, and None for other values."""
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """Returns the local gradient of a value of `spec`, which may be none, as a DTensor."""
+    """Returns the local gradient of a value of `spec` as a DTensor. Either may be None."""
     if grad is None or spec is None:
         return grad
     return tagged(_alias_with_history(grad), spec.gradient)
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
-    """Values as autograd gives them back that it has saved, with DTensors where there were: a saved
-    input is one still, and a saved output a plain piece."""
+    """Returns tensors that autograd had saved, with those that were DTensors as DTensors again.
+
+    Autograd returns a saved input as a DTensor, but a saved output as a local tensor."""
     return tuple(
         t
         if t is None or spec is None or isinstance(t, DTensor)

@@ -1,9 +1,10 @@
 """Functions of lists of DTensors: foreach and fused kernels, and norms of many tensors.
 
-A foreach function is its op, once for each position of its lists. Each position is planned like a
-call of the op. If nothing moves at any position, the one native kernel runs on the pieces. The key
-is the specs of the lists' elements. Bias corrections and learning rates are numbers and not part of
-it. Norms of all gradients, and a GradScaler's search for infinities, are one small all-reduce.
+A foreach function calls its op once for each position of its lists. Each position is planned like a
+call of the op. If no position needs a redistribution, the native foreach kernel runs on the local
+tensors. A plan's key has the specs of the lists' elements. Numbers, such as bias corrections and
+learning rates, are not part of it. Norms of all gradients, and a GradScaler's search for
+infinities, need one small all-reduce.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a fused optimizer kernel: elementwise over lists, all in the parameters' layouts."""
+    """Run a fused optimizer kernel: element-wise on lists of tensors in the parameters' layouts."""
     new: dict[tuple[int | str, ...], Any] = {}
     shares = []
     for j, values in enumerate(args):
@@ -284,10 +285,13 @@ def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tensor]:
-    """The norm of each tensor, DTensors on any meshes and plain ones: plain scalars, no gradient.
+    """Returns the norm of each tensor, as plain scalars that are equal on every rank.
 
-    Equal on every rank, and in float32 at least. Costs one small all-reduce for each mesh over
-    which any of the tensors is split. None of them may be pending.
+    Not differentiable. The norms have at least float32 precision. Costs one small all-reduce for
+    each mesh over which a tensor is sharded.
+
+    Args:
+        tensors: DTensors on any meshes, none of them Partial, and plain tensors.
     """
     with Local(), torch.no_grad():
         parts = _local_norms([_hide_padding(t, ord) for t in tensors], ord)
@@ -409,9 +413,7 @@ OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
 # torch's own DTensor enters itself in the same way.
 def let_clip_use_foreach(kind: type[torch.Tensor]) -> None:
-    """Make torch's gradient clipping compute the norms of tensors of this class with one foreach
-    call.
-    """
+    """Make torch's gradient clipping use one foreach call for tensors of this class."""
     if kind not in _in_clip:
         _in_clip.append(kind)
 

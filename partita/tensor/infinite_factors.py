@@ -1,12 +1,12 @@
-"""Factors of shares that are not finite: where a sum of products is not the product of the sum.
+"""Infinite factors of Partial values, with which a sum of products is not the product of the sum.
 
     x = 1 = 3 - 2 on two ranks       x * inf = inf       3 * inf - 2 * inf = nan
 
-Rules treat an op as linear in partial values, which holds only for finite factors. So a factor is
-checked where all ranks see the same value and reading it is cheap: numbers, and whole tensors in
-the memory of the host. If one is infinite (or a divisor zero), the partial value is reduced first,
-and the first rank keeps the result. A factor that is sharded or on a device is not checked: there
-the result is nan where one device has an infinity.
+Rules treat an op as linear in Partial values, which is right only for finite factors. So a factor
+is checked if all ranks have the same value and reading it is cheap: numbers, and whole tensors in
+host memory. If one is infinite (or a divisor zero), the Partial value is reduced first, and the
+first rank keeps the result. A factor that is sharded or on an accelerator is not checked: then the
+result is nan where one device has an infinity.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def wrap_for_infinite_factors(
     Returns `kernel` itself if there is no factor.
 
     Args:
-        kernel: runs with finite factors; None for the function itself.
-        plan: of the call; its kernel is not set yet.
+        kernel: the kernel that runs with finite factors; None for the function itself.
+        plan: the plan of the call, whose kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
     assert bound is not None and choice is not None

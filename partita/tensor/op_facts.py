@@ -1,17 +1,17 @@
-"""Facts of ops, and forms of functions: which op a function is, and properties of its calls.
+"""Properties of ops, and forms of functions: to which op a function belongs.
 
-For an operator they follow from its schema and its tags, with a table of corrections (`facts_of`).
-Functions that a program calls, such as `torch.reshape`, `x.t()` and `F.dropout`, have no schema. A
-table by name has their facts (`facts_of_function`). It includes attributes, because their `__get__`
-and `__set__` are functions to torch.
+Properties of an operator follow from its schema and its tags, with a table of corrections
+(`facts_of`). Functions that a program calls, such as `torch.reshape`, `x.t()` and `F.dropout`, have
+no schema. A table by name has their properties (`facts_of_function`). It includes attributes,
+because torch treats their `__get__` and `__set__` as functions.
 
-One op has one rule, given for one of its functions. The others are found by their names:
+An op has one rule, registered for one of its functions. Its other functions are found by name:
 `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`, `torch._foreach_add_` and
 `torch.ops.aten.add.Tensor` are forms of one op.
 
     form_of(torch.Tensor.add_)  ->  Form(name="add", rule=RULES[torch.add], inplace=True, ...)
 
-A Python function without a rule is entered, so that its ops are dispatched (`enter_function`).
+For a Python function without a rule, its body runs on DTensors (`enter_function`).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ F = TypeVar("F", bound=Function)
 class Written:
     """An operand that a call writes.
 
-    It must be the user's own tensor, not what that became when it was moved. Torch's schemas say it
-    of operators, except the running statistics of the older normalisations.
+    The call must write the user's tensor, not a redistributed copy. Schemas of operators list such
+    operands, except the running statistics of older normalizations.
 
     Attributes:
-        place, name: where it stands in a call.
-        is_list: it is a list of tensors.
-        flag: place and name of the parameter that must be true for it to be written, if there is
-            one.
+        place, name: its position and its name in a call.
+        is_list: True if it is a list of tensors.
+        flag: position and name of a parameter that must be true for it to be written; None if it
+            is always written.
     """
 
     place: int
@@ -67,7 +67,7 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Returns its path in a call; None if this call does not write it."""
+        """Returns its position or name in a call; None if this call does not write it."""
         if self.flag is not None:
             i, name = self.flag
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
@@ -75,9 +75,7 @@ class Written:
         return (self.place,) if self.place < len(args) else (self.name,)
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the argument of a call at this position or with this name; None if it is not
-        passed.
-        """
+        """Returns this argument of a call; None if it is not passed."""
         return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
 
@@ -86,29 +84,29 @@ class OpFacts:
     """Properties of every call of an operator.
 
     Attributes:
-        is_view: its results show memory of an operand that it does not write (reshape may do so).
+        is_view: its results are views of an operand that it does not write (reshape: maybe).
         writes: the operands that it writes.
         makes_new: its results have their own memory, and it writes no operand.
         moves: its results are unchanged elements of its operands, at other positions.
-        casts: likewise, in another dtype.
-        statistics: it writes its fourth and fifth operands if its sixth says that it trains.
+        casts: the same in another dtype.
+        statistics: it writes its fourth and fifth operands if its sixth is True (training).
         draws: it draws random numbers, so another call returns another result.
         fills: it draws random numbers that replace all values of its first operand.
         overwrites: its result depends only on the metadata of its first operand, not on its values.
         checks: it returns nothing, and raises if its operands are not as required.
-        shows_unsaid: its results show memory of its only operand, and its schema does not say so.
-        is_alias: it returns its operand as another tensor that is a view of all of it.
+        shows_unsaid: its results are views of its only operand, which its schema does not show.
+        is_alias: it returns a view of the whole operand.
         lifts: it makes a tensor from a Python value.
-        by_storage: it depends on the whole storage of an operand, not only on the elements that the
-            operand shows.
+        by_storage: it depends on the whole storage of an operand, not only on the operand's
+            elements.
         changes_metadata: it changes the shape, the strides or the storage of an operand in place.
         workspace: memory that its CPU kernel takes while it runs. "casts": its operands in the
             dtype in which it computes. "measured": unknown until it runs. "": none.
-        takes_number_as_tensor: a number among its operands may be replaced by a 0-d tensor. It
-            computes the same elementwise, but may round differently.
+        takes_number_as_tensor: a number among its operands may be replaced by a 0-d tensor, except
+            that it may then round differently.
         exact_in_numbers: it rounds the same for a Python number and for a 0-d tensor. Others, such
             as addcmul, are several calls on tensors.
-        stands_alone: no compiler fuses it with its neighbours.
+        stands_alone: compilers do not fuse it with other ops.
     """
 
     is_view: bool = False
@@ -134,10 +132,10 @@ class OpFacts:
 
 @functools.lru_cache(maxsize=8192)
 def facts_of(target: Any) -> OpFacts:
-    """Returns the facts of a call's target.
+    """Returns the properties of the target of a graph node.
 
-    A target is an operator of torch, `operator.getitem`, or a function that declares its facts. For
-    anything else all facts are False.
+    A target is an operator of torch, `operator.getitem`, or a function with `declare_facts`. For
+    anything else all properties are False.
     """
     if target is operator.getitem:  # of what a call has given
         return OpFacts(is_view=True, moves=True)
@@ -182,7 +180,7 @@ def facts_of(target: Any) -> OpFacts:
 
 
 def declare_facts(facts: OpFacts) -> Callable[[F], F]:
-    """Returns a decorator: these are the facts of a Python function that calls of a graph call."""
+    """Returns a decorator that sets the properties of a Python function that graphs call."""
 
     def declare(function: F) -> F:
         function.facts = facts  # type: ignore[attr-defined]
@@ -261,7 +259,7 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 
 class Cast(enum.Enum):
-    """What autocast does to floating-point operands of an op (never to float64)."""
+    """The cast that autocast applies to floating-point operands of an op (never to float64)."""
 
     FLOAT32 = "to float32"
     FLOAT32_UNLESS_TOLD = "to float32, unless the call gives a dtype"
@@ -275,19 +273,21 @@ class FunctionFacts:
     """Properties of every call of a function.
 
     Attributes:
-        is_view: its result shares its operand's memory, on one device and if nothing moves.
+        is_view: its result shares its operand's memory, on one device and if no operand is
+            redistributed.
         may_copy: its result is a view or a copy, depending on the strides.
         reshapes: it changes its operand's shape in place.
         changes_shape: it does so, or gives its operand other memory.
         draws: it may draw random numbers.
-        answered_by_piece: it neither depends on the layout of a DTensor nor changes it.
+        answered_by_piece: it neither depends on the layout of a DTensor nor changes it, so it runs
+            on the local tensor.
         computes_nothing: it reads a property of a tensor or of torch, or starts autograd.
-        needs_itself: it needs this very tensor, because it reads or attaches something that another
-            tensor of the same shape lacks.
-        is_twin: a function of torch.nn.functional that passes its arguments to the builtin of its
-            name, and so runs whole on a piece (except with `inplace=True`).
-        autocast: what autocast does to its operands if it is on the list of a device. None: casts
-            them to float32.
+        needs_itself: it needs the tensor object itself, because it reads or sets something that
+            another tensor with the same shape lacks.
+        is_twin: a function of torch.nn.functional that passes its arguments to the builtin with its
+            name, so that it runs as a whole on a local tensor (except with `inplace=True`).
+        autocast: the cast that autocast applies to its operands, if it is on a device's list. None:
+            to float32.
     """
 
     is_view: bool = False
@@ -304,8 +304,9 @@ class FunctionFacts:
 
 @functools.lru_cache(maxsize=8192)
 def facts_of_function(name: str) -> FunctionFacts:
-    """The facts of functions of this name, "reshape"; of one that is not known that it does none of
-    these."""
+    """Returns the properties of functions with this name, such as "reshape".
+
+    For an unknown name all are False."""
     facts = {fact: name in names.split() for fact, names in _FACTS_OF_FUNCTIONS.items()}
     facts["changes_shape"] |= facts["reshapes"]
     facts["draws"] |= _is_operator_drawing(name)
@@ -451,9 +452,7 @@ def without_autocast(*device_types: str) -> Iterator[None]:
 
 
 def without_any_autocast() -> AbstractContextManager[None]:
-    """Disable autocast inside the block on all devices, because the operands have been cast
-    already.
-    """
+    """Disable autocast inside the block on all devices."""
     if not torch._C._is_any_autocast_enabled():
         return nullcontext()
     return without_autocast(*[kind for kind, enabled, _ in read_autocast_state() if enabled])
@@ -462,10 +461,11 @@ def without_any_autocast() -> AbstractContextManager[None]:
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
     """Returns `run`, which implements `op`, with the dtypes that `op` has under autocast.
 
-    Torch casts the operands of the ops on its lists, and runs them without autocast. An op that is
-    written here as other ops must behave as `op`, not as those: its operands are cast first, and
-    autocast is off inside. The dispatcher says which ops are listed for a device. The table says
-    how a listed op is cast, by default to float32.
+    Torch casts the operands of the ops on its lists, and runs them without autocast. A decomposed
+    op
+    must behave as `op` and not as the ops inside: its operands are cast first, and autocast is off
+    inside. The dispatcher shows which ops are listed for a device. The table here has the cast of
+    each, by default to float32.
 
     Args:
         inplace: True if `run` implements the in-place op, which is on no list.
@@ -539,17 +539,18 @@ False.
 
 @dataclass(frozen=True)
 class Form:
-    """A function as a form of an op.
+    """A function, as one of the functions (forms) of an op.
 
     Attributes:
         func: the function.
         name: the op's name.
         rule: its rule, or None.
-        inplace: the first operand is written and returned.
-        reshapes: the first operand's shape is changed in place.
-        foreach: it takes lists, and is one call of the op for each position in them.
-        local: the function that runs on pieces; None for `func` itself.
-        bare: the function that runs on the operands alone, if other arguments have their defaults.
+        inplace: True if it writes and returns its first operand.
+        reshapes: True if it changes the first operand's shape in place.
+        foreach: True if it takes lists, and calls the op for each position in them.
+        local: the function that runs on local tensors; None for `func` itself.
+        bare: a function of the operands alone, which runs if all other arguments have their
+            defaults.
         operator: for an operator of torch.library; None for other functions.
         writes: operands that are written, besides the first one of an in-place op.
     """
@@ -576,9 +577,9 @@ class Form:
 
 @cache
 def form_of(func: Function) -> Form:
-    """The form that a function is. Its rule is its own if it has one, else its op's by name.
+    """Returns the form of a function. Its rule is its own, or otherwise that of its op.
 
-    A function written in Python has only a rule of its own; without one it is entered.
+    A function written in Python can only have its own rule. Without one, its body runs.
     """
     operator = _operator_of(func)
     if operator is not None:
@@ -656,9 +657,11 @@ def _find_rule_named(name: str) -> Rule | None:
 
 @cache
 def parameter_names(func: Function, count: int) -> tuple[str, ...]:
-    """The names of a function's first `count` parameters, as torch's own table of overrides or an
-    operator's schema has them; `operand0`, ... where neither does (then they can only be given by
-    position)."""
+    """Returns the names of a function's first `count` parameters.
+
+    They are those of torch's table of overrides or of an operator's schema. If neither has them,
+    they are `operand0`, ..., and arguments can only be passed by position.
+    """
     stand_in = torch.overrides.get_testing_overrides().get(func)
     names: list[str] = []
     overloads = overloads_of(func)
@@ -680,9 +683,9 @@ OVERRIDES: dict[Function, Function] = {}
 
 
 def runs_as_torch_has_it(func: Function) -> bool:
-    """True if the local piece can answer for this function.
+    """True if this function gives the right result on the local tensor.
 
-    The piece answers for attributes that `OVERRIDES` lacks.
+    These are attributes that `OVERRIDES` lacks.
     """
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
@@ -690,7 +693,7 @@ def runs_as_torch_has_it(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """Returns a decorator that puts a function into `OVERRIDES` for functions of torch."""
+    """Returns a decorator that registers a function in `OVERRIDES` for functions of torch."""
 
     def register_override(f: Function) -> Function:
         for function in functions:
@@ -713,10 +716,10 @@ class Operator:
     """An operator, or one overload of it.
 
     Attributes:
-        name: without namespace and overload.
+        name: its name, without namespace and overload.
         packet: all its overloads.
-        is_torchs: it is one of torch's own, so that what is known of the torch function of its
-            name holds for it too.
+        is_torchs: True for torch's own operators: they have the properties of the torch function
+            with their name.
     """
 
     name: str
@@ -725,7 +728,7 @@ class Operator:
 
 
 def overloads_of(func: Any) -> list[OpOverload]:
-    """Returns the overloads of an operator, or the one that `func` is; none of another function."""
+    """Returns all overloads of an operator, or `func` if it is one; [] for other functions."""
     if isinstance(func, OpOverload):
         return [func]
     if isinstance(func, OpOverloadPacket):
@@ -748,11 +751,11 @@ def _operator_of(func: Function) -> Operator | None:
 
 
 def find_unknown_effect(target: Any) -> str:
-    """Returns a possible side effect of a custom operator, as text; "" if it certainly has none.
+    """Returns a text about a possible side effect of a custom operator; "" if it has none.
 
-    The schema and the registration must show that it only returns new tensors.
-    `torch.library.custom_op` requires that it sends nothing and draws no random numbers without its
-    tag. So does a rule, because the operator then runs on a rank's piece.
+    The schema and the registration must show that it only returns new tensors. By the contract of
+    `torch.library.custom_op` it sends nothing, and has a tag if it draws random numbers. The same
+    is assumed if it has a rule, because it then runs on a rank's piece.
     """
     if not isinstance(target, OpOverload):
         return "it has no schema"
@@ -924,12 +927,11 @@ def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
 
 @cache
 def enter_function(func: Function) -> Function | None:
-    """Returns a copy of a Python function that runs its body on DTensors; None if it is not Python.
+    """Returns a copy of a Python function whose body runs on DTensors; None if it is not Python.
 
     Many functions of `torch.nn.functional` call `has_torch_function(...)` and, if it is True,
-    dispatch themselves as a whole. Entering a function means running its body as if that call
-    returned False: a copy of the function has globals in which it does. The ops inside are
-    dispatched one by one.
+    dispatch themselves as a whole. In the globals of the copy that call returns False, so the body
+    runs, and the ops in it are dispatched one by one.
     """
     if not isinstance(func, types.FunctionType):
         return None

@@ -1,17 +1,18 @@
 """Origins: the call of the program that made a tensor, which ranks compare when they read a value.
 
 If one rank reads `a.sum()` while another reads `b.sum()`, the values that they exchange look alike.
-So ranks that read a value also compare the origin of the tensor. The origin is equal on all ranks
-for the same tensor, whatever else a rank computes by itself.
+So ranks that read a value also compare the tensor's origin. It is equal on all ranks for the same
+tensor, whatever else a rank computes.
 
-A tensor enters the program by `distribute_tensor`, `from_local`, as a batch, or as the result of a
-compiled step. Its origin is the place of that call and how often the place was reached, because all
-ranks make these calls. The origin of an op's result is made of the place of the call, the origins
-of its operands and its numbers. It does not count calls: a rank may compute a sum by itself.
+A program gets its first tensors from `distribute_tensor`, `from_local`, `distribute_batch` or a
+compiled step. The origin of such a tensor is the call's place in the program, and how often that
+place was reached: all ranks make these calls. The origin of an op's result consists of the call's
+place, the origins of its operands, and its numbers. It does not count calls, because a rank may
+compute a sum by itself.
 
-Origins of results are noted only for small ones of which no rank has the value
-(`Spec.has_noted_origin`), such as sums, means and norms. Larger results cost nothing. So two sums
-of larger results by one call have the same origin, and ranks that read one each are not detected.
+Origins of results are recorded only for small Partial or sharded ones (`Spec.has_noted_origin`),
+such as sums, means and norms. Larger results cost nothing. So if one call makes two sums of larger
+results and ranks read a different one each, that is not detected.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TensorOrigin:
     """The call that made a tensor.
 
     Attributes:
-        number: equal on all ranks for the same tensor, and different for different tensors.
+        number: a hash that is equal on all ranks for the same tensor, and differs between tensors.
         code, at: the code that makes the call, and the offset of its instruction.
         times: the number of such calls until then; 0 for the result of an op.
     """
@@ -89,7 +90,7 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Note that the program's current call, which all ranks make, has made `out`."""
+    """Record that the program's current call, which all ranks make, has made `out`."""
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
@@ -125,14 +126,14 @@ def _digest_arguments(given: Iterable[Any], number: int) -> int:
 
 
 def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
-    """Note that `grad` is the gradient of `x`, if the origin of `x` is known."""
+    """Record the origin of `grad`, the gradient of `x`, if the origin of `x` is known."""
     made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     if made is not None:
         grad.__dict__[ORIGIN] = made.gradient
 
 
 class NotingKernel:
-    """A kernel that notes the origins of its results; see `note_origins_of`."""
+    """A kernel that records the origins of its results; see `note_origins_of`."""
 
     __slots__ = ("_keeps_origin", "_kernel")
 
@@ -148,12 +149,12 @@ class NotingKernel:
 def note_origins_of(
     out: Any, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
 ) -> None:
-    """Note the call of the program at `frame` as the origin of each new tensor in `out`.
+    """Record the call of the program at `frame` as the origin of each new tensor in `out`.
 
     Args:
         keeps_origin: True if the function returns a view or a conversion of its operand. On some
-            ranks it may return the operand itself (`contiguous` where one row is left), so its
-            results have the operand's origin on all ranks.
+            ranks that may be the operand itself (`contiguous` of one row). So its results have
+            the operand's origin on all ranks.
     """
     given = (*args, *kwargs.values()) if kwargs else args
     made = None
@@ -176,13 +177,13 @@ def note_origins_of(
 
 
 def find_origin(x: torch.Tensor) -> TensorOrigin | None:
-    """Returns the origin of a tensor, or None if it was not noted."""
+    """Returns the origin of a tensor, or None if it was not recorded."""
     made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     return made
 
 
 def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") -> Reading:
-    """Returns what ranks compare when the program reads a value of `spec` by `op`."""
+    """Returns the description that ranks compare when the program reads a value by `op`."""
     made, layout = find_origin(x), f"{str(x.dtype).removeprefix('torch.')} {spec.layout.brief()}"
     if made is None:
         return Reading(op, layout, verb=verb)
@@ -190,18 +191,18 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
 
 def is_beside_program(wire: Wire) -> bool:
-    """True in a thread other than the main one, if ranks wait for each other: their exchanges in
-    several threads would be mixed up."""
+    """True in a thread other than the main one, if ranks wait for each other.
+
+    Ranks do not compare there, because exchanges of several threads would be mixed up."""
     is_main = threading.current_thread() is threading.main_thread()
     return bool(wire.ranks_to_wait_for) and not is_main
 
 
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
-    """True if the ranks compare which tensor they move: a small one, or one that all get whole.
+    """True if ranks compare which tensor they redistribute: a small one, or one that all get whole.
 
-    Ranks compare only if all ranks of the mesh take part and collectives block the host anyhow.
-    They do not in threads other than the main one: other ranks would take the wait of such a thread
-    for a wait of the whole rank.
+    They compare only if all ranks of the mesh take part and collectives block the host anyway. They
+    do not in threads other than the main one, whose waits look like waits of the whole rank.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

@@ -1,11 +1,13 @@
-"""Call plans: what is decided once for calls of one key, how a call finds it, how long it is kept.
+"""Call plans: the cached decisions for calls with one key, their lookup, and the cache.
 
     torch.sum(x, dim=0)    key (spec of x, 0, False, None)    ->    CallPlan
 
-A plan says which operands are moved into which layout, what runs on the pieces, and how its results
-are tagged. It learns the specs of the results from its first call, and from then on it may be
-`direct`: dispatch runs the kernel and tags the result without a call of `CallPlan.run`. An `Op` has
-a function's plans. Its key function is generated from what the op's rule declares that it reads.
+A plan contains the operands that are redistributed and their new layouts, the kernel that runs on
+local tensors, and the specs of the results. It gets these specs in its first call. Afterwards it
+may
+be `direct`: dispatch runs the kernel and sets the result's spec without calling `CallPlan.run`. An
+`Op` has a function's plans. Its key function is generated from the arguments that the op's rule
+declares.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ from .tensor_state import (
 
 @dataclass(frozen=True)
 class Choice:
-    """How an op is distributed over the mesh.
+    """The chosen way to distribute an op over the mesh.
 
     Attributes:
         inputs: the layout that each operand must have; None if it is absent or a number.
@@ -73,20 +75,20 @@ class Choice:
     splits: dict[str, tuple[str, ...]]
 
     def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
-        """Returns the layout of output i, where the kernel gives pieces of shape `local`."""
+        """Returns the layout of output i if the kernel returns local tensors of shape `local`."""
         shape = bound.output_shape(i, local)
         return Layout(shape, self.outputs[i], self.partial[i], self.invariant[i])
 
 
 @dataclass(frozen=True)
 class Target:
-    """An operand that the kernel does not take as it is.
+    """An operand that is converted before the kernel runs.
 
     Attributes:
-        path: where it stands in the call.
-        spec: the spec that it has to have.
-        plain: of a plain tensor, the spec that it is taken for (whole on every rank); None of a
-            DTensor.
+        path: its position in the call.
+        spec: the spec that it must have.
+        plain: for a plain tensor, the spec that it is assumed to have (whole on every rank); None
+            for a DTensor.
     """
 
     path: Path
@@ -96,27 +98,28 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """How calls of one key run on this rank.
+    """The plan of all calls with one key, on this rank.
 
     Attributes:
         op: the op's name.
         wire: the rank's wire, on the mesh of the operands.
         direct: True if a call only runs the kernel, or the function, and tags its result with
             `spec`. Set when the plan is made, or by the first call.
-        spec, local_shape: of the result, if it is one tensor; set together with `direct`.
+        spec, local_shape: those of the result, if it is one tensor; set together with `direct`.
         outputs: the spec and the local shape of each result; set by the first call.
-        targets: the operands that are moved first, and those that are plain tensors.
-        kernel: runs on the rank in place of the function.
-        bare: runs on the operands alone, with their number. It serves calls that pass all operands
-            by position, and defaults for all other arguments.
-        rewrite: a function that is called with the DTensors in place of all this.
-        bound, choice: how the plan was found, for `explain` and for shapes that only the kernel
-            knows.
-        retags_operand: the op changes its operand's shape in place, so the operand is tagged again.
-        result_is_view_copy: one device's result is a view, and here it has its own memory.
-        may_copy: the op copies or not depending on strides, and a piece's strides do not decide it.
+        targets: the operands that are redistributed first, and those that are plain tensors.
+        kernel: a function that runs on local tensors in place of the called function, or None.
+        bare: a function of the operands alone, and their number. It serves calls that pass all
+            operands by position and no other arguments.
+        rewrite: a function that is called with the DTensors, in place of all this.
+        bound, choice: the rule and its chosen rows, for `explain` and for shapes that only the
+            kernel knows.
+        retags_operand: True if the op changes its operand's shape in place, so the operand gets a
+            new spec.
+        result_is_view_copy: True if the result has its own memory, but is a view on one device.
+        may_copy: True if one device copies or not depending on strides of the global tensor.
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
-        names: of the parameters that may be passed by position or by name, in order.
+        names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
         make_output_spec: computes the spec of each result (for shapes that depend on data).
         hits: the number of calls that have used this plan.
@@ -146,14 +149,16 @@ class CallPlan:
     def listen(self, on: bool) -> None:
         """Start or stop recording the work of calls in the open ledgers.
 
-        This exchanges the kernel, so that calls cost nothing extra while no ledger is open.
+        This replaces the kernel, so calls have no extra cost while no ledger is open.
         """
         assert self.work is not None
         self.kernel = self.work.run_noting_work if on else self.work.kernel
 
     def run(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Run a call as planned: take view copies anew, move operands, run the kernel, tag its
-        results."""
+        """Run a call as planned.
+
+        Update view copies, redistribute operands, run the kernel, and set the specs of the results.
+        """
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
@@ -202,7 +207,7 @@ class CallPlan:
 
     @property
     def notes_origin(self) -> bool:
-        """True if results have their origin noted, which the kernel does."""
+        """True if the kernel records the origins of its results."""
         noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
         return noted and self.work is None
 
@@ -213,10 +218,10 @@ class CallPlan:
         return facts.is_view or facts.may_copy
 
     def tag(self, out: Any) -> Any:
-        """Tag each new local tensor of a result with its spec.
+        """Make each new local tensor of a result a DTensor with its spec.
 
         Raises:
-            LayoutError: the results are not of the shapes, or as many, as the rule says.
+            LayoutError: the shapes or the number of results differ from those of the rule.
         """
         if isinstance(out, DTensor):
             self.direct = self._is_direct()  # in place: nothing is new
@@ -328,10 +333,10 @@ class PlanWork:
     pieces.
 
     Attributes:
-        products: for each its operations, and the axes along which every rank computes the same.
+        products: for each product its operations, and the axes along which all ranks repeat them.
         is_even: True if every rank computes equally many.
-        kernel: of the plan while no ledger is open; None if the function itself runs.
-        run: what runs: the kernel or the function.
+        kernel: the plan's kernel while no ledger is open; None if the function itself runs.
+        run: the function that runs: the kernel or the called function.
     """
 
     op: str
@@ -342,7 +347,7 @@ class PlanWork:
     run: Function
 
     def run_noting_work(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, and note the products in the ledgers that are open."""
+        """Run the kernel, and record the products in the open ledgers."""
         scope = self.wire.scope
         if not scope.recomputing:
             place = user_line()
@@ -353,7 +358,7 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the work of a call by `plan`, which has its kernel; `run` runs where that is None."""
+    """Returns the work of a call by `plan`. `run` is the function that runs without a kernel."""
     assert plan.choice is not None and plan.bound is not None
     wire, splits, sizes = plan.wire, plan.choice.splits, plan.bound.sizes
     products, is_even = [], True
@@ -380,11 +385,13 @@ class Op:
     """One function and the plans of its calls.
 
     Attributes:
-        func, form: the function, and the form of an op that it is.
-        base: what runs on the pieces where a plan has no kernel.
-        key: makes the key of a call from its arguments; raises TypeError where they do not fit.
-        plans: the young generation of plans, by key; `find` gives one, or None.
-        run: what is called in place of all plans, where the function is no op or has no rule.
+        func, form: the function, and its `Form` (the op to which it belongs).
+        base: the function that runs on local tensors if a plan has no kernel.
+        key: a function that computes the key of a call from its arguments. It raises TypeError if
+            the arguments do not fit the rule.
+        plans: the plans by key; `find` returns one, or None.
+        run: a function that is called in place of all plans, if the function is not an op or has
+            no rule.
     """
 
     __slots__ = ("base", "find", "form", "func", "key", "plans", "run")
@@ -396,7 +403,7 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Set the form, after a rule was given, and forget the plans that were made by another."""
+        """Set the form after a rule was registered, and drop the plans of the old rule."""
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name
@@ -448,11 +455,11 @@ _FACTORS = frozenset(("alpha", "beta", "value"))
 
 
 class Unkeyed(TypeError):
-    """A call has no key: its arguments have to be normalised first, or nothing is known of it."""
+    """Raised if a call has no key: its arguments must be normalized first, or are unknown."""
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns the part of a key for an operand that is no DTensor."""
+    """Returns the part of a key for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -461,7 +468,7 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """The part of a key for a declared argument: hashable, and without any float's value."""
+    """Returns the part of a key for a declared argument: hashable, without values of floats."""
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
@@ -534,16 +541,18 @@ KeyParameters = Sequence[tuple[str, int, Any]]
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
-    """The key of a fixed sentence: the kinds of its operands, whose arguments are called `names`.
+    """Returns the key function of a fixed sentence: the specs and kinds of its operands.
 
-    `flagged` functions have an argument `inplace`; a call that sets it has no key.
+    Args:
+        names: the names of the operands' parameters.
+        flagged: True if the function has an argument `inplace`. A call that sets it has no key.
     """
     empty = inspect.Parameter.empty
     return _make_key([(n, OPERAND, None if i else empty) for i, n in enumerate(names)], flagged)
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """Returns the key of a rule that derives its sentence: the arguments that it declares."""
+    """Returns the key function of a rule function: of the arguments that it declares."""
     return _make_key([(p.name, _classify_parameter(p), p.default) for p in params], flagged)
 
 
@@ -623,10 +632,12 @@ def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
 
 
 class CacheInfo(NamedTuple):
-    """Statistics of the plan cache: counts of calls and of entries.
+    """Statistics of the plan cache.
 
     Attributes:
-        by_op: the number of entries for each op that has any.
+        hits, misses: the number of calls that found a plan, and that made one.
+        size, maxsize: the number of plans, and the most that are kept.
+        by_op: the number of plans of each op that has any.
     """
 
     hits: int
@@ -637,7 +648,7 @@ class CacheInfo(NamedTuple):
 
 
 class Plans(dict[Any, Any]):
-    """One op's young plans by their keys, and behind them its old ones."""
+    """One op's plans by key, in two generations: recently used plans, and older ones."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -646,9 +657,7 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns a plan of the older generation and moves it to the younger one; None if there is
-        none.
-        """
+        """Move a plan from the older generation to the younger one. Returns it, or None."""
         plan = self.old.pop(key, None)
         if plan is not None:
             self.remember(key, plan)
@@ -663,7 +672,7 @@ class Plans(dict[Any, Any]):
             self.old = {}
 
     def remember(self, key: Any, plan: Any) -> None:
-        """Keep `plan`, which has an integer attribute `hits`, under `key`."""
+        """Store `plan` under `key`. It must have an integer attribute `hits`."""
         with _CACHE.lock:
             if _CACHE.young >= max(_CACHE.limit // 2, 1):
                 _CACHE.turn()
@@ -723,8 +732,9 @@ def cache_clear() -> None:
 
 
 def forget_plans_on(wires: Container[Wire]) -> None:
-    """Drop the plans of calls on `wires`, which are not used again: a plan holds its wire, and its
-    kernel what it was made of."""
+    """Drop the plans of calls on `wires`, which are not used again.
+
+    A plan would keep its wire alive, and its kernel the tensors that it refers to."""
 
     def is_on_wires(key: Any) -> bool:
         if type(key) is tuple:
@@ -740,9 +750,9 @@ def forget_plans_on(wires: Container[Wire]) -> None:
 
 
 def set_cache_limit(n: int) -> None:
-    """Set the most plans that the cache keeps, for all ops together.
+    """Set the largest number of plans that the cache keeps, for all ops together.
 
-    In `ranks` the limit holds for all ranks of the process together.
+    In `pt.ranks` the limit is for all ranks of the process together.
 
     Args:
         n: the number of plans, at least 2.
@@ -770,7 +780,7 @@ of another version is left aside."""
 
 
 def load_extension() -> Any:
-    """The extension module; None where it was not built, is of other sources or is not wanted."""
+    """Returns the extension module; None if it is not built, out of date or disabled."""
     if os.environ.get("PARTITA_HOT_PATH") == "python":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Planning a call: what happens the first time that a function is called with such operands.
+"""Planning: how the first call with a new key is planned.
 
     x + y                of x in 8@dp 4, and of y in 8 4
     sentence             "... + ... -> ..."           the rule's, bound to the shapes (8, 4), (8, 4)
@@ -6,8 +6,9 @@
     targets              y has to become 8@dp 4       moved before a call, once if unchanged
     kernel               none: torch.add runs on the pieces
 
-A rule may also return other ops to call instead (`Decomposition`), or a new tensor in the operand's
-layout (`LikeRule`). If it returns None, operands are gathered (`dispatch`).
+A *row* is one legal way to place the op on one mesh axis (`rules.sentence`). A rule may also return
+other ops to call instead (`Decomposition`), or a new tensor in the operand's layout (`LikeRule`).
+If it returns None, operands are gathered (`dispatch`).
 """
 
 from __future__ import annotations
@@ -257,8 +258,9 @@ def _bind_sentence(call: OpCall, text: str) -> Bound | None:
 
 
 def check_call_fits_rule(call: OpCall) -> None:
-    """Raise LayoutError if a call that a user's rule must fit has a tensor that it does not
-    declare, or lacks an argument that it does."""
+    """Raise LayoutError if a call does not fit a user's rule.
+
+    It has a tensor that the rule does not declare, or lacks an argument that it does."""
     rule = call.form.rule
     if rule is None or not rule.must_fit:
         return
@@ -431,8 +433,9 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 
 @dataclass(frozen=True)
 class Considered:
-    """A row that was looked at for an axis, with its price in seconds, forward and backward
-    together, and whether it was taken."""
+    """A row that was priced for an axis.
+
+    It has its price in seconds, forward and backward together, and whether it was chosen."""
 
     axis: str
     row: Row
@@ -452,18 +455,18 @@ too."""
 
 @dataclass
 class RowChooser:
-    """The cheapest legal way to run an op on operands with these layouts.
+    """The search for the cheapest rows of an op, for operands with given layouts.
 
     Attributes:
         layouts: the operands' layouts; None if one is absent or a number.
-        plain: which operands are plain tensors. They are whole on every rank and have no gradient,
-            so every placement of them is free.
+        plain: for each operand, True if it is a plain tensor. It is whole on every rank and has no
+            gradient, so every placement of it is free.
         itemsizes: bytes per element of each operand.
         work: the op's matrix products.
-        inplace: operand 0 must keep its layout, and output 0 must have it too.
+        inplace: True if operand 0 must keep its layout, and output 0 must have it, too.
         keeps: a name that stays split by each axis that splits it in operand 0.
-        considered: if given, every considered row is appended to it.
-        rows: those that are chosen, for the axes before `axis`, which is next.
+        considered: a list to which every priced row is appended, or None.
+        rows: the rows chosen so far, for the axes before `axis`, which is next.
     """
 
     bound: Bound
@@ -479,7 +482,7 @@ class RowChooser:
     rows: list[Row] = field(default_factory=list)
 
     def choose(self) -> Choice | None:
-        """Take a row for each axis; None if none leaves operand 0 as `inplace` demands."""
+        """Choose a row for each axis. Returns None if `inplace` excludes every row of an axis."""
         parts: dict[str, int] = {}
         for axis in self.mesh.names:
             self.axis, n = axis, self.mesh.size(axis)

@@ -1,14 +1,15 @@
 """Random numbers: the same in every layout.
 
-By default every rank draws all of one device's numbers from its own generator, and keeps its piece.
-All ranks seed their generators alike. So `init`, `dropout` and `randn` give the values of one
-device, and the generators stay in step. The cost: each rank draws as many numbers, and briefly
-holds as much memory, as one device would. For a mask of a large activation that is the whole
-batch's mask.
+By default every rank draws all numbers of one device from its own generator, and keeps its piece.
+All ranks seed their generators equally. So `init`, `dropout` and `randn` give the values of one
+device, and the generators keep equal states. The cost: each rank draws as many numbers, and for a
+short time needs as much memory, as one device. For the dropout mask of a large activation that is
+the mask of the whole batch.
 
-`random_mode("pieces")` is cheaper: each rank draws only its piece. Its generator is seeded by one
-number from the common generator and by the position of the piece. Values then depend on the layout,
-but not on the number of ranks that hold the same piece. A run is reproducible on the same mesh.
+`random_mode("pieces")` is cheaper: each rank draws only its piece. Its generator is seeded by a
+number from the default generator and by the position of the piece. Values then depend on the
+layout, but not on the number of ranks that hold the same piece. A run is reproducible on the same
+mesh.
 
 Both need generators in the same state on all ranks. Otherwise a dropout mask, or a weight that is
 made on each rank, would differ between ranks. So the ranks compare their generators when a line of
@@ -213,7 +214,7 @@ def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function |
 def run_with_generator_check(
     run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """`run(*args, **kwargs)`; raise on all ranks if it has drawn from generators that differ."""
+    """Returns `run(*args, **kwargs)`. Raise on all ranks if it drew from different generators."""
     # A dropout that is switched off draws nothing: its numbers tell calls of one line apart.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
     key = (call_site(), "draw", op, numbers)
@@ -228,7 +229,7 @@ def run_with_generator_check(
 
 
 def compare_draws(op: str, wire: Wire, generator: torch.Generator, before: torch.Tensor) -> None:
-    """Raise on all ranks if `op` has drawn from a generator whose state, `before`, differs."""
+    """Raise on all ranks if `op` drew from a generator whose old state `before` differs."""
     if torch.equal(before, generator.get_state()):
         return
     state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()

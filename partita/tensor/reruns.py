@@ -1,9 +1,9 @@
-"""Which forwards of blocks a checkpoint runs again in backward.
+"""Reruns: which forward of a block a checkpoint runs again in backward.
 
 A checkpoint calls the same modules in the same order as in its forward. So the n-th forward of a
-block in a rerun belongs to the n-th one since the checkpoint has begun. Forwards are noted in a
-chain, of which only its end is kept. A checkpoint refers to the place where it began, so the chain
-lives as long as the checkpoint. What else runs between two forwards does not matter.
+block in a rerun is the n-th forward of that block since the checkpoint began. Forwards are recorded
+in a linked list, and this module refers only to its last link. A checkpoint refers to the link
+where it began, so links are freed with the last checkpoint that needs them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class ForwardNote:
-    """A link of the chain: a forward that has begun, or only a place between two.
+    """A link of the list: a forward that has begun, or a position between two forwards.
 
     Attributes:
-        block: identifies the block; None for a place.
-        is_of_other_values: True if the forward found other values in the parameters' places.
+        block: an object that identifies the block; None for a position.
+        is_of_other_values: True if the block's parameters had been replaced by other values.
         next: the next link.
     """
 
@@ -61,24 +61,25 @@ def _append_note(note: ForwardNote) -> None:
 
 
 def note_forward(block: object, is_of_other_values: bool) -> None:
-    """A forward of a block begins.
+    """Record that a forward of a block begins.
 
     Args:
-        block: identifies the block. The chain keeps it, so it must not refer to the model.
+        block: an object that identifies the block. It must not refer to the model, because the
+            list keeps it alive.
     """
     _append_note(ForwardNote(block, is_of_other_values))
 
 
 def note_end_of_forward() -> None:
-    """A forward of a block has ended."""
+    """Record that the forward of a block has ended."""
     _append_note(ForwardNote())
 
 
 def place_in_forward() -> ForwardNote:
-    """Returns the place where a checkpoint begins now.
+    """Returns the current position in the list, at which a checkpoint begins.
 
     If a block's forward has just begun, the checkpoint may be a hook of that block. Its rerun then
-    calls the block itself, so the place is before that forward.
+    calls the block itself, so the position is before that forward.
     """
     last = _THREAD.last
     if last.block is None:
@@ -89,13 +90,13 @@ def place_in_forward() -> ForwardNote:
 
 
 def find_forward_of_rerun(block: object) -> ForwardNote | None:
-    """Returns the note of the forward that is run again, where a rerun calls `block`; or None."""
+    """Returns the recorded forward that the current call of `block` in a rerun repeats, or None."""
     return None if _THREAD.rerun is None else _THREAD.rerun.find_next(block)
 
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Run a checkpoint again, inside the block, that began at `start`."""
+    """Mark the block as the rerun of a checkpoint that began at `start`."""
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
     try:
         yield
@@ -104,10 +105,10 @@ def running_again(start: ForwardNote) -> Iterator[None]:
 
 
 class Rerunnable:
-    """A function that a checkpoint calls, which began when this object was made.
+    """A function of a checkpoint, which began when this object was made.
 
     Args:
-        function: what the checkpoint calls.
+        function: the function that the checkpoint calls.
         has_run: False if the first call is the forward.
     """
 

@@ -1,6 +1,6 @@
 """Overrides: attributes and methods of a DTensor that are not ops.
 
-`OVERRIDES` (`op_facts`) has them by torch's function. Here are `x.data`, `x.T`, conversions to
+`OVERRIDES` (`op_facts`) maps functions of torch to them. Here are `x.data`, `x.T`, conversions to
 Python (`item`, `numpy`, ...), `x[...] = value`, memory and copies. `.grad` and `backward` are in
 `dtensor_gradients`. All other functions are ops: they have rules, or their operands are gathered.
 """
@@ -404,10 +404,10 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-# Shape and size are those of the global tensor. A read of so many elements from the address of
-# a piece reads memory that is not the tensor's. What has a global meaning is answered so: strides,
-# their order, whether they are contiguous. What has none (`ADDRESSES`) raises, on all ranks alike,
-# unless torch-function is disabled or every rank holds the whole value.
+# Shape and size are those of the global tensor. Reading that many elements from the address of a
+# local tensor would read beyond its memory. Properties with a global meaning are computed: strides,
+# their order, `is_contiguous`. Others (`ADDRESSES`) raise on all ranks, unless torch-function is
+# disabled or every rank holds the whole value.
 
 
 @implements(T.stride)
@@ -638,19 +638,19 @@ def _copy_dtensor(x: DTensor) -> DTensor:
 DTensor.__copy__ = _copy_dtensor  # type: ignore[attr-defined]
 
 # -- numbers that C++ reads ------------------------------------------------------------------------
-# As `s` in `torch.add(a, b, alpha=s)`, a and b plain: torch takes a tensor of no dimensions for a
-# number, and where no operand is a DTensor no `__torch_function__` is called. What reads the number
-# is one operator of ATen, `_local_scalar_dense`, which would find this rank's share. From the first
-# DTensor on of which a rank does not hold the number, that operator is replaced by one in Python,
-# which costs each plain `x.item()` about a microsecond. A program without such DTensors, or of one
-# rank, keeps torch's own.
+# In `torch.add(a, b, alpha=s)` with plain a and b, torch accepts a 0-d DTensor s as a number. Since
+# no operand is a DTensor, `__torch_function__` is not called. Torch reads the number by the ATen
+# operator `_local_scalar_dense`, which would return this rank's local value. When the first DTensor
+# is made whose number a rank does not hold, that operator is replaced by one in Python. It costs
+# each plain `x.item()` about a microsecond. A program without such DTensors, or with one rank,
+# keeps torch's own.
 
 # C++ that no operator is behind: it reads the memory of one rank.
 _value_held = torch._C.TensorBase.tolist
 
 
 def is_read_in_part(x: torch.Tensor) -> bool:
-    """True if `x` is a DTensor, and torch would read this rank's part of it as a number."""
+    """True if `x` is a DTensor whose local tensor is not the whole value."""
     return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole
 
 

@@ -1,13 +1,13 @@
-"""State: what is stored for a DTensor beside its piece (its spec, and more), and for a thread.
+"""State: data that are stored for a DTensor in addition to its elements, and for a thread.
 
-A spec is a layout and the wire of the rank that holds a piece. Specs are interned: `spec_of` makes
-one for each layout and wire. So two specs are equal exactly if they are the same object, and a plan
-is looked up by the identity of its operands' specs.
+A spec is a global layout and this rank's wire. Specs are interned: `spec_of` makes one for each
+layout and wire. So two specs are equal exactly if they are the same object, and a plan is looked up
+by the identity of its operands' specs.
 
-Everything else that is stored for a tensor is one `TensorState` in one attribute. This makes clear
-what a copy does not take over, and what a tensor that replaces another must get. A view copy has
-its `CopiedView` there (see `aliasing`). Each rank runs in a thread; `HERE` has what observes the
-calls of this thread where torch has no hook: rematerialization, a capture, `explain`.
+All other data of a tensor are in one `TensorState`, in one attribute, which a copy does not get and
+a replacement does. A view copy has its `CopiedView` there (see `aliasing`). Each rank runs in a
+thread. `HERE` has the objects that intercept this thread's calls where torch has no hook:
+rematerialization, a capture, `explain`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
 
 
 def make_argument_error(by: str, takes: str, given: Any, fix: str) -> TypeError:
-    """Returns the error of an argument of another type than `by` takes; it names the user's line.
+    """Returns the error for an argument of a wrong type; it names the user's line.
 
     Args:
-        fix: what to write in its place.
+        by: the function that was called.
+        takes: the types that it accepts, as text.
+        fix: the code to write instead.
     """
     is_class = isinstance(given, type)
     text = "the class " + given.__name__ if is_class else f"a {type(given).__name__}"
@@ -64,13 +66,13 @@ _MOST_NOTED = 8
 
 
 class Spec:
-    """A layout and the wire of the rank that holds a piece: all that makes a local tensor global.
+    """A global layout and a rank's wire, which together make a local tensor a DTensor.
 
-    Made by `spec_of` alone (and, for view copies, by `as_copy`).
+    Only `spec_of` makes specs, and `as_copy` those of view copies.
 
     Attributes:
         layout: the global layout.
-        wire: this rank's access to the other ranks of the mesh.
+        wire: this rank's connection to the other ranks of the mesh.
         shape: the global shape, in elements.
         local_shape: the shape of this rank's piece.
     """
@@ -94,7 +96,7 @@ class Spec:
 
     @cached_property
     def gradient(self) -> Spec:
-        """The spec of the gradient of a value of this spec. Raises ValueError for a pending max."""
+        """The spec of the gradient of a value of this spec. Raises ValueError for a Partial max."""
         return spec_of(self.layout.gradient(self.wire.mesh), self.wire)
 
     @cached_property
@@ -104,7 +106,7 @@ class Spec:
 
     @cached_property
     def reduced(self) -> Spec:
-        """The spec of the same value once it is reduced: Replicate where this one is Partial."""
+        """The spec of the same value after reduction: Replicate where this one is Partial."""
         layout = self.layout
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
@@ -125,21 +127,22 @@ class Spec:
 
     @cached_property
     def is_whole(self) -> bool:
-        """True if every rank holds the whole value. Equal on all ranks."""
+        """True if every rank holds the whole value."""
         mesh = self.wire.mesh
         parted = (a for a in mesh.names if mesh.size(a) > 1)
         return not any(p.is_shard() or p.is_partial() for p in map(self.layout.placement, parted))
 
     @cached_property
     def has_noted_origin(self) -> bool:
-        """True if results of this spec have their origin noted (see `origins`): they are small, as
-        values are that programs read, and ranks exchange them then."""
+        """True if origins of results with this spec are recorded (see `origins`).
+
+        They are small, and reading them needs other ranks."""
         is_small = self.shape.numel() <= _MOST_NOTED
         return is_small and not self.is_whole and not is_alone(self.wire)
 
     @cached_property
     def used_differently(self) -> tuple[str, ...]:
-        """The axes of several ranks on which the value is Replicate."""
+        """The axes with more than one rank on which the value is Replicate."""
         return tuple(
             a for a, p in self.by_axis() if p.is_replicate() and self.wire.mesh.size(a) > 1
         )
@@ -150,7 +153,7 @@ class Spec:
 
     @cached_property
     def largest(self) -> int:
-        """The elements of the first rank's piece, which no rank's exceeds."""
+        """The number of elements of the first rank's piece, which is the largest."""
         return math.prod(self.padded_shape)
 
     @cached_property
@@ -161,12 +164,12 @@ class Spec:
 
     @cached_property
     def is_uneven(self) -> bool:
-        """True if some ranks hold less than others. Answered alike on all of them."""
+        """True if some ranks have smaller pieces than others. Equal on all ranks."""
         return is_uneven(self.layout, self.wire.mesh)
 
     @cached_property
     def is_padded_behind(self) -> bool:
-        """True if, on every rank, all elements of an uneven piece are before all of its padding."""
+        """True if on every rank a padded piece has all its padding after its elements."""
         mesh, layout = self.wire.mesh, self.layout
         uneven = [
             dim
@@ -186,7 +189,7 @@ class Spec:
 
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
-        """`(offset, length)` of this rank's piece in the global tensor, per dimension."""
+        """`(offset, length)` of this rank's piece in each dimension of the global tensor."""
         return self.wire.region(self.layout)
 
     def __repr__(self) -> str:
@@ -211,15 +214,15 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
 
 
 def any_spec(kind: type = Wire) -> Spec | None:
-    """A Spec that is in use, on a wire of this kind; None in a program without such DTensors."""
+    """Returns any Spec that is in use on a wire of this class; None if there is none."""
     return next((s for s in list(_INTERNED.values()) if isinstance(s.wire, kind)), None)
 
 
 def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
-    """The Spec of a global `shape` on a user's mesh; all Replicate where no placements are given.
+    """Returns the Spec of a global `shape` on a user's mesh; by default Replicate on all axes.
 
     Raises:
-        LayoutError: placements that do not fit the mesh or the shape, naming the user's line.
+        LayoutError: placements that do not fit the mesh or the shape. It names the user's line.
     """
     try:
         wire = wire_of(mesh)
@@ -231,7 +234,7 @@ def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement
 
 
 def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
-    """The Spec of a global `shape` in `placements` that a user gave. Raises as `spec_on_mesh`."""
+    """Returns the Spec of a global `shape` with a user's `placements`. Raises as `spec_on_mesh`."""
     try:
         return spec_of(Layout.of(wire.mesh, shape, placements), wire)
     except LayoutError as error:
@@ -239,13 +242,14 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
 
 
 def spec_for_write_into(spec: Spec) -> Spec:
-    """The spec in which a value is written into memory of `spec`. That is `spec`, but for a pending
-    maximum or minimum: of one value it is that value, which each rank takes whole."""
+    """Returns the spec that a value needs before it is written into memory of `spec`.
+
+    It is `spec`, except for a Partial max or min: there each rank gets the whole value."""
     return spec if all(op == "sum" for _, op in spec.layout.partial) else spec.reduced
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
-    """Returns the error to raise where `op` is called with tensors of two meshes."""
+    """Returns the error for a call of `op` with tensors on two meshes."""
     shown = [f"mesh {one.mesh}", f"mesh {other.mesh}"]
     if len(set(shown)) == 1:  # they differ in what they are made for
         shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
@@ -271,14 +275,13 @@ OURS = frozenset(("_spec", _STATE, "_origin"))
 
 @dataclass(frozen=True)
 class ZeroLayouts:
-    """The specs of a parameter's gradient and update, where ZeRO has them in another layout than
-    it.
+    """The specs that ZeRO uses for a parameter's gradient and update.
 
     Attributes:
-        gradient: the spec of the gradient, once it is reduced.
+        gradient: the spec of the gradient after reduction.
         update: the spec of the optimizer's state, and of the part of the value that it updates.
-        owner: what reduces the gradient early and gathers what was updated.
-        name: of the block, whose gradients travel together.
+        owner: the object that reduces the gradient early and gathers updated parameters.
+        name: the name of the block whose gradients are reduced together.
     """
 
     gradient: Spec
@@ -289,11 +292,11 @@ class ZeroLayouts:
 
 @dataclass(frozen=True, slots=True)
 class RetypedValue:
-    """An alias of a tensor in the layout of `spec`, whose gradient takes another way back.
+    """An alias of a tensor with another spec, and thus another layout of its gradient.
 
     Attributes:
-        version, grad_fn: of the tensor when the alias was taken; the alias is used while both are
-            unchanged.
+        version, grad_fn: those of the tensor when the alias was made. The alias is used while both
+            are unchanged.
     """
 
     spec: Spec
@@ -302,7 +305,7 @@ class RetypedValue:
     value: torch.Tensor
 
     def is_of(self, x: torch.Tensor, spec: Spec) -> bool:
-        """True if this is `x` as it is now, with its history, in the layout of `spec`."""
+        """True if this alias is up to date with `x` and its graph, and has this spec."""
         return (
             self.spec is spec
             and self.version == x._version
@@ -313,23 +316,23 @@ class RetypedValue:
 
 @dataclass(slots=True)
 class TensorState:
-    """What is stored for one tensor; for most tensors nothing.
+    """The data that are stored for one tensor; most tensors have none.
 
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps its gradient and its update.
         gradient_of: the tensor whose `.grad` this object is, or was.
-        copied_view: for a view copy, what it was copied from (a `CopiedView`).
+        copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of it in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
             before backward adds to it. It is removed and registered again in every step.
-        unseen_writes: the writes that torch does not count and we do; see `count_unseen_writes`.
+        unseen_writes: the number of writes that torch does not count; see `count_unseen_writes`.
         replaced_at: the result of `count_unseen_writes` when it last got other memory.
-        data: the alias from which each `.data` of it is made; it counts their writes.
+        data: the alias from which each `.data` of it is made; its version counts their writes.
         gathered_from: the sharded parameter whose gathered value this is, and its version.
         node: the object that a user got for its `grad_fn`.
         has_node_hooks: a user has registered hooks on the node that accumulates its gradient.
-        given_up: its name in the model that now holds another tensor in its place, and what
-            replaced it.
+        given_up: if the model has another parameter in its place: its name there, and the function
+            that replaced it.
     """
 
     zero_layouts: ZeroLayouts | None = None
@@ -361,12 +364,12 @@ def state_of(x: torch.Tensor) -> TensorState:
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
-    """`state_of` each."""
+    """Returns `state_of` each tensor."""
     return [x.__dict__.get(_STATE, _NOTHING) for x in tensors]
 
 
 def own_state(x: torch.Tensor) -> TensorState:
-    """Returns the state of `x` alone, to be written."""
+    """Returns the state of `x` to be written; makes one if `x` has none."""
     state: TensorState | None = x.__dict__.get(_STATE)
     if state is None:
         state = x.__dict__[_STATE] = TensorState()
@@ -380,7 +383,7 @@ def count_writes(x: torch.Tensor) -> int:
 
 
 def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`count_writes` of each."""
+    """Returns `count_writes` of each tensor."""
     with Unheard():
         try:
             return [x._version for x in tensors]
@@ -399,7 +402,7 @@ def count_unseen_writes(x: torch.Tensor) -> int:
 
 
 def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`count_unseen_writes` of each."""
+    """Returns `count_unseen_writes` of each tensor."""
     # Of nearly all there is nothing to count, and a step of ZeRO calls this for each gradient.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
@@ -414,7 +417,7 @@ def note_unseen_write(x: torch.Tensor) -> None:
 
 
 def note_other_memory(x: torch.Tensor) -> None:
-    """Count that `x` was given other memory, as `x.data = y` does."""
+    """Count a replacement of the memory of `x`, as by `x.data = y`."""
     note_unseen_write(x)
     state = own_state(x)
     if (known := state.data) is not None:
@@ -436,22 +439,20 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 @dataclass(slots=True)
 class CopiedView:
-    """The source of a view copy: `view(source, *args, **kwargs)`, result number `index` of several.
+    """The source of a view copy: result `index` of `view(source, *args, **kwargs)`.
 
-    A view copy has its own memory; on one device it would be a view, which shows later writes to
-    its base. So it is made again when it is read and its source was written since. Torch counts a
-    tensor's writes, and our writes are counted equally on all ranks, so all ranks make it again
-    together. In inference mode nothing is counted, and writes through `.data` are not counted
-    either. Then it is made again at each read. A write that a rank makes without torch
-    (`to_local().numpy()`) is not detected.
+    A view copy has its own memory, but on one device it would be a view, which changes with its
+    base. So it is copied again when it is read after its source was written. Torch counts a
+    tensor's writes, equally on all ranks, so all ranks copy again together. In inference mode, and
+    through `.data`, writes are not counted. Then it is copied again at each read. A write without
+    torch (`to_local().numpy()`) is not detected.
 
     Attributes:
         source: an alias of the tensor, with the shape that it had.
-        source_writes: how often `source` had been written when the copy was made.
-        retaken: the copy that last replaced it, with what it was made from:
-            (source, its writes, with gradients?, copy).
-        graded: True if it was made with gradients enabled. Otherwise it has none, wherever it is
-            read.
+        source_writes: the write count of `source` when the copy was made.
+        retaken: the newest copy, and its origin: (source, its write count, True if gradients were
+            enabled, copy).
+        graded: True if it was made with gradients enabled. Otherwise its reads have no gradient.
     """
 
     source: Any
@@ -464,7 +465,7 @@ class CopiedView:
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
     def take_again(self, copy: Any) -> Any:
-        """`copy` if it is up to date, else the same part of the source as it is now."""
+        """Returns `copy` if it is up to date, else a new copy of the same part of the source."""
         source = current(self.source)
         count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
         with Unheard():
@@ -486,8 +487,7 @@ class CopiedView:
 
 
 def current(x: Any) -> Any:
-    """`x`; where it is a view copy that is out of date, the same part of its source as it is
-    now."""
+    """Returns `x`, or a new copy if `x` is a view copy that is out of date."""
     copied = state_of(x).copied_view
     return x if copied is None else copied.take_again(x)
 
@@ -496,28 +496,25 @@ def current(x: Any) -> Any:
 
 
 class Watcher(Protocol):
-    """An object that sees each call and decides whether it runs.
+    """An object that intercepts calls that a `TorchFunctionMode` does not intercept.
 
-    A `TorchFunctionMode` intercepts torch's own functions. It does not intercept an
-    `autograd.Function` (a region that torch compiled is one), a region that partita compiled, or
-    the moves of a redistribution. Rematerialization runs a part of the program again, and must find
-    each call of the first run in the second. So it needs to see those, too.
+    Those are an `autograd.Function` (a region that torch compiled is one), a region that partita
+    compiled, and redistributions. Rematerialization uses it: it runs a part of the program again,
+    and must find each call of the first run in the second.
     """
 
     def run_function(
         self, function: Any, args: tuple[Any, ...], kwargs: Kwargs, run: Callable[[], Any]
     ) -> Any:
-        """`function.apply(*args, **kwargs)`, or the call of a compiled region; `run()` does it."""
+        """Intercept `function.apply(*args, **kwargs)` or a compiled region, which `run()` calls."""
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Take note that the autograd.Function that is applied now is about to write `t` in
-        place."""
+        """Record that the current `autograd.Function` is about to write `t` in place."""
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The redistribution `what` (a plan of moves) of the local tensor `x`; `run()` carries it
-        out."""
+        """Intercept the redistribution `what` (a plan of moves) of `x`, which `run()` makes."""
 
 
 class _Here(threading.local):
@@ -568,7 +565,7 @@ backward_pass = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """True if a backward pass is at work."""
+    """True if a backward pass is running in this thread."""
     return backward_pass() != -1
 
 
@@ -584,30 +581,29 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def next_node() -> int:
-    """Returns the number of the next node that autograd makes in this thread: they count up."""
+    """Returns the sequence number of the next autograd node of this thread; it increases."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def saving_hooks() -> tuple[Any, Any] | None:
-    """Returns the current hooks that pack and unpack saved tensors (a checkpoint's, an offload's),
-    or None.
+    """Returns the current `saved_tensors_hooks` (pack, unpack), or None.
 
-    Of nested `saved_tensors_hooks` torch calls only the innermost. One that handles only some
-    tensors must pass the others to the next.
+    Torch calls only the innermost of nested hooks. If these handle only some tensors, they must
+    pass the others to the next ones.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def without_history(t: torch.Tensor) -> torch.Tensor:
-    """`t` as a hook that packs saved tensors may keep it: an alias of its memory, without history.
+    """Returns a detached alias of `t`, which a hook that packs saved tensors may keep.
 
-    A node may save what it gives. Kept as it is, that holds the node, which holds what was packed:
-    a circle through C++ that is never collected unless a backward pass comes by.
+    A node may save its own result. That result refers to the node, which refers to the packed
+    object: a cycle through C++ that is not collected until a backward pass runs.
     """
     with Local():
         return t if t.grad_fn is None else t.detach()
 
 
 def count_holders(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors and storages have this memory, including the caller's."""
+    """Returns the number of tensors and storage objects with this memory, the caller's included."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

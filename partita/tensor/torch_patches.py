@@ -1,8 +1,8 @@
 """Patches of torch: functions that do not call `__torch_function__` of a DTensor.
 
-They would take this rank's piece for the whole tensor, silently. Each is replaced, under its public
-name, by a function that checks for DTensors. It does the right thing where that is defined, and
-raises otherwise. Patches that belong to one topic are in its file: `Function.apply` in
+They would silently treat this rank's local tensor as the whole tensor. Each is replaced, under its
+public name, by a function that checks for DTensors. It gives the right result if that is defined,
+and raises otherwise. Some patches are in the file of their topic: `Function.apply` in
 `dtensor_gradients`, an operator of ATen in `tensor_overrides`, lists of types in `foreach`.
 """
 
@@ -65,7 +65,7 @@ from .tensor_state import (
 
 
 def holds_dtensor(value: Any) -> bool:
-    """True if it is a DTensor, or a module, list or dictionary that holds one."""
+    """True if `value` is a DTensor, or a module, list or dictionary that contains one."""
     if isinstance(value, DTensor):
         return True
     if isinstance(value, torch.nn.Module):
@@ -76,10 +76,10 @@ def holds_dtensor(value: Any) -> bool:
 
 
 def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
-    """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript.
+    """Replace the attribute `name` of `homes` by `function`, also for pickle and TorchScript.
 
     Returns:
-        What was there.
+        The original function.
     """
     replaced = getattr(homes[0], name)
     functools.update_wrapper(function, replaced)
@@ -433,7 +433,7 @@ _PLAIN_TYPE = type(torch.FloatTensor)
 _LegacyType.__module__, _LegacyType.__qualname__ = _PLAIN_TYPE.__module__, _PLAIN_TYPE.__name__
 
 
-def _stand_for_legacy_types(home: Any) -> None:
+def _replace_legacy_types(home: Any) -> None:
     for name, plain in list(vars(home).items()):
         if isinstance(plain, _PLAIN_TYPE):
             space = {"plain": plain, "__module__": home.__name__, "__qualname__": name}
@@ -466,7 +466,7 @@ def _install_legacy_refusals() -> None:
 
 on_first_wire(_install_legacy_refusals)
 for _home in (torch.cuda, torch):
-    _stand_for_legacy_types(_home)
+    _replace_legacy_types(_home)
 put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
 
 
@@ -669,11 +669,11 @@ are compiled like a user's: models, and benches with their rivals.
 
 
 def only_entered(function: F) -> F:
-    """Make Dynamo run frames of `function` as they are, although it inlines it into other frames.
+    """Make Dynamo skip frames of `function`, but still inline it into other frames.
 
-    If a function that calls `is_dynamo_compiling()` were compiled by itself, the result would be
-    folded to True, and always run Dynamo's branch. Private: `torch.compiler` keeps Dynamo out of a
-    function including its callers, not out of its own frame alone.
+    If Dynamo compiled a function that calls `is_dynamo_compiling()` by itself, it would fold the
+    call to True, and always run Dynamo's branch. Private torch: `torch.compiler` can disable a
+    function with all that it calls, not only its own frame.
     """
     frames: Any = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

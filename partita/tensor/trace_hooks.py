@@ -1,4 +1,4 @@
-"""Trace hooks: calls that tensors, optimizers and regions make, so that a capture can record them.
+"""Trace hooks: methods that tensors, optimizers and regions call, so that a capture records them.
 
 `HERE.trace` has the hooks of this thread. By default they do what eager code does. A capture
 installs its own (`capture.recorder`), so that no package below imports it.
@@ -31,7 +31,7 @@ class TraceHooks:
     updates_blocks = False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of partita's during which no code of the user's runs."""
+        """Run a function of partita that calls no user code. Profilers do not record it."""
         return function(*args)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
@@ -46,20 +46,20 @@ class TraceHooks:
     def step(
         self, optimizer: Any, run: Callable[[], Any], originals: Mapping[Any, torch.Tensor]
     ) -> None:
-        """An elementwise optimizer makes its update.
+        """Make the update of an element-wise optimizer.
 
         Args:
-            run: makes it.
-            originals: maps each tensor that it updates to the parameter that holds it; a
+            run: a function that makes it.
+            originals: maps each tensor that it updates to the parameter that contains it; a
                 parameter itself has no entry.
         """
         run()
 
     def begin_block(self, gather: Any) -> bool:
-        """The forward of a block begins, whose parameters are gathered.
+        """Begin the forward of a block whose parameters are gathered.
 
         Args:
-            gather: has the methods `begin` and `end`, by which it is a part of the graph.
+            gather: an object with methods `begin` and `end`, which record it in the graph.
 
         Returns:
             True if the gather is a part of the graph.
@@ -67,30 +67,30 @@ class TraceHooks:
         return False
 
     def end_block(self, gather: Any) -> bool:
-        """The forward of a block has ended; returns what `begin_block` does."""
+        """End the forward of a block. Returns True if the gather is a part of the graph."""
         return False
 
     def keep_missing_gradients(self, ctx: Any) -> None:
-        """The forward of an autograd function runs, whose results may get no gradient.
+        """Set how the autograd function of `ctx` treats missing gradients of its results.
 
-        In eager code it gets zeros then: a rank without a gradient takes part in what the others
-        send.
+        In eager code they become zeros, so that a rank without a gradient takes part in the
+        collectives of the others.
         """
 
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Two tensors exchange their contents (`torch.utils.swap_tensors`); True if it is done."""
+        """Swap the contents of two tensors, as `torch.utils.swap_tensors`. Returns True if done."""
         return False
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context in which calls belong to a remat region."""
+        """Returns a context manager in which calls belong to a remat region."""
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context in which the region keeps what is made, if `keep`."""
+        """Returns a context manager in which the region keeps all results, if `keep` is True."""
         return nullcontext()
 
     def keep(self, x: torch.Tensor) -> None:
-        """The region keeps the memory of `x`."""
+        """Make the current remat region keep `x` for backward."""
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Regions of `title` with a budget of bytes begin; raises where they cannot have one."""
+        """Raise if remat regions of `title` cannot have a budget of bytes here."""

@@ -1,10 +1,9 @@
 """Function transforms and control flow of torch, on DTensors.
 
-A transform of `torch.func` (`vmap`, `grad`, ...) passes tensors that wrap others to its function.
-A layout has no meaning for these, so the transform runs on whole values. Each DTensor among its
-arguments, or that its function reads, is gathered. All ranks compute the same, and the results are
-Invariant DTensors. The ledger records these moves as implicit. Programs without DTensors are
-unaffected.
+A transform of `torch.func` (`vmap`, `grad`, ...) passes wrapped tensors to its function, which have
+no layout. So the transform runs on whole values. Each DTensor among its arguments, or that its
+function reads, is gathered. All ranks compute the same, and the results are Invariant DTensors. The
+ledger records these redistributions as implicit. Programs without DTensors are unaffected.
 
 `torch.cond`, `while_loop`, `scan` and `associative_scan` run as equivalent Python code, in which
 each op has its own rule.
@@ -190,7 +189,7 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """Returns a plain tensor of the results as a DTensor, if a DTensor was replaced."""
+        """Returns a plain result as a DTensor, if the transform has replaced any DTensor."""
         if self.wire is None or not _is_plain(leaf):
             return leaf
         with Local():  # others may hold the tensor itself

@@ -1,11 +1,11 @@
-"""Uneven pieces: where their padding is, and what an op runs if they are padded or empty.
+"""Uneven pieces: the position of their padding, and kernels for padded or empty pieces.
 
     7 elements over 2 ranks    rank 0: 4    rank 1: 3, and room for 1 behind them
 
-In eager code a piece has its true size. A graph that all ranks share takes pieces as large as the
-first rank's. So tensors that stay between steps have room for the padding in memory, outside their
-storage. An op that reduces padding gets neutral values there. An op whose piece is empty on this
-rank makes the same autograd graph as on ranks with elements.
+In eager code a piece has its true size. A captured graph is equal on all ranks and takes pieces as
+large as the first rank's. So tensors that stay between steps have room for the padding in memory,
+after the end of their storage. An op that reduces padding gets neutral values there. An op whose
+piece is empty on this rank makes the same autograd graph as on ranks with elements.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from .plan import CallPlan, Choice
 from .tensor_state import HERE, Function, Spec, count_holders
 
 # -- room for padding behind a piece ---------------------------------------------------------------
-# What stays between steps (parameters, their gradients, an optimizer's state) is as large as the
-# first rank's piece on every rank. The storage that a tensor shows is as large as its piece and
-# begins at the same address: copying it, sharing it or writing it to a file never touches the
-# padding. And what gives a tensor other memory (`p.data = x`, `model.to(dtype)`) leaves the room
-# behind.
+# On every rank the memory of parameters, their gradients and optimizer state is as large as the
+# first rank's piece. But the storage of the tensor is only as large as its own piece, and begins at
+# the same address. So copying it, sharing it or writing it to a file does not include the padding.
+# A tensor that gets other memory (`p.data = x`, `model.to(dtype)`) has no such room.
 
 
 _data: Any = torch._C.TensorBase.data
@@ -46,7 +45,7 @@ _data: Any = torch._C.TensorBase.data
 def empty_with_room(
     spec: Spec, dtype: torch.dtype, device: torch.device | str | None
 ) -> torch.Tensor:
-    """Memory without values for this rank's piece of `spec`: a plain tensor, contiguous."""
+    """Returns an uninitialized contiguous local tensor of `spec`, with room for its padding."""
     if not _has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     whole = torch.empty(math.prod(spec.padded_shape), dtype=dtype, device=device)
@@ -57,14 +56,14 @@ def empty_with_room(
 
 
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """`local`, this rank's piece of `spec`, in memory of its own, contiguous."""
+    """Returns a contiguous copy of the local tensor, with room for its padding."""
     if not _has_room(spec, local.device):
         return local.clone(memory_format=torch.contiguous_format)
     return empty_with_room(spec, local.dtype, local.device).copy_(local)
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """`local`, this rank's piece of `spec`, contiguous: copied where it lacks the room."""
+    """Returns the local tensor, or a contiguous copy if it lacks room for its padding."""
     if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
     return copy_with_room(local, spec)
@@ -79,7 +78,7 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
 
 
 def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The first elements of contiguous memory, as a tensor whose storage has these alone."""
+    """Returns the first elements of contiguous memory, as a tensor with a storage of that size."""
     count = math.prod(shape)
     # Through DLPack a storage can show a part of another one's memory, which it keeps.
     front = torch.from_dlpack(to_dlpack(whole.view(-1).view(torch.uint8)[: count * whole.itemsize]))
@@ -91,10 +90,11 @@ def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """`local` and the room behind it as one tensor of `shape`; None where it has no such room.
+    """Returns `local` and the room after it as one tensor of `shape`; None if there is no room.
 
     Args:
-        shape: as `local`'s, but for one dimension in which it is larger; all before that are 1.
+        shape: the shape of `local`, except that one dimension is larger. All dimensions before
+            that must be 1.
     """
     storage = local.untyped_storage()
     whole: torch.Tensor | None = vars(storage).get("padded")
@@ -117,8 +117,8 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
 def give_room(x: torch.Tensor) -> None:
     """Replace the memory of `x` by memory with room for its padding, if it has none.
 
-    Not if another tensor shows that memory, or if torch did not allocate it: writes to `x` would no
-    longer be visible there.
+    It does nothing if another tensor shares that memory, or if torch did not allocate it: writes to
+    `x` would no longer be visible there.
     """
     if not isinstance(x, DTensor) or not x._spec.is_padded_behind:
         return
@@ -145,7 +145,7 @@ def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) 
     the result. The gradient does not flow into the original padding, so it is 0 there.
 
     Args:
-        kernel: runs on even pieces; None for the function itself.
+        kernel: the kernel for even pieces; None for the function itself.
         plan: of the call; its kernel is not set yet.
 
     Raises:
@@ -208,7 +208,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     this rank would continue alone. Ranks whose pieces have elements do none of this.
 
     Args:
-        kernel: runs on pieces with elements; None for the function itself.
+        kernel: the kernel for pieces with elements; None for the function itself.
         plan: of the call; its kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
@@ -409,8 +409,7 @@ def _tie_outputs_to_operands(
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with all of `operands`, which require grad, in its autograd graph; each gets a gradient
-    of zeros."""
+    """Returns `t` connected to `operands` in autograd, so that each gets a gradient of zeros."""
     tied: torch.Tensor = _Tie.apply(t, *operands)
     return tied
 

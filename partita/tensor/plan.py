@@ -565,62 +565,46 @@ def _classify_parameter(p: inspect.Parameter) -> int:
     return by_name | (UNREAD if p.name.startswith("_") else read)
 
 
-_PARTS = {
-    OPERAND: "{n}._spec if type({n}) is D else kind({n})",
-    DECLARED: "{n}._spec if type({n}) is D else {n} if type({n}) in H else freeze({n})",
-    # Where a bool is expected, an int given in its stead means the same.
-    FLAG: "{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})",
-    REST: "freeze({n})",
-}
-"""The part of a key for parameter `n`, as a key function computes it."""
-
-
 def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
     """The key function of these parameters: in C, with one in Python that gives the same keys and
     serves where there is no C."""
-    signature, parts, unread, more = [], [], [], ""
-    for n, kind, default in params:
-        what = kind & ~KEYWORD
-        if not more and (what == REST or kind & KEYWORD):
-            more = f"*{n}" if what == REST else "*more"
-            signature.append(more)
-        if what != REST:
-            has_default = default is not inspect.Parameter.empty
-            signature.append(f"{n}=default_{n}" if has_default else n)
-        if what == UNREAD:
-            unread.append(f"    if type({n}) not in N: check(({n},), {{}}, (), False)\n")
-        else:
-            parts.append(_PARTS[what].format(n=n))
-    if not more:
-        more = "*more"
-        signature.append(more)
-    rest = "more" if more == "*more" else "()"
-    body = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
-    source = (
-        f"def key({', '.join(signature)}, **named):\n"
-        f"    if named or {rest}: check({rest}, named, harmless, flagged)\n"
-        f"{''.join(unread)}"
-        f"    return {body}\n"
-    )
-    harmless: set[str] = set()
-    space: dict[str, Any] = {
-        "D": DTensor,
-        "V": _PLAIN_VALUES,
-        "H": HASHABLE,
-        "N": NUMBERS,
-        "kind": operand_kind,
-        "freeze": freeze_value,
-        "check": _check_rest,
-        "harmless": harmless,
-        "flagged": flagged,
-        **{f"default_{n}": default for n, _, default in params},
-    }
-    exec(compile(source, __file__, "exec"), space)  # in a file of ours: it is no user's code
-    key: KeyFunction = space["key"]
-    if IN_C is None:
-        return key
     names, kinds, defaults = zip(*params, strict=True)
-    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)
+    count = sum(kind < REST for kind in kinds)  # those that a call may give by position
+    harmless: set[str] = set()
+
+    def key(*args: Any, **named: Any) -> Any:
+        more, unread, parts = args[count:], [], []
+        for i, (name, kind, default) in enumerate(params):
+            what = kind & ~KEYWORD
+            if what == REST:
+                parts.append(freeze_value(more))
+                more = ()
+                continue
+            by_position = i < len(args) and kind < REST
+            value = args[i] if by_position else named.pop(name, default)
+            if value is inspect.Parameter.empty or (by_position and name in named):
+                raise TypeError(f"{name} is missing, or is given twice")
+            if what == UNREAD:
+                unread.append(value)
+            else:
+                parts.append(_key_of_argument(what, value))
+        if named or more:
+            _check_rest(more, named, harmless, flagged)
+        _check_rest(tuple(unread), {}, harmless, False)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+    return key if IN_C is None else IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)
+
+
+def _key_of_argument(what: int, value: Any) -> Any:
+    """Returns the part of a key for an argument that enters it as `what` says."""
+    kind = type(value)
+    if kind is DTensor:
+        return value._spec
+    if what == OPERAND:
+        return operand_kind(value)
+    # Where a bool is expected, an int given in its stead means the same.
+    return value if kind in (_PLAIN_VALUES if what == FLAG else HASHABLE) else freeze_value(value)
 
 
 # -- the memory of plans ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import partita as pt
 from partita.testing.opinfo import choose_samples, form_of, list_names
-from partita.testing.strides import watch_strides
+from tests.programs.strides import watch_strides
 
 SAMPLES = int(os.environ.get("PARTITA_EXAMPLES", "1"))
 fakes = importlib.import_module("partita.capture.fakes")

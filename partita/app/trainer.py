@@ -426,8 +426,8 @@ class _StepTimeline:
     """
 
     source = (
-        "Measured by torch's profiler on rank 0, which slows what it measures; of code that a "
-        "compiler generated it knows nothing: that is a gap"
+        "Measured by torch's profiler on rank 0. The profiler slows the step down. It does not see "
+        "compiled code, which is a gap"
     )
 
     def __init__(self) -> None:

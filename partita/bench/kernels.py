@@ -104,13 +104,19 @@ def counting_kernels(counts: Counts) -> Iterator[None]:
 
 def _count_kernels(scheduler: Any, launched: Sequence[Any]) -> Counts:
     counts: Counts = Counter()
-    for node in launched:
+    for node in filter(_runs_on_gpu, launched):
         counts["launches", _kind_of_triton(node)] += 1
-    for node in scheduler.nodes:
+    for node in filter(_runs_on_gpu, scheduler.nodes):
         kind, is_launch = _kind_of(node)
         counts["launches", kind] += is_launch
         counts["bytes", kind] += _count_bytes(node)
     return +counts
+
+
+def _runs_on_gpu(node: Any) -> bool:
+    """False for what generated code computes on the host, such as an optimizer's step counts."""
+    device = node.get_device()
+    return device is None or device.type == GPU.type
 
 
 def _kind_of(node: Any) -> tuple[str, bool]:
@@ -171,11 +177,19 @@ def _touches_collective(node: torch.fx.Node) -> bool:
 
 
 def _count_bytes(node: Any) -> int:
-    """The bytes that it reads and writes; of a call with several results each counts by itself."""
+    """The bytes that it reads and writes; of a call with several results each counts by itself.
+
+    Inductor counts the whole buffer that an operand of a library's kernel is a view of, and, as an
+    operand, what the kernel only has to run after.
+    """
     result = node.node
-    if type(result).__name__ == "MultiOutput":
-        return math.prod(map(int, result.get_size())) * int(result.get_dtype().itemsize)
-    return int(node.get_read_write_buffers_sizes())
+    if not node.is_extern():
+        return int(node.get_read_write_buffers_sizes())
+    if type(result).__name__ == "_WaitKernel":
+        return 0
+    operands = [] if type(result).__name__ == "MultiOutput" else result.inputs
+    parts = {str(part): part for part in (*operands, result) if part.maybe_get_size() is not None}
+    return sum(math.prod(map(int, p.get_size())) * p.get_dtype().itemsize for p in parts.values())
 
 
 # -- ways ------------------------------------------------------------------------------------------

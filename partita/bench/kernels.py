@@ -34,6 +34,7 @@ import torch
 
 import partita as pt
 from partita.capture.fakes import captured_for
+from partita.comm.collective import WAIT
 from partita.graph.backend.inductor import compile_program, cut_into_sections
 from partita.graph.backend.inductor_scheduling import COMBINE
 from partita.graph.graph_nodes import is_collective, subgraph_of
@@ -129,7 +130,7 @@ def _kind_of(node: Any) -> tuple[str, bool]:
     else:
         called = getattr(what, "op_overload", None) or getattr(what, "python_kernel_name", "")
         name, is_launch = str(called), "wait_tensor" not in str(called)
-    if "c10d" in name:
+    if "c10d" in name or "partita.all_gather" in name:
         return "communication", is_launch
     if "scaled_dot_product" in name:
         return "attention", is_launch
@@ -159,7 +160,8 @@ def _graph_inputs() -> Any:
 
 def _only_moves(node: torch.fx.Node) -> bool:
     facts = facts_of(node.target)
-    return facts.moves or facts.casts or facts.is_view or is_collective(node)
+    casts = facts.casts or node.target is torch.ops.prims.convert_element_type.default
+    return facts.moves or casts or facts.is_view or is_collective(node)
 
 
 def _touches_collective(node: torch.fx.Node) -> bool:
@@ -168,7 +170,7 @@ def _touches_collective(node: torch.fx.Node) -> bool:
         seen, waiting = set[torch.fx.Node](), [node]
         while waiting:
             for other in around(waiting.pop()):
-                if "c10d" in str(other.target):
+                if is_collective(other) or other.target is WAIT:
                     return True
                 if other not in seen and other.op == "call_function" and _only_moves(other):
                     seen.add(other)

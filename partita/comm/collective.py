@@ -329,7 +329,7 @@ def _narrow_to_dtype(wide: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 # -- in captured graphs ----------------------------------------------------------------------------
-# Torch's functional collectives by name, and three that torch lacks. Compiled code finds a process
+# Torch's functional collectives by name, and four that torch lacks. Compiled code finds a process
 # group by its name, and waits with torch's `wait_tensor`, with which we register our pending work.
 
 _functional = torch.ops._c10d_functional
@@ -342,6 +342,9 @@ WAIT = _functional.wait_tensor.default
 
 _library = torch.library.Library("partita", "DEF")
 _library.define("all_gather(Tensor x, int group_size, str group_name) -> Tensor")
+_library.define(
+    "all_gather_pieces(Tensor x, int[] sizes, int group_size, str group_name) -> Tensor"
+)
 _library.define("all_to_all(Tensor x, int group_size, str group_name) -> Tensor")
 _library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
 
@@ -365,6 +368,26 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 
 def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
     return new_empty(x, (group_size * x.shape[0], *x.shape[1:]))
+
+
+def _all_gather_pieces(
+    x: torch.Tensor, sizes: list[int], group_size: int, group_name: str
+) -> torch.Tensor:
+    """Returns each piece of the group's flat `x`, gathered, one after another.
+
+    So no piece has to be copied out of the result: it is one call of the group, in which each piece
+    is a collective. `x` is read until it is waited for.
+
+    Args:
+        sizes: of the pieces.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    out = new_empty(x, group_size * x.numel())
+    into = list(out.split([group_size * size for size in sizes]))
+    group = c10d._resolve_process_group(group_name)
+    work = group.allgather_into_tensor_coalesced(into, list(x.split(sizes)))
+    c10d._register_work(out, work)
+    return out
 
 
 def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
@@ -392,11 +415,16 @@ def _shape_of_sum(shares: torch.Tensor, count: int) -> torch.Tensor:
 
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::all_gather", _shape_of_all_gather, lib=_library)
+_library.impl("all_gather_pieces", _all_gather_pieces, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "partita::all_gather_pieces", lambda x, _, n, *__: new_empty(x, n * x.numel()), lib=_library
+)
 _library.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::all_to_all", lambda x, *_: empty_like(x), lib=_library)
 _library.impl("sum_of_shares", _sum_of_shares, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::sum_of_shares", _shape_of_sum, lib=_library)
 
 all_gather = torch.ops.partita.all_gather.default
+all_gather_pieces = torch.ops.partita.all_gather_pieces.default
 all_to_all = torch.ops.partita.all_to_all.default
 sum_of_shares = torch.ops.partita.sum_of_shares.default

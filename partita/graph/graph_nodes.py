@@ -33,6 +33,7 @@ from partita.comm.collective import (
     REDUCE_SCATTER,
     Splits,
     all_gather,
+    all_gather_pieces,
     all_to_all,
 )
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
@@ -259,6 +260,7 @@ def nbytes_of(node: fx.Node) -> int:
 COLLECTIVES: dict[Any, str] = {
     ALL_GATHER: "all_gather",
     all_gather: "all_gather",
+    all_gather_pieces: "all_gather",
     all_to_all: "all_to_all",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
@@ -277,7 +279,8 @@ def is_collective(node: fx.Node) -> bool:
 def _sends(target: Any) -> bool:
     """True if calls of `target` send."""
     named = getattr(target, "namespace", "") == "_c10d_functional"
-    return (named and "wait_tensor" not in str(target)) or target in (all_gather, all_to_all)
+    ours = (all_gather, all_gather_pieces, all_to_all)
+    return (named and "wait_tensor" not in str(target)) or target in ours
 
 
 def request_of_collective(node: fx.Node) -> Request:

@@ -922,6 +922,9 @@ def test_what_inductor_generates_checks_its_inputs_in_lines_that_can_be_told(tmp
         ("torch._inductor.codecache:FxGraphCache", "cache_hit_post_compile"),
         ("torch._inductor.codegen.wrapper:PythonWrapperCodegen", "generate_kernel_call"),
         ("torch._inductor.graph:GraphLowering", "codegen save_output_code"),
+        ("torch._inductor.ir:ConcatKernel", "create"),
+        ("torch._inductor.ir:_CollectiveKernel", "create_out_of_place"),
+        ("torch._inductor:lowering", "lowerings pointwise_cat register_lowering"),
         ("torch._inductor.scheduler:BaseSchedulerNode", "get_nodes get_buffer_names get_outputs"),
         ("torch._inductor.scheduler:BaseSchedulerNode", "is_reduction is_extern is_gpu"),
         (
@@ -944,6 +947,12 @@ def test_classes_of_inductor_have_the_methods_that_are_called_or_exchanged(home,
     assert gone == [], f"torch {torch.__version__}: {home} has no {gone}"
 
 
+def test_inductor_lowers_a_concatenation_by_a_function_that_can_be_exchanged():
+    from torch._inductor.lowering import lowerings
+
+    assert callable(lowerings[torch.ops.aten.cat.default])
+
+
 def test_settings_of_inductor_that_are_set_are_there():
     from torch._inductor import config
 
@@ -957,9 +966,12 @@ ASKED_OF_KERNELS = {
     "a kernel": (
         lambda kernel: kernel,
         "get_nodes get_buffer_names get_outputs is_reduction is_extern read_writes "
-        "unmet_dependencies",
+        "unmet_dependencies min_order max_order",
     ),
-    "what it reads and writes": (lambda kernel: kernel.read_writes, "reads writes"),
+    "what it reads and writes": (
+        lambda kernel: kernel.read_writes,
+        "reads writes reads_and_writes",
+    ),
     "a result of it": (lambda kernel: kernel.get_outputs()[0], "users get_mutations"),
     "who reads that": (lambda kernel: kernel.get_outputs()[0].users[0], "get_name"),
     "a part of it": (lambda kernel: kernel.get_nodes()[0].node, "get_origins"),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..collective import PendingSum, PendingWork, Request, Splits
-from ..device import empty_like
+from ..device import Device, empty_like
 
 WayOfSum = Literal["own", "gather", "exchange"]
 """How an all-reduce sums: "own", by the backend's own; "gather", every rank gathers all shares and
@@ -82,6 +82,13 @@ class Backend:
         parts of them; each rank then adds in rank order.
         """
         return "own"
+
+    def gathers_pieces(self, x: torch.Tensor) -> bool:
+        """True if a gather of a bucket, such as `x`, puts each piece into a place of its own.
+
+        It is one call that gathers each piece, so that none is copied out of the bucket.
+        """
+        return not Device(x.device.type).is_host
 
     # -- memory beside the operands, while a collective is under way -------------------------------
 

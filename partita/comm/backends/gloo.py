@@ -50,6 +50,9 @@ class Gloo(Backend):
         exact = narrow or torch.are_deterministic_algorithms_enabled()
         return "exchange" if n > 2 and exact else "own"
 
+    def gathers_pieces(self, x: torch.Tensor) -> bool:
+        return False  # each piece would be a round of messages
+
     def staging_of_gather(self, out: torch.Tensor) -> int:
         return out.nbytes  # the ring ends in one flat buffer
 
@@ -122,6 +125,9 @@ class GlooOnDevice(Backend):
     """Gloo for tensors of an accelerator: it copies them to the host, and waits there."""
 
     runs_in_streams = False
+
+    def gathers_pieces(self, x: torch.Tensor) -> bool:
+        return False
 
 
 # -- the control plane -----------------------------------------------------------------------------

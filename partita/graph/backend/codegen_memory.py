@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.comm.collective import WAIT
+from partita.comm.collective import WAIT, all_gather
 
 from ..fake_values import fake_mode_of
 from ..graph_nodes import Note, lazy_graph_module, note_of
@@ -216,7 +216,7 @@ class _FakeRun(TorchDispatchMode):
         if getattr(func, "namespace", "") in ("_c10d_functional", "partita"):
             extra += staging(func, args, out, self.program.groups, compiled=True)
             # It reads them until it is waited for.
-            if func.namespace == "_c10d_functional" and made:
+            if func is not all_gather and made:
                 self._under_way[id(out.untyped_storage())] = args
         if extra:
             self.done.append(self._make_buffer(extra, str(func), passing=True))

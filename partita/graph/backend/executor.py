@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from partita.comm import PendingWork, Request, Wire
-from partita.comm.collective import ALL_REDUCE, WAIT, all_gather
+from partita.comm.collective import ALL_REDUCE, WAIT, all_gather, all_gather_pieces
 from partita.comm.device import new_empty
 
 from ..graph_nodes import COLLECTIVES, Subgraph, note_of, request_of_collective, subgraph_of
@@ -186,6 +186,9 @@ class GraphWriter:
                 self._under_way.add(node)
                 return partial(_begin_in_copy, wire, axes, request)
             return partial(_run_in_copy, wire, axes, request)
+        if node.target is all_gather_pieces:
+            sizes: Any = node.args[1]
+            return partial(_gather_pieces, wire, axes, request, sizes)
         return partial(_run_into_new, wire, axes, request, node.meta["val"].shape)
 
     def _find_last_reads(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
@@ -243,6 +246,16 @@ def _run_into_new(
 ) -> torch.Tensor:
     out = new_empty(x, shape)
     wire.run_collective(out, x.contiguous(), axes, request)
+    return out
+
+
+def _gather_pieces(
+    wire: Wire, axes: Axes, request: Request, sizes: Sequence[int], x: torch.Tensor
+) -> torch.Tensor:
+    n = wire.mesh_size(axes)
+    out = new_empty(x, n * x.numel())
+    for piece, into in zip(x.split(sizes), out.split([n * size for size in sizes]), strict=True):
+        wire.run_collective(into, piece, axes, request)
     return out
 
 

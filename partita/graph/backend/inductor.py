@@ -529,14 +529,17 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
-    from .inductor_scheduling import Choices, InOrder
+    from .inductor_scheduling import Choices, InOrder, lowering_buckets
 
     # A thread keeps the choices of its first compile, whatever the setting says then: the setting
     # is for the cache's keys alone. Before it is made, so that the user's are there again after.
     stack.enter_context(V.set_choices_handler(Choices()))
     stack.enter_context(config.patch(CONFIG))
+    if hasattr(config, "combo_kernel_max_num_args"):  # `inductor_scheduling` counts them
+        stack.enter_context(config.patch(combo_kernel_max_num_args=1 << 14))
     hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
     stack.enter_context(config.patch(hooks))
+    stack.enter_context(lowering_buckets())
     # A result in torch's own cache then is of this program, not of one that looks like it.
     stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))  # type: ignore[attr-defined]
     if hasattr(functorch, "bypass_autograd_cache_key"):

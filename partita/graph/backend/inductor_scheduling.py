@@ -12,35 +12,50 @@ the end of the graph, where all gradients wait for it. It moves calls that need 
 beginning. Here kernels are put back into the order of the passes, and each write to where its
 operands are ready.
 
-Combination (`InOrder`), with `PARTITA_COMBINE_KERNELS=1` in the environment: on a GPU, kernels that
-follow each other and do not need each other are launched as one, Inductor's combo kernel: those
-that pack a bucket, unpack it, or update parameters. It is off by default until it has run on a GPU:
-so far its code is only generated and counted (`partita bench kernels --combine`).
+Combination (`InOrder`): on a GPU, updates wait for later ones where that does not raise the peak,
+and those that then follow each other are launched as one, in the form that Inductor gives a
+`torch._foreach_*` call. With `PARTITA_COMBINE_KERNELS=1` in the environment
+so are other kernels that follow each other and do not need each other, as Inductor's combo kernel.
+That is off by default until it has run on a GPU: so far its code is only generated and counted
+(`partita bench kernels --combine`).
+
+Buckets (`lowering_buckets`): on a GPU one kernel casts and copies all members of a bucket.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor import custom_graph_pass as torchs
 from torch._inductor.choices import InductorChoices
-from torch._inductor.ir import MutationLayoutSHOULDREMOVE, NonOwningLayout
+from torch._inductor.ir import (
+    ConcatKernel,
+    MutationLayoutSHOULDREMOVE,
+    NonOwningLayout,
+    TensorBox,
+    _CollectiveKernel,
+)
+from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering
 from torch._inductor.scheduler import (
     ForeachKernelSchedulerNode,
     NopKernelSchedulerNode,
 )
 from torch._inductor.virtualized import V
 
-from partita.comm.collective import WAIT
+from partita.comm.collective import WAIT, all_gather_pieces
+from partita.comm.device import Device
 from partita.versions import base_of_scheduler_passes
 
 from ..graph_nodes import note_of, order_by_needs
 from ..passes.regather import only_moves
 
 _SMALL = 1 << 16  # bytes, below which lifetimes do not matter
+_MOST_ARGUMENTS = 250  # of a kernel of several; as Inductor's own, which counts what stays inside
 _SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 
 
@@ -48,7 +63,7 @@ COMBINE = "PARTITA_COMBINE_KERNELS"
 """The environment variable that has kernels of a GPU combined."""
 
 _FORWARD, _AGAIN, _UNPACKED = "forward", "again", "unpacked"
-_OURS = "partita"
+_OURS, _PACKS = "partita", "packs"
 
 
 def _combines_kernels() -> bool:
@@ -56,7 +71,7 @@ def _combines_kernels() -> bool:
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node as forward's, or as recomputed for backward, for `Choices`.
+    """Mark a node as forward's, or as recomputed for backward, for `Choices`, and a bucket's cat.
 
     `custom` is the one entry of a node's `meta` that is the user's own and that tracing copies.
     """
@@ -65,6 +80,8 @@ def mark(node: fx.Node) -> None:
         again = _UNPACKED if _unpacks_gathered(node) else _AGAIN
         mine = {_OURS: again if note.again else _FORWARD}
         node.meta["custom"] = node.meta.get("custom", {}) | mine
+    if node.target is _CAT and note.kind:
+        node.meta["custom"] = node.meta.get("custom", {}) | {_PACKS: True}
 
 
 def _unpacks_gathered(node: fx.Node) -> bool:
@@ -84,13 +101,13 @@ class Choices(InductorChoices):
     def uuid(self) -> str:
         """Identifies these rules in Inductor's cache keys."""
         rules = f"{_SMALL} {_SHARED} {_combines_kernels()}"
-        return f"partita.graph.backend.inductor_scheduling fusion 6 {rules}"
+        return f"partita.graph.backend.inductor_scheduling fusion 8 {rules}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """True if two nodes may become one kernel, whether or not one needs the other."""
         marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
-        if not (_combines_kernels() and node1.is_gpu()):
+        if not node1.is_gpu():
             marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]
         if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
             return False
@@ -111,13 +128,31 @@ class Choices(InductorChoices):
         """True if two nodes that do not need each other may become one kernel."""
         both = (node.read_writes for node in (node1, node2))
         least = min(_count_bytes(scheduler, (*one.reads, *one.writes)) for one in both)
-        if least > _SMALL and _SHARED * shared_data_score < least:
+        shared = shared_data_score
+        if node1.is_gpu():
+            if _are_neighbors(node1, node2):
+                shared = least  # nothing lives longer for it
+            elif node1.is_reduction() and node2.is_reduction():
+                # Inductor's score of sums over rows and over columns is no number of bytes.
+                shared = max(shared, _count_shared_reads(scheduler, node1, node2))
+        if least > _SMALL and _SHARED * shared < least:
             return False
         return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
 
 def _count_bytes(scheduler: Any, dependencies: Iterable[Any]) -> int:
     return sum(map(scheduler.dep_size_hint, dependencies))
+
+
+def _count_shared_reads(scheduler: Any, node1: Any, node2: Any) -> int:
+    """Returns bytes of the buffers that both read."""
+    read = {dep.name: dep for dep in node2.read_writes.reads}
+    return _count_bytes(scheduler, (d for d in node1.read_writes.reads if d.name in read))
+
+
+def _are_neighbors(node1: Any, node2: Any) -> bool:
+    """True if no other node lies between two in the order of the graph."""
+    return node1.max_order + 1 == node2.min_order or node2.max_order + 1 == node1.min_order
 
 
 def _marks_of_kernel(node: Any) -> set[str]:
@@ -129,6 +164,45 @@ def _list_origins(node: Any) -> list[fx.Node]:
     """Returns the graph's nodes that a kernel computes."""
     parts = [part.node for part in node.get_nodes() if part.node is not None]
     return [origin for part in parts for origin in part.get_origins()]
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+_CAT = torch.ops.aten.cat.default
+_MOST_PACKED = 32
+"""Members of a bucket that one kernel packs: for each element it compares with all their places."""
+
+
+@contextmanager
+def lowering_buckets() -> Iterator[None]:
+    """Within, Inductor packs a bucket on a GPU in one kernel.
+
+    Private torch: its lowerings. Its own choice is a kernel for each member where there are many,
+    or where one is a sum.
+    """
+    lower_any = lowerings[_CAT]
+
+    def lower(inputs: list[TensorBox], dim: int = 0) -> TensorBox:
+        packs = V.current_node.meta.get("custom", {}).get(_PACKS)
+        device = inputs[0].get_device()
+        if not packs or device is None or Device(device.type).is_host:
+            return lower_any(inputs, dim)
+        starts = range(0, len(inputs), _MOST_PACKED)
+        parts = [pointwise_cat(inputs[i : i + _MOST_PACKED], dim) for i in starts]
+        return parts[0] if len(parts) == 1 else TensorBox(ConcatKernel.create(parts, dim))
+
+    lowerings[_CAT] = lower
+    try:
+        yield
+    finally:
+        lowerings[_CAT] = lower_any
+
+
+@register_lowering(all_gather_pieces, type_promotion_kind=None)
+def _lower_all_gather_pieces(x: TensorBox, *given: Any) -> TensorBox:
+    """Lower a collective of ours as torch's own, whose operand is read until it is waited for."""
+    begun: Any = _CollectiveKernel.create_out_of_place(all_gather_pieces, x, *given)
+    return TensorBox.create(begun)
 
 
 # -- the order of fused kernels --------------------------------------------------------------------
@@ -145,7 +219,7 @@ class InOrder(_Pass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Identifies this order in Inductor's cache keys."""
-        return f"partita.graph.backend.inductor_scheduling order 3 {_combines_kernels()}"
+        return f"partita.graph.backend.inductor_scheduling order 4 {_combines_kernels()}"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
@@ -179,14 +253,15 @@ def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
     Torch's own combination groups by depth in the graph, whatever lives longer for it, and sorts
     anew. Here only neighbours are combined, and only where next to nothing lives longer.
     """
-    if not (_combines_kernels() and any(node.is_gpu() for node in order)):
+    if not any(node.is_gpu() for node in order):
         return order
+    order = _delay_updates(order, needs)
     summed = [n for n in order if type(n).__name__ == "FusedMixOrderReductions"]
     parts = {name for node in summed for name in node.get_buffer_names()}
     last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
     combined: list[Any] = []
     group, behind = list[Any](), list[Any]()  # kernels, and what takes no kernel and follows
-    freed = 0
+    freed, arguments = 0, set[str]()
     for i, node in enumerate([*order, None]):
         if node is not None and _is_nothing(node) and group:
             behind.append(node)
@@ -200,14 +275,16 @@ def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
                 _writes_input(node)  # what it makes lies there already
                 or min(freed + ends, _count_allocated_bytes(node)) <= _SMALL
             )
+            and len(arguments | _list_arguments(node)) <= _MOST_ARGUMENTS
         ):
             combined += [_one_launch(group), *behind]
-            group, behind, freed = [], [], 0
+            group, behind, freed, arguments = [], [], 0, set()
         if node is None:
             break
         if _can_combine(node, parts):
             group.append(node)
             freed += ends
+            arguments |= _list_arguments(node)
         else:
             combined.append(node)
     scheduler = order[0].scheduler
@@ -216,13 +293,56 @@ def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
     return combined
 
 
+def _delay_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
+    """Returns the order in which updates wait for later ones, where that does not raise the peak.
+
+    The gradients that they read wait with them.
+    """
+    last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
+    made = {name for node in order for name in node.get_buffer_names()}
+    held, live = 0, list[int]()
+    for i, node in enumerate(order):
+        held += _count_allocated_bytes(node)
+        live.append(held)
+        ends = (d for d in node.read_writes.reads if last[d.name] == i and d.name in made)
+        held -= _count_bytes(node.scheduler, {d.name: d for d in ends}.values())
+    peak, more = max(live), 0
+    found, waiting = list[Any](), dict[Any, None]()
+    for i, node in enumerate(order):
+        is_needed = not waiting.keys().isdisjoint(needs[node])
+        if node.is_gpu() and _is_update(node) and not is_needed:
+            written = {name for b in node.get_outputs() for name in b.get_mutations()}
+            ends = (d for d in node.read_writes.reads if last[d.name] == i)
+            more += _count_bytes(node.scheduler, {d for d in ends if d.name not in written})
+            waiting[node] = None
+            continue
+        if is_needed or live[i] + more > peak:
+            found += waiting
+            waiting, more = {}, 0
+        found.append(node)
+    return [*found, *waiting]
+
+
+def _list_arguments(node: Any) -> set[str]:
+    """Returns the names of the buffers that a kernel reads or leaves, without those within it."""
+    made = node.get_buffer_names()
+    removed = node.scheduler.can_buffer_be_removed_through_fusion
+    inside = {b for b in made if removed(b, node.get_operation_names())}
+    written_inputs = {b.get_name() for b in node.get_outputs() if b.get_mutations()}
+    return {d.name for d in node.read_writes.reads_and_writes()} - inside - written_inputs
+
+
 def _one_launch(kernels: list[Any]) -> Any:
-    """Returns kernels that do not need each other as one node. Private torch: its combo kernels."""
+    """Returns kernels that do not need each other as one node. Private torch: its combo kernels.
+
+    Alone updates are one as a `torch._foreach_*` call is, for which Inductor tunes nothing.
+    """
     if len(kernels) == 1:
         return kernels[0]
     scheduler = kernels[0].scheduler
+    mixed = not all(map(_is_update, kernels))
     combo = ForeachKernelSchedulerNode(
-        scheduler, kernels, use_custom_partition_algo=True, enable_autotune=True
+        scheduler, kernels, use_custom_partition_algo=mixed, enable_autotune=mixed
     )
     scheduler.name_to_fused_node.update({part.get_name(): combo for part in combo.get_nodes()})
     return combo
@@ -236,7 +356,14 @@ def _can_combine(node: Any, parts: set[str]) -> bool:
     """
     if not node.is_gpu() or parts.intersection(node.used_buffer_names()):
         return False
+    if not (_combines_kernels() or _is_update(node)):
+        return False
     return bool(ForeachKernelSchedulerNode.combinable_nodes([node]))
+
+
+def _is_update(node: Any) -> bool:
+    """True for what an optimizer computes of one element by itself, and writes."""
+    return _writes_input(node) and not node.is_reduction()
 
 
 def _is_nothing(node: Any) -> bool:

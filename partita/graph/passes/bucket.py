@@ -1,8 +1,9 @@
 """Bucketing: collectives of one kind, close to each other, are joined into one.
 
 Their operands are flattened and concatenated; the pieces of the joint result take the place of the
-separate ones. Members of a bucket have the same group, dtype, reason and phase, and none needs the
-result of another.
+separate ones. Where the backend gathers pieces (`Backend.gathers_pieces`), each gathered value is
+one stretch of the result, so that it need not be copied out. Members of a bucket have the same
+group, dtype, reason and phase, and none needs the result of another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from partita.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    all_gather_pieces,
+)
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import NOTE, Note, is_collective, nbytes_of, note_of
@@ -64,7 +71,7 @@ def bucket(program: Program) -> str:
     for members in groups.values():
         for part in _split_joinable(members, least):
             if len(part) > 1:
-                _JOIN[part[0].target](graph, part)  # type: ignore[index]
+                _JOIN[part[0].target](program, part)  # type: ignore[index]
                 joined, buckets = joined + len(part), buckets + 1
     return f"{joined} collectives became {buckets}"
 
@@ -189,8 +196,10 @@ def _find_dependents(nodes: Iterable[fx.Node], last: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _join_gathers(program: Program, members: list[fx.Node]) -> None:
+    graph = program.graph.graph
     size, name = members[0].args[1:]
+    wire, _ = program.groups[name]  # type: ignore[index]
     with graph.inserting_before(members[0]):
         make = Making(graph, _joint_note(members, members[0]))
 
@@ -205,12 +214,20 @@ def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
         ordered = _even_first(members, [_operand_of_collective(m) for m in members])
         operands = [_operand_of_collective(m) for m in ordered]
         flats = [make(_aten.reshape.default, make_before(x), [-1]) for x in operands]
-        whole = make(ALL_GATHER, make(_aten.cat.default, flats), size, name)
+        bucket = make(_aten.cat.default, flats)
+        if wire.backend.gathers_pieces(bucket.meta["val"]):
+            sizes = [x.meta["val"].numel() for x in flats]
+            whole = make(WAIT, make(all_gather_pieces, bucket, sizes, size, name))
+            shown = [(m, list(m.meta["val"].shape)) for m in ordered]
+            _replace_members(make, ordered, whole, 0, shown)
+            return
+        whole = make(ALL_GATHER, bucket, size, name)
         rows = make(_aten.view.default, make(WAIT, whole), [size, -1])
         _replace_members(make, ordered, rows, 1, [(x, [-1]) for x in operands])
 
 
-def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _join_scatters(program: Program, members: list[fx.Node]) -> None:
+    graph = program.graph.graph
     op, size, name = members[0].args[1:]
     with graph.inserting_before(members[-1].next):
         make = Making(graph, _joint_note(members, members[-1]))
@@ -222,7 +239,8 @@ def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
     _sink_users(pieces)
 
 
-def _join_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
+def _join_all_reduces(program: Program, members: list[fx.Node]) -> None:
+    graph = program.graph.graph
     op, name = members[0].args[1:]
     with graph.inserting_before(members[-1].next):
         make = Making(graph, _joint_note(members, members[-1]))

@@ -411,13 +411,21 @@ class FlatBuffer:
         grads: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         held: PartialGradients | None = None,
+        *,
+        is_kept: bool = False,
     ) -> PartialGradients:
-        """Returns the gradients of the gathered parameters as rows of shards, added to `held`."""
+        """Returns the gradients of the gathered parameters as rows of shards, added to `held`.
+
+        Args:
+            is_kept: True copies a single gradient, too. Others are added to what is kept, and
+                autograd may give the gradient's memory to nodes that run later.
+        """
         is_full = all(g is not None for g in grads)
         fits = self._is_even and is_full
         if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
             rows = [g.reshape(self.n, k) for g, k in zip(grads, self._lengths, strict=True)]  # type: ignore[union-attr]
-            packed = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
+            is_sent_as_it_is = len(rows) == 1 and not is_kept
+            packed = rows[0].contiguous() if is_sent_as_it_is else torch.cat(rows, 1)
             return PartialGradients(packed, [True] * len(rows))
         used = [g is not None for g in grads]
         if held is not None:

@@ -87,10 +87,14 @@ class MixedPrecision:
         """Returns `(gathered, sent, summed)` for a parameter whose own dtype is `own`.
 
         These are the dtype of the gathered parameter, and those of its gradient when it is sent
-        and when it is summed.
+        and when it is summed. A parameter that is no floating-point one keeps its own.
         """
-        work = self.param_dtype or own
-        return work, self.grad_dtype or work, self.reduce_dtype or own
+        if not (own.is_floating_point or own.is_complex):
+            return own, own, own
+        wanted = (self.param_dtype, self.grad_dtype, self.reduce_dtype)
+        # Real and complex numbers keep their kind.
+        work, sent, summed = (d if d and d.is_complex == own.is_complex else None for d in wanted)
+        return work or own, sent or work or own, summed or own
 
 
 class ShardedState:
@@ -152,6 +156,8 @@ _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 _device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
+_Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""What `MixedPrecision.dtypes_of` returns."""
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
@@ -198,6 +204,7 @@ class FsdpGroup:
         self.gathered: Sequence[DTensor] = ()
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
+        self._dtypes: list[_Dtypes] = []
         self._kinds: list[Any] = []
         self.largest_nbytes = 0
         self._specs: list[Spec] = []
@@ -226,13 +233,13 @@ class FsdpGroup:
         self._kinds = kinds
         self.needed = self.may_recompute_within
         wholes = [self.zero.make_unsharded_spec(p._spec) for p in shards]
-        by_kind: dict[tuple[torch.dtype, int | None], list[int]] = {}
+        by_kind: dict[tuple[_Dtypes, int | None], list[int]] = {}
         # Of the largest rank, so that all decide alike what travels alone and what is small.
         self.largest_nbytes = 0
         for i, p in enumerate(shards):
-            dtype, _, _ = self.zero.precision.dtypes_of(p.dtype)
-            nbytes = wholes[i].largest * dtype.itemsize
-            by_kind.setdefault((dtype, i if nbytes >= _ALONE else None), []).append(i)
+            dtypes = self.zero.precision.dtypes_of(p.dtype)
+            nbytes = wholes[i].largest * dtypes[0].itemsize
+            by_kind.setdefault((dtypes, i if nbytes >= _ALONE else None), []).append(i)
             self.largest_nbytes += nbytes
         self.members = list(by_kind.values())
         self.order = [i for members in self.members for i in members]
@@ -244,11 +251,18 @@ class FsdpGroup:
                 [wholes[i] for i in members],
                 [shards[i]._spec for i in members],
                 self.zero.axes,
-                dtype,
+                dtypes[0],
                 shards[members[0]].device,
             )
-            for (dtype, _), members in by_kind.items()
+            for (dtypes, _), members in by_kind.items()
         ]
+        self._dtypes = [dtypes for dtypes, _ in by_kind]
+
+    def gradient_dtype(self, k: int, *, is_kept: bool) -> torch.dtype:
+        """Returns the dtype of gradients of flat buffer `k`: when sent; or where they are kept, the
+        one in which they are summed, if that is wider."""
+        _, sent, summed = self._dtypes[k]
+        return torch.promote_types(sent, summed) if is_kept else sent
 
     def shards(self) -> Sequence[DTensor]:
         """Returns the sharded parameters, as they are attributes of the modules now."""
@@ -955,11 +969,12 @@ class Zero(ShardedState):
         """Wait for other groups' reductions, then begin to reduce gradients of one flat buffer."""
         params = [shards[i] for i in group.members[k]]
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
+        sums = shares.sums.to(group.gradient_dtype(k, is_kept=False))
         for one in self._under_way:
             # The backward of a small group is too short to hide the reduction before it.
             if one.group is not group and not group.is_small_beside(one.group):
                 one.finish()
-        wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
+        wait = group.flats[k].start_reduce_scatter(sums, dtype)
         places = {p: i for i, p in enumerate(params) if shares.used[i]}
         self._under_way.append(_Reducing(group, places, counts, backward_pass(), wait))
 

@@ -31,6 +31,7 @@ from partita.tensor.dtensor import DTensor, carry_all, moved, tagged
 from partita.tensor.reruns import find_forward_of_rerun, note_end_of_forward, note_forward
 from partita.tensor.tensor_state import (
     HERE,
+    WRITTEN_UNSEEN,
     Spec,
     in_backward,
     next_node,
@@ -324,7 +325,9 @@ class _ForwardCall:
             # Those of other calls of the block in this forward are sent together with these; where
             # backward does not come to the last call, by the token's backward.
             before = held.pop((group, k), None)
-            shares = flat.pack_gradients(some, zero.precision.grad_dtype or flat.dtype, before)
+            is_kept = not is_last or zero.keeps_partial_gradients
+            dtype = group.gradient_dtype(k, is_kept=is_kept)
+            shares = flat.pack_gradients(some, dtype, before, is_kept=is_kept)
             if is_last:
                 zero.send_or_keep(group, k, shares, self.counts)
             else:
@@ -502,7 +505,8 @@ class _SavedView(_SavedNote):
         self.is_conj, self.is_neg = t.dtype.is_complex and t.is_conj(), t.is_neg()
 
     def find_parameter(self) -> int:
-        piece = self.group.flats[self.flat].find_piece(self.offset)
+        flat = self.group.flats[self.flat]
+        piece = flat.find_piece(self.offset * self.dtype.itemsize // flat.dtype.itemsize)
         return self.group.members[self.flat][piece]
 
     def make_again(self) -> torch.Tensor:
@@ -527,6 +531,11 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
     while node is not None and node.name().startswith(_VIEW_NODES):
         node = node.next_functions[0][0]
     if node is None or not node.name().startswith("ToCopyBackward"):
+        return None
+    # It is made again as `.to(dtype)` makes it: contiguous, and not written since.
+    cast = t if t._base is None else t._base
+    written = t._version or WRITTEN_UNSEEN in vars(t.untyped_storage())
+    if written or not cast.is_contiguous():
         return None
     source, place = node.next_functions[0]
     if not isinstance(source, _GatherBlock._backward_cls):  # type: ignore[attr-defined]

@@ -350,6 +350,7 @@ def _shard_parameter(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTens
 
 _grad: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _data: Any = torch._C.TensorBase.data
+_dtype: Any = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
 _BUCKET_BYTES = 25 << 20
@@ -418,7 +419,8 @@ class _Bucket:
                     found.append(g)
                 else:
                     self.ready.discard(k)
-        if len(found) < len(self.params):
+        # Parameters of other dtypes than the bucket was made for are reduced in the step.
+        if len(found) < len(self.params) or len({g.dtype for g in found}) > 1:
             return None
         self.ready.clear()
         return found
@@ -562,7 +564,11 @@ class GradReducer(ShardedState):
         if self.stage == 0:
             return
         given = set(params)
-        parts = [(b, [p for p in b.params if p in given]) for b in self._buckets]
+        parts = [
+            (b, [p for p in b.params if p in given and _dtype(p) is dtype])
+            for b in self._buckets
+            for dtype in dict.fromkeys(map(_dtype, b.params))
+        ]
         with Local(), torch.no_grad():
             # While one bucket is received, the previous one is written.
             for before, now in pairwise([None, *(part for part in parts if part[1]), None]):

@@ -628,6 +628,41 @@ def test_shares_in_bfloat16_are_summed_in_float32():
         assert world.run(run)[0].flatten().tolist() == [260.0] * 4
 
 
+class OtherKinds(nn.Module):
+    """A block whose first parameters are no real floating-point ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.numbers = nn.Parameter(torch.tensor([1000, 1001, 999_999, 7]), requires_grad=False)
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * (self.numbers % 10) + (x * self.turn).imag
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_narrow_precision_leaves_integers_and_complex_parameters_as_they_are(compiled):
+    def program(model, x):
+        def step(x):
+            model(x).float().square().mean().backward()
+
+        (pt.compile(step, backend="graph") if compiled else step)(x)
+        return model[0].turn.grad, model[0].linear.weight.grad
+
+    x = torch.randn(2, 4)
+    truth = program(nn.Sequential(OtherKinds()), x)
+
+    def run(mesh):
+        model = pt.zero(nn.Sequential(OtherKinds()), mesh, precision=torch.bfloat16)
+        return [g.full_tensor() for g in program(model, rows(mesh)(x))]
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, [*truth], rtol=0.02, atol=0.02)
+
+
 # -- what cannot be --------------------------------------------------------------------------------
 
 

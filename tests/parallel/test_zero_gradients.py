@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -351,3 +352,110 @@ def test_a_nested_backward_that_raises_leaves_the_gradients_of_the_pass_around_i
         ]
 
     run(program, stage, ranks=2, make=Twice)
+
+
+# -- memory that gradients share, and the dtypes in which they are added ---------------------------
+
+
+class Shift(nn.Module):
+    """A block of one weight, whose gradient autograd passes on to its input, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + self.weight[None]
+
+
+class ShiftTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.blocks = nn.Linear(3, 3).double(), nn.ModuleList([Shift()])
+
+    def forward(self, x):
+        return self.blocks[0](self.blocks[0](self.linear(x)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_gradient_of_a_block_that_is_called_twice_is_added_to_in_other_memory(kept, stage):
+    images = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def make():
+        torch.manual_seed(0)
+        return ShiftTwice()
+
+    def program(model, spread, no_sync):
+        x = spread(images).requires_grad_()
+        for _ in range(2):
+            with no_sync(model) if kept else nullcontext():
+                loss_of(model, x).backward()
+        return whole(x.grad), gradients_of(model)
+
+    run(program, stage, ranks=2, make=make)  # one row for each rank
+
+
+def test_gradients_that_no_sync_keeps_are_added_in_the_dtype_of_the_sum():
+    passes = 300
+
+    def body(mesh):
+        torch.manual_seed(0)
+        model = pt.zero(nn.Sequential(nn.Linear(4, 4)), mesh, precision=torch.bfloat16)
+        x = pt.distribute_tensor(torch.randn(2, 4), mesh, [pt.Shard(0)])
+        found = []
+        for kept in (True, False):
+            model.zero_grad()
+            for k in range(passes):
+                with pt.no_sync(model) if kept and k + 1 < passes else nullcontext():
+                    (model(x).float() * 0.01).sum().backward()
+            found.append(gradients_of(model))
+        return found
+
+    with pt.ranks(dp=2) as world:
+        for kept, sent in world.run(body):
+            torch.testing.assert_close(kept, sent, rtol=1e-2, atol=0)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        for part in (self.low, self.high):
+            x = part(x.to(part.weight.dtype))
+        return x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_are_cast_after_zero_do_not_narrow_others(stage, compiled):
+    def program(model, spread, _):
+        for block in model:
+            block.low.to(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+
+        run_step = pt.compile(step, backend="graph") if compiled else step
+        for _ in range(3):
+            run_step(spread(X.float()))
+        return [whole(p).double() for block in model for p in block.high.parameters()]
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Mixed(), Mixed())
+
+    truth = program(make(), lambda t: t, None)
+
+    def body(mesh):
+        model = pt.zero(make(), mesh, stage=stage)
+        return program(model, lambda t: pt.distribute_tensor(t, mesh, [pt.Shard(0)]), None)
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):  # gradients in bfloat16 are summed in another order
+            torch.testing.assert_close(found, truth, rtol=0, atol=2e-5)

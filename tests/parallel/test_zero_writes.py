@@ -223,6 +223,86 @@ def test_backward_uses_the_cast_that_the_forward_made(when, stage):
             torch.testing.assert_close(found, truth, **truth_of_float32)
 
 
+def doubled(w, alias):
+    cast = w.double()
+    with torch.no_grad():
+        alias(cast).mul_(2)
+    return cast
+
+
+CASTS = {
+    "written": lambda w: doubled(w, lambda t: t),
+    "a view is written": lambda w: doubled(w, torch.detach),
+    "data is written": lambda w: doubled(w, lambda t: t.data),
+    "channels_last": lambda w: w.to(torch.float64, memory_format=torch.channels_last),
+    "permuted": lambda w: w.to(torch.float64, memory_format=torch.channels_last).transpose(0, 1),
+    "transposed": lambda w: w.double().transpose(0, 1),
+}
+
+
+class OtherCast(nn.Module):
+    """A convolution by a cast of its weight that is not a plain one."""
+
+    def __init__(self, cast):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cast, self.weight = cast, nn.Parameter(torch.randn(2, 2, 3, 3))
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, CASTS[self.cast](self.weight), padding=1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cast", CASTS)
+def test_backward_uses_a_cast_that_was_written_or_lies_in_another_order(cast, stage):
+    images = torch.randn(2, 2, 4, 4, dtype=torch.float64)
+
+    def program(model, spread):
+        x = spread(images).requires_grad_()
+        model[1](model[0](x)).square().mean().backward()
+        return whole(x.grad), [whole(p.grad.double()) for p in model.parameters()]
+
+    def make():
+        return nn.Sequential(OtherCast(cast), OtherCast(cast))
+
+    truth = program(make(), lambda t: t)
+
+    def body(mesh):
+        model = pt.zero(make(), mesh, stage=stage)
+        return program(model, lambda t: pt.distribute_tensor(t, mesh, [pt.Shard(0)]))
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-7)
+
+
+class ImaginaryParts(nn.Module):
+    """Reads views of complex weights as real numbers, whose offsets count other elements."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(4, dtype=torch.complex128) for _ in range(3))
+
+    def forward(self, x):
+        for w in self.weights:
+            x = x * torch.view_as_real(w)[..., 1]
+        return x
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_a_complex_weight_that_is_written_before_backward_is_an_error(written):
+    def program(model, spread):
+        loss = loss_of(model, spread(X.clone()).requires_grad_())
+        with torch.no_grad():
+            model[0].weights[written].mul_(2)
+        with pytest.raises(RuntimeError, match=WEIGHT_WRITTEN):
+            loss.backward()
+
+    for stage in STAGES:
+        run(program, stage, lambda: nn.Sequential(ImaginaryParts()))
+
+
 @pytest.mark.parametrize("when", ["after", "data", "rows"])
 def test_a_weight_that_is_written_after_its_cast_is_an_error_on_all_ranks_in_backward(when):
     run(backward_through_casts, 3, casts(when), error="no rank keeps that cast")

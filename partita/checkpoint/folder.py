@@ -257,7 +257,7 @@ class Replacement:
                     os.rename(home, _path_of_previous(home))
             os.replace(written, home)
             _sync_folder(home.parent)
-        shutil.rmtree(_path_of_previous(home), ignore_errors=True)
+        _remove_path(_path_of_previous(home))
         self._lock.release()
 
     def discard(self) -> None:
@@ -278,12 +278,11 @@ def begin_replacement(home: Path) -> Replacement:
         is_empty = home.is_dir() and not any(home.iterdir())
         if home.exists() and not (home / ".metadata").is_file() and not is_empty:
             raise ValueError(f"{home} exists already and is not a checkpoint: it was not changed")
-        if _path_of_previous(home).exists():
-            if home.exists():
-                shutil.rmtree(_path_of_previous(home))
-            else:
-                with lock_for_reading(home, shared=False):
-                    os.rename(_path_of_previous(home), home)
+        if home.exists():
+            _remove_path(_path_of_previous(home))
+        elif _path_of_previous(home).exists():
+            with lock_for_reading(home, shared=False):
+                os.rename(_path_of_previous(home), home)
         new.written.mkdir()
     except BaseException:
         new.discard()
@@ -327,7 +326,7 @@ def _path_of_previous(home: Path) -> Path:
 
 
 def _remove_path(place: Path) -> None:
-    if place.is_dir():
+    if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place, ignore_errors=True)
     else:
         place.unlink(missing_ok=True)

@@ -285,7 +285,7 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
 def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
     """Returns the entries of the model's state dict, by name, as the model's own objects."""
     state = model.state_dict(keep_vars=True)
-    return {strip_wrapper_names(name): value for name, value in state.items()}
+    return {plain: state[name] for name, plain in strip_wrapper_names(state).items()}
 
 
 def _refuse_different(given: dict[str, Leaf], decide: Decide, line: str) -> None:

@@ -9,7 +9,7 @@ optimizer has what the checkpoint has. Its own tensors are reused if size and dt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -38,9 +38,21 @@ Names = dict[int, str]
 """For the id of each parameter of an optimizer, its name."""
 
 
-def strip_wrapper_names(name: str) -> str:
-    """Returns a parameter's name without the parts that torch.compile adds."""
-    return name.replace("_orig_mod.", "")
+def strip_wrapper_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns each name without the parts that torch.compile adds, by the name with them.
+
+    Raises:
+        ValueError: two names become one.
+    """
+    found = {name: name.replace("_orig_mod.", "") for name in names}
+    first: dict[str, str] = {}
+    for name, plain in found.items():
+        if (other := first.setdefault(plain, name)) != name:
+            raise ValueError(
+                f"{other} and {name} have one name without `_orig_mod`, which torch.compile adds: "
+                "rename the module's attribute `_orig_mod`"
+            )
+    return found
 
 
 def name_parameters(
@@ -54,8 +66,9 @@ def name_parameters(
     """
     found: dict[int, tuple[KeyPath, str]] = {}
     for path, module in reversed(modules):  # the first module that has a parameter names it
-        for name, p in module.named_parameters():
-            found[id(p)] = (path, strip_wrapper_names(name))
+        named = dict(module.named_parameters())
+        for name, plain in strip_wrapper_names(named).items():
+            found[id(named[name])] = (path, plain)
     groups = getattr(optimizer, "param_groups", [])
     params = [p for group in groups for p in group["params"]]
     if not all(id(p) in found for p in params):

@@ -18,8 +18,9 @@ import io
 import os
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +109,8 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             other objects with `state_dict` and `load_state_dict`: their state is saved. An
             optimizer's state is saved by the parameter names of a module in `state`. Partial
             tensors are reduced first. Plain tensors and values, and pieces that several ranks
-            hold, must be equal on these ranks. They are compared.
+            hold, must be equal on these ranks. They are compared, but for objects of other
+            classes than Python's, NumPy's, torch's and dataclasses: one rank's is saved.
 
     Raises:
         LayoutError: ranks hold different values under the same name.
@@ -445,12 +447,26 @@ def _is_of_python(value: Any) -> bool:
 
 
 def _canonicalize_value(value: Any) -> str | None:
-    """A value of Python's own types as text, whatever the order of sets; None of other types."""
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return f"{type(value).__name__} {value!r}"
+    """Returns a value as text, whatever the order of sets.
+
+    None of objects whose content cannot be seen.
+    """
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {_hash_tensor(value)}"
+    if isinstance(value, Enum):
+        return f"{kind} {value.name}"
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype)):
+        return f"{kind} {value!r}"
+    if hasattr(value, "__array_interface__"):  # of NumPy
+        text = _canonicalize_value(value.tolist() if value.dtype.hasobject else value.tobytes())
+        return text and f"{value.dtype} {value.shape} {text}"
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__")):
+        text = _canonicalize_value(vars(value))
+        return text and f"{kind} {text}"
     if isinstance(value, Mapping):
         parts = [_canonicalize_value((k, v)) for k, v in value.items()]
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         parts = [_canonicalize_value(v) for v in value]
     else:
         return None
@@ -458,7 +474,7 @@ def _canonicalize_value(value: Any) -> str | None:
         return None
     if isinstance(value, (Mapping, set, frozenset)):
         parts.sort()  # type: ignore[type-var]
-    return f"{type(value).__name__}({', '.join(parts)})"  # type: ignore[arg-type]
+    return f"{kind}({', '.join(parts)})"  # type: ignore[arg-type]
 
 
 def _hash_tensor(x: torch.Tensor) -> str:

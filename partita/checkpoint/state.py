@@ -141,7 +141,7 @@ def _find_modules(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, torch.nn
 def _open_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
     """(Its state dict, by names without torch.compile's parts; a function that loads this back.)"""
     own = module.state_dict()
-    names = {name: strip_wrapper_names(name) for name in own}
+    names = strip_wrapper_names(own)
     held = {names[name]: value for name, value in own.items()}
 
     def load_into_module() -> None:

@@ -8,9 +8,13 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -271,18 +275,36 @@ def test_there_is_nothing_to_load_on_the_meta_device_or_from_nowhere(saved, tmp_
         pt.load({}, tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("what", ["tensor", "value"])
+@dataclass
+class Settings:
+    values: Any
+
+
+VALUES_OF_A_RANK = {
+    "tensor": lambda rank: torch.tensor(float(rank)),
+    "value": lambda rank: {"at": rank},
+    "array": lambda rank: np.arange(3.0) + rank,
+    "state of NumPy": lambda rank: np.random.RandomState(rank).get_state(),
+    "tensors in a tuple": lambda rank: (torch.zeros(3), torch.tensor(rank)),
+    "dataclass": lambda rank: Settings([1, np.float32(rank)]),
+    "namespace": lambda rank: SimpleNamespace(at=deque([rank, 1j])),
+    "complex": lambda rank: rank + 1j,
+    "dtype": lambda rank: (torch.float32, torch.float64)[rank],
+}
+
+
+@pytest.mark.parametrize("what", VALUES_OF_A_RANK)
 def test_a_plain_value_that_differs_between_ranks_is_refused_and_named(what, saved):
     before = sorted(f.name for f in saved.iterdir())
 
     def program(mesh: Any) -> None:
         rank = mesh.get_rank()
-        mine = torch.tensor(float(rank)) if what == "tensor" else {"at": rank}
+        mine, equal = VALUES_OF_A_RANK[what](rank), VALUES_OF_A_RANK[what](0)
         x = pt.ones(4, device_mesh=mesh, placements=[S(0)])
-        state = {"x": x, "equal": {"b", "a"}, "mine": mine, f"own.{rank}": mine}
+        state = {"x": x, "equal": {"b", "a"}, "too": equal, "mine": mine, f"own.{rank}": mine}
         pt.save(state, saved)
 
-    name = "mine" if what == "tensor" else "mine.at"
+    name = "mine.at" if what == "value" else "mine"
     with (
         pt.ranks(dp=2) as world,
         pytest.raises(pt.LayoutError, match=rf"  {name} \(ranks 0 and 1\)"),
@@ -392,6 +414,19 @@ def test_a_save_replaces_what_is_there_and_removes_what_killed_saves_left(saved)
     state = {"only": 0}
     pt.load(state, saved)
     assert state["only"] == 1
+
+
+def test_a_symbolic_link_is_replaced_and_what_it_points_to_stays(saved, tmp_path):
+    link = tmp_path / "latest"
+    link.symlink_to(saved)
+    for step in range(3):
+        pt.save({"step": step}, link)
+        state = {"step": -1}
+        pt.load(state, link)
+        assert state["step"] == step
+    pt.load(state, saved, strict=False)
+    assert state["step"] == 7
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", saved.name]
 
 
 def test_a_checkpoint_that_has_just_stepped_aside_is_found_and_put_back(saved):

@@ -205,6 +205,20 @@ def test_names_are_those_without_torch_compile(tmp_path):
     assert torch.equal(next(wrapped.parameters()), model[0].weight)
 
 
+def test_two_tensors_whose_names_differ_by_the_part_of_torch_compile_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model._orig_mod = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for save in (
+        lambda: pt.save({"model": model}, tmp_path / "c"),
+        lambda: pt.save({"model": model, "opt": optimizer}, tmp_path / "c"),
+        lambda: pt.save_safetensors(model, tmp_path / "c.safetensors"),
+        lambda: pt.full_state_dict(model, optimizer),
+    ):
+        with pytest.raises(ValueError, match="weight and _orig_mod.weight have one name"):
+            save()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(1, 1), (2, 2), (3, 3), (0, 3), (3, 1), (2, 0)])
 def test_it_loads_from_one_stage_of_zero_into_another(first, then, tmp_path):

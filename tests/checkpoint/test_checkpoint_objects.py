@@ -215,7 +215,7 @@ def test_two_tensors_whose_names_differ_by_the_part_of_torch_compile_are_refused
         lambda: pt.save_safetensors(model, tmp_path / "c.safetensors"),
         lambda: pt.full_state_dict(model, optimizer),
     ):
-        with pytest.raises(ValueError, match="weight and _orig_mod.weight have one name"):
+        with pytest.raises(ValueError, match=r"weight and _orig_mod\.weight have one name"):
             save()
 
 

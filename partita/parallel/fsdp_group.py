@@ -622,6 +622,9 @@ class BackwardPass:
         held: by token, the gradients of blocks with more calls to come, by block and index of the
             flat buffer.
         with_history: gradients that are a part of the graph of `create_graph=True`.
+        unwatched: the last forward whose backward has begun, if no gradient tells when that ends:
+            the block is frozen, and the tensors that get gradients were no arguments of it. It is
+            released when the next one begins, and gathered again if it was not over.
     """
 
     groups: list[FsdpGroup] = field(default_factory=list)
@@ -632,6 +635,7 @@ class BackwardPass:
         default_factory=dict
     )
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+    unwatched: Any = None
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
         """Record the gradients of one call of `group`. Returns True if it was the last call."""

@@ -105,14 +105,13 @@ class _BlockHooks:
             group.depth += 1
             return None
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
-        is_recorded = torch.is_grad_enabled()
+        in_inference = torch.is_inference_mode_enabled()
         # Hidden from an enclosing region, which would take these calls for the program's.
         with Unheard(), counting_versions():
             group.zero.enter_forward(group)
             group.depth = 1
-            call = _ForwardCall(group, graded) if is_recorded else None
-            if call is not None and not (graded or call.trains):
-                call = None
+            # Also where nothing that is seen here has a gradient: the block may read other tensors.
+            call = None if in_inference else _ForwardCall(group, graded)
             _install_gathered(group, call)
         if call is not None and not (in_backward() and group.saves_unseen.get(call.kind)):
             group.open_forwards[-1] = _SavedTensorHooks(call)
@@ -149,7 +148,7 @@ class _BlockHooks:
         self._finish_forward()
         if forward is not None:
             call = forward.call
-            if not in_backward():
+            if not in_backward() and torch.is_grad_enabled():
                 self.group.saves_unseen[call.kind] = not forward.has_notes
             call.runs_again = HERE.rerunnable != call.rerunnable
             with Unheard():
@@ -230,7 +229,7 @@ class _ForwardCall:
         self.shards = group.shards() if shards is None else shards
         with Local():
             self.wanting = [_requires_grad(p) for p in self.shards]
-        self.trains = any(self.wanting)
+        self.trains = torch.is_grad_enabled() and any(self.wanting)
         self.kind = (graded, *self.wanting)
         self.since = self.rerunnable = 0
         self.runs_again = False
@@ -254,6 +253,10 @@ class _ForwardCall:
         group = self.group
         if self in group.calls_in_backward or not self.needs:
             return
+        at_work = group.zero.pass_at_work()
+        if (before := at_work.unwatched) is not None:
+            before.release_when_complete("output")
+        at_work.unwatched = None if self._to_come or self.runs_again else self
         group.zero.enter_backward(group, self.shards)  # which finds what has been written since
         group.calls_in_backward[self] = None
         if self.runs_again and not group.installed:

@@ -187,6 +187,117 @@ def test_a_backward_pass_that_never_comes_to_the_parameters_leaves_nothing_gathe
     agree(HandsOn, step, batch_of(4, 4))
 
 
+# -- gradients of what is no argument of a block ---------------------------------------------------
+
+COMPUTED_OF_A_PROMPT = {
+    "mul": lambda x, p, w: x + p * w,
+    "matmul": lambda x, p, w: x + p @ w,
+    "linear": lambda x, p, w: x + nn.functional.linear(p, w),
+    "view": lambda x, p, w: x + p @ w.t(),
+    "cast": lambda x, p, w: x + (p.to(torch.complex128) @ w.to(torch.complex128)).real,
+}
+
+
+class Frozen(nn.Module):
+    """A frozen block that reads a tensor with a gradient: out of an object, or of its own list."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.read, self.given = COMPUTED_OF_A_PROMPT[read], []
+
+    def forward(self, x, box=None):
+        return self.read(x, self.given.pop() if box is None else box.prompt, self.weight)
+
+
+class Box:
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+
+class Prompted(nn.Module):
+    def __init__(self, read, boxed, tuned, layers=3):
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(4, 4))
+        self.boxed, self.tuned = boxed, tuned
+        self.layers = nn.ModuleList(Frozen(read) for _ in range(layers))
+        if tuned:  # another weight of the same block is trained
+            for layer in self.layers:
+                layer.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            prompt = self.prompt * 1
+            if not self.boxed:
+                layer.given.append(prompt)
+            x = layer(x, Box(prompt)) if self.boxed else layer(x)
+            x = x + layer.bias if self.tuned else x
+        return x
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize("read", COMPUTED_OF_A_PROMPT)
+def test_a_frozen_block_reads_a_trained_tensor_that_is_no_argument_of_it(read, boxed, tuned):
+    def step_of(model, x, _):
+        loss = backward(model(x).square().mean())
+        with torch.no_grad():
+            model(x)
+        return loss
+
+    agree(lambda: Prompted(read, boxed, tuned), step_of, batch_of(2, 4, 4), stages=(3,))
+
+
+def test_frozen_blocks_that_read_a_trained_tensor_are_gathered_one_after_another():
+    def run(mesh):
+        model = pt.zero(built(lambda: Prompted("matmul", False, False, 6)), mesh)
+        x = pt.distribute_tensor(batch_of(2, 4, 4), mesh, [pt.Shard(0)])
+        for _ in range(2):
+            loss = model(x).square().mean()
+            zero_state(model).peak = 0
+            loss.backward()
+        return zero_state(model).peak, zero_state(model).groups[-1].largest_nbytes
+
+    with pt.ranks(dp=2) as world:
+        for peak, of_block in world.run(run):
+            assert peak <= 3 * of_block  # two of the six, and the prompt
+
+
+class Toggled(nn.Module):
+    """A block that computes with gradients, whoever calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            return self.linear(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_history_of_a_block_that_enables_gradients_itself_outlives_it(stage):
+    batch = batch_of(2, 4)
+
+    def input_gradient(model, x):
+        with torch.no_grad():
+            out = model(x.requires_grad_())
+        (found,) = torch.autograd.grad(out.square().sum(), x)
+        return value(found)
+
+    def build():
+        return nn.Sequential(Toggled(), Toggled())
+
+    def run(mesh):
+        x = pt.distribute_tensor(batch, mesh, [pt.Shard(0)])
+        return input_gradient(pt.zero(built(build), mesh, stage=stage), x)
+
+    truth = input_gradient(built(build), batch.clone())
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth)
+
+
 # -- what outlives a block -------------------------------------------------------------------------
 
 

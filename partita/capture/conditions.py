@@ -9,7 +9,7 @@ step does in eager.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +229,7 @@ class Sharing:
     def __init__(self, program: Program):
         self.program = program
         self._arguments = [i.index for i in program.inputs if i.kind == "argument"]
+        self._gradients = [i.index for i in program.inputs if i.kind == "gradient"]
         # Written arguments; state, with whether it may conflict with an argument; the storages of
         # the state that may.
         self._given_to = [i for i in program.written if program.inputs[i].kind == "argument"]
@@ -239,13 +240,16 @@ class Sharing:
             if given.kind in _OF_THE_CALL and given.kind != "argument"
         ]
         self._held: set[int] = set()
+        self._storages: set[int] = set()
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """True if arguments of a call may share memory that is written.
+        """True if arguments of a call, or gradients, may share memory that is written.
 
-        It checks only the arguments.
+        It checks only these.
         """
+        if self._gradients and not self._storages.isdisjoint(self._storages_of_gradients(tensors)):
+            return True
         if not self.program.written:
             return False
         with Local():
@@ -258,20 +262,31 @@ class Sharing:
         """Note the storages of the state, which may have been exchanged since the last call."""
         with Local():
             starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
+        self._storages = {*starts}
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
-        together = len(set(starts)) < len(starts)
+        together = len(self._storages) < len(starts)
         self._overlaps = together and self.find_error(tensors) is not None
+
+    def _storages_of_gradients(self, tensors: Sequence[Any]) -> Iterator[int]:
+        with Local():
+            for index in self._gradients:
+                if (grad := _grad.__get__(tensors[index])) is not None:
+                    yield grad.untyped_storage()._cdata
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
         """The error to raise where a written input overlaps another; None where none does."""
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}
+        added_to = {o.index for o in program.outputs if o.kind == "gradient"}
+        written |= {id(i) for i in program.inputs if i.kind == "gradient" and i.index in added_to}
         by_storage: dict[int, list[tuple[int, int, Input]]] = {}
         for given in program.inputs:
-            if given.kind not in _OF_THE_CALL:
+            if given.kind not in (*_OF_THE_CALL, "gradient"):
+                continue
+            t = tensors[given.index]
+            if given.kind == "gradient" and (t := _grad.__get__(t)) is None:
                 continue
             with Local():
-                t = tensors[given.index]
                 start = t.untyped_storage()._cdata  # torch has no public name for a storage
                 first, end = _span_of_bytes(t)
             if end > first:

@@ -27,7 +27,7 @@ from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import copy_attributes, keep_attributes
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.dtensor_gradients import BROKEN_OFF
+from partita.tensor.dtensor_gradients import BROKEN_OFF, refuse_copied_part
 from partita.tensor.tensor_state import (
     Spec,
     ZeroLayouts,
@@ -154,6 +154,7 @@ def are_same(some: Sequence[DTensor], others: Sequence[DTensor]) -> bool:
 
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 _device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 _Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -1080,7 +1081,7 @@ class Zero(ShardedState):
         with Local(), counting_versions(), torch.no_grad():
             self._reduce_held_gradients(self.groups, None)
             for p, g in self.collect(self.groups, None).items():
-                held = torch._C.TensorBase.grad.__get__(p)  # type: ignore[union-attr]
+                held = _grad(p)
                 if held is None:
                     p.grad = tagged(g, p._spec.gradient)
                 else:
@@ -1139,6 +1140,8 @@ class _ShardsToToken(torch.autograd.Function):
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
             with_history = ctx.zero.pass_at_work().with_history
             for p in ctx.shards:
+                if p in found:
+                    refuse_copied_part(_grad(p))
                 if (g := with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
         return None, None, None, *[found.pop(p, None) for p in ctx.shards]

@@ -83,8 +83,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if grad is None:
             return None
         if isinstance(grad, DTensor):
-            state = own_state(grad)
-            state.gradient_of = state.gradient_of or weakref.ref(x)
+            _note_owner(grad, x)
             return grad
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
@@ -94,10 +93,18 @@ def gradient_of(x: DTensor) -> DTensor | None:
             note_gradient(typed, x)
             return typed
         typed = tagged(grad.detach(), spec)
-        own_state(typed).gradient_of = weakref.ref(x)
+        _note_owner(typed, x)
         note_gradient(typed, x)
         _grad.__set__(x, typed)
         return typed
+
+
+def _note_owner(grad: DTensor, x: DTensor) -> None:
+    """Note that `grad` is the gradient of `x`, maybe beside other tensors."""
+    state = own_state(grad)
+    if all(known() is not x for known in state.gradient_of):
+        alive = (known for known in state.gradient_of if known() is not None)
+        state.gradient_of = (*alive, weakref.ref(x))
 
 
 @implements(T.grad.__set__)
@@ -124,6 +131,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         if not fits:  # ZeRO leaves each rank a shard of it
             store_gradient(x, grad)
             return
+        _note_owner(grad, x)
     with Unheard():
         _grad.__set__(x, grad)
 
@@ -578,13 +586,29 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
         return grad
     rests = settled_spec(x)
     if grad._spec is not rests:
+        given = grad
         grad = tagged(moved(grad, grad._spec, rests, "grad", "explicit"), rests)
+        with Local():
+            if _is_part_of_value(given):
+                own_state(grad).copied_part = weakref.ref(given._base)
     mark_settled(x)
     return grad
 
 
 def mark_settled(x: DTensor) -> None:
-    """Record that x's gradient is reduced. A hook makes it Partial before backward adds to it."""
+    """Record that x's gradient is reduced. A hook makes it Partial before backward adds to it.
+
+    If the same object is the gradient of other tensors, this is recorded of them, too.
+    """
+    _watch_reduced_gradient(x)
+    with Unheard():
+        grad = _grad.__get__(x)
+    if grad is not None and len(state_of(grad).gradient_of) > 1:
+        for other in _find_owners(grad):
+            _watch_reduced_gradient(other)
+
+
+def _watch_reduced_gradient(x: DTensor) -> None:
     if x._spec is x._spec.gradient:
         return
     with Local():  # or each question to torch would be a function of torch's, of a DTensor
@@ -595,7 +619,7 @@ def mark_settled(x: DTensor) -> None:
             known = weakref.ref(x)
             with requiring_grad(x):  # it may be frozen for a while only
                 handle = x.register_hook(
-                    lambda g: None if g is None else _restore_partial_gradient(known())
+                    lambda g: None if g is None else _restore_partial_gradient(known(), g)
                 )
             watch = own_state(x).reopens = (handle.id, hooks_of_backward(x)[handle.id])
         # Private torch: to register a hook costs 3 microseconds for each parameter and step, a hook
@@ -637,7 +661,8 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
         grad = _grad.__get__(x) if x.is_leaf or x.retains_grad else None
         hooks = [h for h in (hooks_of_backward(x) or {}).values() if hasattr(h, "known")]
     if isinstance(grad, DTensor):
-        own_state(grad).gradient_of = None
+        others = tuple(known for known in state_of(grad).gradient_of if known() is not x)
+        own_state(grad).gradient_of = others
     for hook in hooks:
         hook.known[0] = None
 
@@ -650,16 +675,31 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     return refer_to
 
 
-def _restore_partial_gradient(x: DTensor | None) -> None:
+def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.Tensor | None:
+    """Make the settled gradient of `x` Partial, before `coming` is added to it.
+
+    Returns:
+        What is to be added in place of `coming`; None if that is.
+    """
     if x is None:
-        return
-    _unmark_settled(x)
+        return None
     # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
     stays = not (torch.is_grad_enabled() or HERE.trace.is_tracing)
     with Local(), torch.no_grad():
         grad_now = _grad.__get__(x)
         if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
             wire, wanted = grad_now._spec.wire, x._spec.gradient
+            refuse_copied_part(grad_now)
+            if stays and _is_part_of_value(grad_now):
+                if select_user_hooks(hooks_of_backward(x)):
+                    raise make_layout_error(
+                        "a hook on a tensor whose gradient is a part of another tensor",
+                        Fix("x.grad = part.clone()", "a gradient with memory of its own"),
+                        Fix("x.register_post_accumulate_grad_hook(hook)", "it sees the sum"),
+                        reason="such a gradient stays whole, and the hook would get the sum of all "
+                        "ranks as one rank's share",
+                    )
+                return moved(coming, wanted, grad_now._spec, "grad", "gradient")
             moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
             shares = carry_all(moves, grad_now, wire, "grad", "gradient")
             if stays:
@@ -670,6 +710,30 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
                 tagged(grad_now, wanted)
             else:
                 _grad.__set__(x, tagged(shares.detach(), wanted))
+    _unmark_settled(x)
+    return None
+
+
+def refuse_copied_part(grad: torch.Tensor | None) -> None:
+    """Raise if `grad`, to which backward adds, was set to a part of a tensor that is alive."""
+    part = None if grad is None else state_of(grad).copied_part
+    if part is not None and part() is not None:
+        raise make_layout_error(
+            "backward adds to a gradient that was set to a part of another tensor",
+            Fix("x.grad = part.clone()", "a gradient with memory of its own"),
+            Fix("pt.zero(model, mesh, stage=1)", "where gradients stay whole"),
+            reason="each rank keeps its shard of the gradient, and the other tensor would not "
+            "change",
+        )
+
+
+def _is_part_of_value(grad: DTensor) -> bool:
+    """True if `grad` is a view of a whole value, as of a buffer for all gradients.
+
+    It stays whole then: the other view of its memory would not know of shares.
+    """
+    base = grad._base
+    return isinstance(base, DTensor) and not base._spec.is_pending
 
 
 # -- pending gradients are reduced -----------------------------------------------------------------
@@ -679,10 +743,15 @@ BUCKET_BYTES = 64 << 20
 
 
 def _find_owner(grad: torch.Tensor) -> DTensor | None:
-    """Returns the tensor whose `.grad` this object is now, or None."""
-    reference = state_of(grad).gradient_of
-    owner: DTensor | None = None if reference is None else reference()
-    return owner if owner is not None and owner.grad is grad else None
+    """Returns the first tensor whose `.grad` this object is now, or None."""
+    return next(_find_owners(grad), None)
+
+
+def _find_owners(grad: torch.Tensor) -> Iterator[DTensor]:
+    for known in state_of(grad).gradient_of:
+        owner = known()
+        if owner is not None and owner.grad is grad:
+            yield owner
 
 
 def pending_gradients(values: Iterable[Any]) -> list[DTensor]:

@@ -320,7 +320,8 @@ class TensorState:
 
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps its gradient and its update.
-        gradient_of: the tensor whose `.grad` this object is, or was.
+        gradient_of: the tensors whose `.grad` this object is, or was.
+        copied_part: for a gradient that was copied from a part of another tensor, that tensor.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of it in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
@@ -336,7 +337,8 @@ class TensorState:
     """
 
     zero_layouts: ZeroLayouts | None = None
-    gradient_of: weakref.ref[Any] | None = None
+    gradient_of: tuple[weakref.ref[Any], ...] = ()
+    copied_part: weakref.ref[Any] | None = None
     copied_view: Any = None
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None

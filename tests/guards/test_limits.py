@@ -415,6 +415,31 @@ def test_memory_that_is_exchanged_later_is_seen_to_be_shared(other):
     assert fast(torch.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_gradient_that_is_a_part_of_a_buffer_that_the_step_reads_is_refused(later):
+    torch.manual_seed(0)
+    model, flat, x = nn.Linear(3, 2), torch.zeros(8), torch.ones(4, 3)
+
+    def step(x):
+        model(x).square().sum().backward()
+        return flat.norm()
+
+    fast = graph_of(step)
+    if later:
+        for _ in range(2):  # the second call adds to gradients
+            fast(x)
+    at = 0
+    for p in model.parameters():
+        p.grad = flat[at : (at := at + p.numel())].view_as(p)
+    for _ in range(2):
+        with pytest.raises(pt.CaptureError, match="lie in the same memory"):
+            fast(x)
+    assert flat.count_nonzero() == 0
+    for p in model.parameters():
+        p.grad = p.grad.clone()
+    fast(x)
+
+
 def test_an_argument_that_is_a_view_of_a_parameter_that_is_updated_is_refused():
     weight = nn.Parameter(torch.ones(4, 4))
 

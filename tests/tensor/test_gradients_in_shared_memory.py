@@ -1,0 +1,162 @@
+"""Are gradients right that share an object or memory with others?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+
+R, S = pt.Replicate(), pt.Shard(0)
+
+
+def value(t):
+    return (t.full_tensor() if isinstance(t, pt.DTensor) else t).detach().clone()
+
+
+def model_and_batch(mesh):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+    if mesh is None:
+        return model, x
+    return pt.parallelize(model, mesh, {}), pt.distribute_tensor(x, mesh, [S])
+
+
+def backward(model, x):
+    model(x).square().sum().backward()
+
+
+def both(program):
+    """Run `program(mesh)` in one process (`mesh` is None) and on ranks: both give the same."""
+    truth = program(None)
+    with pt.ranks(dp=3) as world:
+        for found in world.run(program):
+            torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+
+
+def step(params):
+    torch.optim.SGD(params, 0.1).step()
+
+
+def clip(params):
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+
+
+@pytest.mark.parametrize("reduce", [step, clip, lambda params: [value(p.grad) for p in params]])
+@pytest.mark.parametrize("first", [False, True])
+def test_one_gradient_of_two_tensors_is_added_to_after_it_was_reduced(reduce, first):
+    def program(mesh):
+        model, x = model_and_batch(mesh)
+        other = nn.Parameter(model.weight.detach().clone())
+        found = []
+        for _ in range(3):
+            backward(model, x)
+            other.grad = model.weight.grad
+            reduce([model.weight if first else other])
+            backward(model, x)
+            assert other.grad is model.weight.grad
+            found += map(value, (model.weight.grad, other.grad, other, *model.parameters()))
+        return found
+
+    both(program)
+
+
+def with_gradients_in_one_buffer(mesh):
+    model, x = model_and_batch(mesh)
+    flat = torch.zeros(8, dtype=torch.float64)
+    flat = flat if mesh is None else pt.distribute_tensor(flat, mesh, [R])
+    at = 0
+    for p in model.parameters():
+        p.grad = flat[at : (at := at + p.numel())].view_as(p)
+    return model, x, flat
+
+
+def test_gradients_that_are_parts_of_a_buffer_are_added_there():
+    def program(mesh):
+        model, x, flat = with_gradients_in_one_buffer(mesh)
+        optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(3):
+            for _ in range(2):
+                backward(model, x)
+            found += [value(flat), value(flat.norm())]
+            flat.mul_(0.5)
+            optimizer.step()
+            found += [value(t) for p in model.parameters() for t in (p, p.grad)]
+            flat.zero_()
+        return found
+
+    both(program)
+
+
+def test_a_hook_on_a_tensor_whose_gradient_is_a_part_of_a_buffer_is_refused():
+    def program(mesh):
+        model, x, _ = with_gradients_in_one_buffer(mesh)
+        model.weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(pt.LayoutError, match="gradient is a part of another tensor"):
+            backward(model, x)
+
+    with pt.ranks(dp=2) as world:
+        world.run(program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backward_adds_to_no_gradient_under_zero_that_was_a_part_of_a_buffer(stage):
+    """Stages 2 and 3 keep shards of gradients, which cannot be in the buffer."""
+
+    def program(model, x, flat):
+        at = 0
+        for p in model.parameters():
+            p.grad = flat[at : (at := at + p.numel())].view_as(p)
+        backward(model, x)
+        return value(flat)
+
+    torch.manual_seed(0)
+    x, flat = torch.randn(4, 4).double(), torch.zeros(20).double()
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4).double())
+
+    truth = program(make(), x, flat.clone())
+
+    def run(mesh):
+        model = pt.zero(make(), mesh, stage=stage)
+        given = pt.distribute_tensor(x, mesh, [S]), pt.distribute_tensor(flat, mesh, [R])
+        if stage > 1:
+            with pytest.raises(pt.LayoutError, match="set to a part of another tensor"):
+                program(model, *given)
+        else:
+            torch.testing.assert_close(program(model, *given), truth)
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_may_be_set_to_parts_of_a_vector_and_stepped(stage):
+    def program(model, x):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, x)
+            vector = torch.cat([p.grad.view(-1) for p in model.parameters()]) * 0.5
+            at = 0
+            for p in model.parameters():
+                p.grad = vector[at : (at := at + p.numel())].view_as(p)
+            optimizer.step()
+        return [value(p) for p in model.parameters()]
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4).double())
+
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    truth = program(make(), x)
+
+    def run(mesh):
+        return program(pt.zero(make(), mesh, stage=stage), pt.distribute_tensor(x, mesh, [S]))
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth)

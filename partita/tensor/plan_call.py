@@ -353,7 +353,8 @@ def _make_kernel(call: OpCall, answer: KernelRule, plan: CallPlan) -> Function |
                 kernel = as_autocast_casts(kernel, form.name, form.inplace)
             if form.inplace:
                 kernel = _wrap_writing_into_first(kernel, form)
-    kernel = wrap_for_infinite_factors(kernel, call, plan)
+    if any(x is not None and x.partial for x in plan.choice.inputs):
+        kernel = wrap_for_infinite_factors(kernel, call, plan)
     if wire.padded:
         kernel = wrap_filling_padding(kernel, call, plan)
     elif any(x.is_empty_at(wire.mesh, wire.at) for x in plan.choice.inputs if x is not None):

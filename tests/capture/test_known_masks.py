@@ -66,6 +66,9 @@ def truth_values(rows, columns):
 
             return run
 
+        def copied(one):
+            return lambda: torch.zeros(row, column, dtype=torch.bool).copy_(one())
+
         return st.one_of(
             st.builds(lambda a, b: lambda: a() & b(), inner, inner),
             st.builds(lambda a, b: lambda: torch.logical_or(a(), b()), inner, inner),
@@ -73,9 +76,23 @@ def truth_values(rows, columns):
             st.builds(lambda a, b, c: lambda: torch.where(a(), b(), c()), inner, inner, inner),
             st.builds(lambda a: lambda: torch.cat([a()] * 2, 0)[row : 2 * row], inner),
             st.builds(written, inner, inner),
+            st.builds(copied, inner),
+            st.builds(lambda a: lambda: a().t().clone().mT, inner),
+            st.builds(lambda a: lambda: a()[None].permute(0, 2, 1).contiguous()[0].T, inner),
+            st.builds(lambda a: lambda: a().clone().unsqueeze(0).squeeze(0), inner),
+            st.builds(lambda a: lambda: (a() & True).view(1, row, column).view(row, column), inner),
+            st.builds(
+                lambda a, how, k: lambda: getattr(a().clone(), how)(k),
+                inner,
+                st.sampled_from(["triu", "tril", "triu_", "tril_"]),
+                st.integers(-3, 3),
+            ),
         )
 
     return st.recursive(leaves, grow, max_leaves=4)
+
+
+FORMS = ["bool", "expanded", "swapped", "cut", "several", "different"]
 
 
 def as_mask(made, kind):
@@ -92,6 +109,8 @@ def as_mask(made, kind):
         "expanded": lambda: made()[None, None].expand(3, 1, -1, -1),
         "swapped": lambda: made().T[None].contiguous(),
         "cut": lambda: made()[None, :, : made().shape[-1]],
+        "several": lambda: made()[None] & (torch.arange(2) < 2)[:, None, None],
+        "different": lambda: made()[None] & (torch.arange(2) < 1)[:, None, None],
     }
     return forms.get(kind, numbers)
 
@@ -126,7 +145,7 @@ def hides(whole):
 @given(st.data())
 def test_a_known_value_is_what_torch_computes(data):
     rows, columns = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
-    kind = data.draw(st.sampled_from(["bool", "expanded", "swapped", "cut", "filled", "chosen"]))
+    kind = data.draw(st.sampled_from([*FORMS, "filled", "chosen"]))
     sizes = (columns, rows) if kind == "swapped" else (rows, columns)
     recipe = as_mask(data.draw(truth_values(*sizes)), kind)
     whole = recipe()

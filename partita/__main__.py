@@ -1,4 +1,4 @@
-"""The module that runs: what does `python -m partita` do? The same as the `partita` command."""
+"""The module that `python -m partita` runs: the same as the `partita` command."""
 
 import sys
 

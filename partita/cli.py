@@ -71,7 +71,7 @@ HOST_BENCHES = {
     "published": "it measures nothing",
     "simulate": "`partita calibrate` measures the processor",
 }
-"""Those that compute on the processor alone, and why."""
+"""The benches that compute only on the CPU, and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,11 +198,11 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return argument
 
 
-def run_train(asked: argparse.Namespace) -> int:
-    """Train with these options, or start the ranks that do."""
+def run_train(arguments: argparse.Namespace) -> int:
+    """Train with these options as a rank, or start the ranks. Returns the exit code."""
     try:
-        options = _options(asked)
-        if asked.print_config:
+        options = _options(arguments)
+        if arguments.print_config:
             print(options.to_toml(), end="")
             return 0
         options.check()
@@ -221,11 +221,11 @@ def run_train(asked: argparse.Namespace) -> int:
             for line in options.leave_out_idle()[1]:
                 progress.say(line)
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
-            code = launch(asked.argv, options.ranks, logs.show)
+            code = launch(arguments.argv, options.ranks, logs.show)
             logs.end()
             return code or (0 if logs.complete else 1)
         with joined(logs.show) as me:
-            if not asked.verify:
+            if not arguments.verify:
                 train(options, me.emit)
                 return 0
             return 0 if verify(options, me.emit, compare=me.rank == 0) else 1
@@ -246,7 +246,7 @@ def _least_seconds_of_step(options: Options) -> float | None:
     return options.flops_of_step / (load_machine(options.machine).peak_flops(dtype) * options.ranks)
 
 
-def _options(asked: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace) -> Options:
     """Defaults, over them the config file, and over that the command line.
 
     Raises:
@@ -254,18 +254,18 @@ def _options(asked: argparse.Namespace) -> Options:
         OSError: the config file cannot be read.
     """
     found: dict[str, Any] = {}
-    if asked.config is not None:
-        found = options_in(asked.config.read_text(), str(asked.config))
-    given = vars(asked)
+    if arguments.config is not None:
+        found = options_in(arguments.config.read_text(), str(arguments.config))
+    given = vars(arguments)
     found |= {o.name: given[o.name] for o in fields(Options) if o.name in given}
-    ranks, mesh = asked.ranks, found.get("mesh")
-    if "mesh" not in given and (ranks, asked.tp) != (None, None):
+    ranks, mesh = arguments.ranks, found.get("mesh")
+    if "mesh" not in given and (ranks, arguments.tp) != (None, None):
         # The file's mesh gives way, but for the number of ranks where only --tp is new.
         if ranks is None and mesh is not None:
             ranks = math.prod(size for _, size in mesh)
         mesh = None
-    found["mesh"] = _fit(mesh, int(os.environ["WORLD_SIZE"]) if is_rank() else ranks, asked.tp)
-    if asked.verify:
+    found["mesh"] = _fit(mesh, int(os.environ["WORLD_SIZE"]) if is_rank() else ranks, arguments.tp)
+    if arguments.verify:
         if found.get("dtype", "fp32") != "fp32" or found.get("save") is not None:
             raise ValueError("--verify compares losses in fp32, and saves nothing")
         found.setdefault("steps", 20)
@@ -294,7 +294,7 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write the page about logs; the exit code is 2 where that cannot be."""
+    """Write the report page about logs. Returns 2 if it cannot be written."""
     out, logs = options.out, options.logs
     try:
         check_plotly()
@@ -313,7 +313,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run one of `BENCHES` on the requested device."""
+    """Run one of `BENCHES` on the requested device. Returns the exit code."""
     from partita.bench.place import DEVICE_VARIABLE
 
     name, device = options.name, options.device
@@ -349,7 +349,7 @@ def _describe_package(name: str, use: str) -> str:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print what this machine offers; the exit code is 1 where ranks cannot be compared."""
+    """Print the capabilities of this machine. Returns 1 if ranks cannot be compared."""
     from .comm.backends import can_compare, installed_backends
     from .tensor.plan import IN_C
 
@@ -404,7 +404,7 @@ _NO_AXES = {name for name, p in signature(dry_mesh).parameters.items() if p.kind
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Print the explanation; the exit code is 2 where the call cannot be read or made."""
+    """Print the explanation of a call. Returns 2 if the call cannot be read or made."""
     try:
         axes = read_mesh(options.mesh)
         if taken := _NO_AXES & axes.keys():
@@ -642,7 +642,7 @@ _RANKS_OF_A_CORE = 64
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """Measure, write the file and print it; the exit code is 2 where that fails."""
+    """Measure the machine, write its file and print it. Returns 2 if that fails."""
     try:
         most = _RANKS_OF_A_CORE * count_cores()
         if not 1 <= options.ranks <= most:

@@ -1,9 +1,9 @@
 """Versions: partita's own, the tested versions of torch, and differences between these.
 
-Code checks torch for a feature, not for its number, because a build between two releases has one
-form or the other. Three differences need no check, because code for all versions is as short as
-code for one. torch 2.11 drops what an autograd node has saved when its result is dropped
-(`remat/saved_state.py`). From 2.14 on a group norm accepts no piece without channels
+Code checks torch for a feature, not for its version number, because a build between two releases
+may have either form. Three differences need no check, because the same code works for all versions.
+torch 2.11 frees the tensors that an autograd node has saved when its result is freed
+(`remat/saved_state.py`). From 2.14 on a group norm raises for a piece without channels
 (`rules/table/norms_and_losses.py`), and `Function.apply` is in C (`tensor/dtensor_gradients.py`).
 """
 
@@ -27,7 +27,7 @@ from the check of a result."""
 
 
 def describe_torch() -> str:
-    """Returns the version of torch, with a remark if it was not tested."""
+    """Returns the version of torch as text, with a remark if it is not a tested one."""
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if _OLDEST <= release <= _NEWEST:
         return torch.__version__
@@ -36,8 +36,7 @@ def describe_torch() -> str:
 
 
 def name_of_checkpoint_generator(checkpoints: ModuleType) -> str:
-    """Returns the name of the generator in `torch.utils.checkpoint` around a function that it
-    reruns.
+    """Returns the name of the generator in `torch.utils.checkpoint` that wraps a function.
 
     torch 2.14 renamed it.
     """
@@ -54,7 +53,8 @@ def frames_hold_inputs(frame: type) -> bool:
 
 
 def base_of_scheduler_passes(passes: ModuleType) -> type:
-    """The class of Inductor's passes over fused kernels. Torch 2.11 has none, and takes any pass
-    over graphs."""
+    """Returns the class of Inductor's passes over fused kernels.
+
+    Torch 2.11 has none, and accepts any pass over graphs."""
     found: type = getattr(passes, "CustomSchedulerPass", passes.CustomGraphPass)
     return found

@@ -1,16 +1,20 @@
 """A bench of checkpoints.
 
-How long does a checkpoint stop training, beside the copy alone and beside torch's own?
+How long does a checkpoint stop training, compared with a copy alone and with torch's own?
 
-Ranks hold the shards of a few large weights. In turn, within each round: the copy of this rank's
-pieces into memory that it has already (what no asynchronous save can do without), `pt.save`, the
-call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first of a
-run), the same with that memory (so are all others), and torch.distributed.checkpoint's `async_save`
-and `save` of as many bytes, the first with memory of its own each time, which is its default, and
-with that of an earlier one (a `DefaultStager` that is kept); then `pt.load`, torch's `load`, and
-the checksums alone, of all that a rank reads, which both `pt.save` and `pt.load` look at once. Of
-an asynchronous save the pause is counted; its end is waited for outside of it. What is beside the
-copy: the pause less the copy of the same round.
+Ranks hold the shards of a few large weights. Each round times, one after the other:
+
+- the copy of this rank's pieces into existing memory, which every asynchronous save needs
+- `pt.save`
+- the call of `pt.async_save` that allocates its memory (as the first of a run), and one that reuses
+  it
+- torch.distributed.checkpoint's `async_save` of as many bytes, with new memory each time (its
+  default) and with memory that it keeps (a `DefaultStager`), and its `save`
+- `pt.load` and torch's `load`
+- the checksums alone of all bytes that a rank reads
+
+For an asynchronous save, only the time until the call returns counts. The difference to the copy is
+that to the copy of the same round.
 """
 
 from __future__ import annotations
@@ -132,7 +136,7 @@ def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -
 
 
 def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
-    """Seconds of each way, round by round, as the slowest rank had it."""
+    """Returns the seconds of each way, round by round, on the slowest rank."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends = []
@@ -141,8 +145,9 @@ def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
             context.Process(target=_rank, args=(theirs, folder, rank, ranks, rounds, mib)).start()
             theirs.close()
             ends.append(ours)
-        told = [end.recv() for end in ends]
-    return {name: [max(t) for t in zip(*(s[name] for s in told), strict=True)] for name in told[0]}
+        results = [end.recv() for end in ends]
+    names = results[0]
+    return {name: [max(t) for t in zip(*(s[name] for s in results), strict=True)] for name in names}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

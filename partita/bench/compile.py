@@ -1,24 +1,24 @@
 """A bench of compiled steps.
 
-What does a compiled step cost, over the same compute without communication, and beside others?
+What does a compiled step cost, relative to the same compute without communication, and to others?
 
     train    a GPT on 2 and 4 Gloo ranks: each rank alone, DDP and FSDP2, ZeRO-3 and data parallel
              by partita, all of them eager and compiled, and SimpleFSDP (a parametrization that
              gathers), compiled; all in turn in one run. Rivals are compiled as their users do it:
              the blocks of FSDP2 one by one and its loss, the others whole
-    small    D=64, two layers, ZeRO-3 over one process that trains on the full batch
-    tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute;
-             called once in its turn, and ten times in a row
-    guards   what share of a call it takes to look at what the step read of Python (and, beside it,
-             at tensors and arguments too): a tiny GPT and a Llama of 24 layers, d=256, compiled
-    start    a cold store and a warm one: how long until 4 ranks have made their first step
-    depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`); with `--cold`
-             Inductor's part, too
-    dry      what it takes to plan 80 blocks of width 8192 for 1,024 x 8 ranks on one core
-    moves    what each move and a ZeRO-3 layer of a Llama cost the host, in nodes and time, on dry
-             meshes of 8 to 4,096 ranks (`--mesh-sizes`), and the ratio
+    small    D=64, two layers, ZeRO-3 relative to one process that trains on the full batch
+    tiny     4 blocks of d=16 on a fake group: the cost of a step with little to compute; called
+             once in its turn, and ten times in a row
+    guards   the share of a call that checks the Python state that the step read (and also tensors
+             and arguments): a tiny GPT and a Llama of 24 layers, d=256, compiled
+    start    the time until 4 ranks have made their first step, with a cold store and a warm one
+    depth    the time of capture and passes for 4, 16 and 48 blocks (`--blocks`); with `--cold`
+             also Inductor's
+    dry      the time to plan 80 blocks of width 8192 for 1,024 x 8 ranks on one core
+    moves    the cost of each move and of a ZeRO-3 layer of a Llama on the host, in nodes and time,
+             on dry meshes of 8 to 4,096 ranks (`--mesh-sizes`), and the ratio
 
-What memory a compiled step takes is asked by `partita bench memory`.
+`partita bench memory` measures the memory of a compiled step.
 """
 
 from __future__ import annotations

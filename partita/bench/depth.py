@@ -1,6 +1,6 @@
-"""A bench of depth: what a first step costs by a model's blocks.
+"""A bench of depth: the cost of a first step by the number of a model's blocks.
 
-It runs in a process of its own, on a group that carries nothing.
+It runs in its own process, on a fake process group that sends nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _COLUMNS = ("capture", "passes", "both", "first", "call")
 
 
 def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Print and return, per depth, seconds of the parts of a first step, and nodes.
+    """Print and return, by depth, the seconds of each part of a first step, and its nodes.
 
     Raises:
-        subprocess.CalledProcessError: the process died; its traceback is on stderr.
+        subprocess.CalledProcessError: the process failed; its traceback is on stderr.
     """
     depths = options.blocks
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-m", "partita.bench.depth_worker", options.model, str(options.width)]
         + ["inductor" if options.cold else "graph", *map(str, depths * options.times)],
         check=True,
@@ -29,7 +29,7 @@ def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
         text=True,
     ).stdout
     found: dict[int, list[dict[str, float]]] = {}
-    for blocks, line in zip(depths * options.times, told.splitlines(), strict=True):
+    for blocks, line in zip(depths * options.times, printed.splitlines(), strict=True):
         found.setdefault(blocks, []).append(json.loads(line))
     medians = {n: {k: median(one[k] for one in each) for k in each[0]} for n, each in found.items()}
     print(f"\n{options.model}, d={options.width}, ZeRO-3, AdamW, a fake group of 2; seconds of CPU")
@@ -47,7 +47,7 @@ def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `depth`."""
+    """Add the options of `depth`."""
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=[4, 16, 48], help="the depths of `depth`"
     )

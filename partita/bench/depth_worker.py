@@ -1,4 +1,4 @@
-"""One process that captures training steps of a model of given depths, and says what each took."""
+"""A process that captures training steps of a model with given depths, and prints their times."""
 
 import json
 import os

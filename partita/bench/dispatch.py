@@ -1,9 +1,9 @@
-"""A bench of dispatch: what does an op on a DTensor cost over the same op on a plain tensor?
+"""A bench of dispatch: the time that a DTensor adds to an op on a plain tensor.
 
-One process, torch's fake process group, tiny tensors, so that only the dispatch is timed. Each op
-is run plain and on `torch.distributed.tensor`'s DTensor in turn, and then, once those are done and
-there is a mesh of partita, plain and on partita's; the minimum over many rounds is taken. Overheads
-are in microseconds per call.
+It uses one process, torch's fake process group, and tiny tensors, so that only dispatch is timed.
+Each op runs on plain tensors and on `torch.distributed.tensor`'s DTensors in turn. When all have
+run, a mesh of partita is made, and each op runs on plain tensors and on partita's. The minimum over
+many rounds counts. Overheads are in microseconds per call.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OPS: dict[str, Call] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """One op: microseconds per call plain, and over plain for each DTensor; nan where it raised."""
+    """The microseconds per call of one op: plain, and the overhead of DTensors; nan if it raised."""
 
     op: str
     plain: float
@@ -122,11 +122,11 @@ def _time(call: Call, tensors: dict[str, Any], n: int) -> float:
 
 @dataclass(frozen=True)
 class KindTimes:
-    """Of one kind of DTensor.
+    """The times of one kind of DTensor.
 
     Attributes:
-        ops: for each op microseconds of a call, plain and on DTensors; nan where it raised.
-        steps: by part of a step how many times as long as on plain tensors it takes.
+        ops: for each op the microseconds of a call, plain and on DTensors; nan if it raised.
+        steps: for each part of a step its time divided by that on plain tensors.
         plain_steps: milliseconds of each part on plain tensors.
     """
 
@@ -136,12 +136,13 @@ class KindTimes:
 
 
 def measure(kind: Any, mesh: Any, rounds: int, n: int, with_steps: bool) -> KindTimes:
-    """Time every op of `OPS`, `rounds` rounds of `n` calls, and the parts of a training step, on
-    plain tensors and on DTensors in turn.
+    """Time every op of `OPS` and the parts of a training step, on plain tensors and on DTensors.
 
     Args:
         kind: `partita` or `torch.distributed.tensor`. Torch's is measured first, while the process
-            has no mesh of partita, and only its DTensors may have no way to do an op.
+            has no mesh of partita. Only its DTensors may lack an op.
+        rounds: the number of rounds. In each, plain tensors and DTensors take turns.
+        n: the number of calls per round.
     """
     ops = _time_beside_plain(_spread(kind, mesh), rounds, n, kind is theirs)
     steps = _step_times(kind, mesh, rounds) if with_steps else {}
@@ -175,7 +176,7 @@ def _time_beside_plain(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Over the finite values; an overhead below 0.01 us counts as 0.01."""
+    """Returns the geometric mean of the finite values; one below 0.01 us counts as 0.01."""
     finite = [max(v, 0.01) for v in values if not math.isnan(v)]
     return math.exp(sum(map(math.log, finite)) / len(finite))
 
@@ -261,7 +262,7 @@ def _miss_time(rounds: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`partita bench dispatch`."""
+    """Run `partita bench dispatch`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="partita bench dispatch", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="rounds per op (minimum is taken)")
     parser.add_argument("--calls", type=int, default=200, help="calls per round")

@@ -1,6 +1,6 @@
 """A bench of dry captures: a step is planned for thousands of ranks on one core.
 
-Nothing has memory and nobody answers: a Llama on the "meta" device, on a dry mesh.
+The model is a Llama on the "meta" device and a dry mesh, so there are no memory and no other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partita.parallel.plans import llama
 
 
 def dry(options: argparse.Namespace) -> dict[str, float]:
-    """Print and return seconds of CPU of a first step and of its memory schedule, and GiB held."""
+    """Print and return the CPU seconds of a first step and of its memory schedule, and its GiB."""
     torch.set_num_threads(1)
     dp, tp = options.dry_mesh
     mesh = pt.dry_mesh(dp=dp, tp=tp, device_type="meta")
@@ -67,7 +67,7 @@ def dry(options: argparse.Namespace) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `dry`."""
+    """Add the options of `dry`."""
     parser.add_argument("--dry-blocks", type=int, default=80, help="of the model of `dry`")
     parser.add_argument("--dry-width", type=int, default=8192, help="of the model of `dry`")
     parser.add_argument(

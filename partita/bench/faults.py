@@ -1,11 +1,12 @@
 """A bench of faults: ranks of `partita train`, killed, stopped or interrupted at random moments.
 
-A trial starts a small job, waits for a random moment, sends a signal to a random rank, and looks
-whether the job ends in 15 seconds with an error that names the rank and where it was, without a
-traceback; whether the checkpoint, if there is one, is whole; whether a process is left. Half of the
-jobs are compiled: anew, or for moments within the steps as one of them left it in a cache. Moments
-are drawn from the start, from what follows it, and from the steps. Exits with 1 if a trial fails.
-Needs Linux, whose /proc tells of processes.
+A trial starts a small job, waits for a random moment, and sends a signal to a random rank. The job
+must then end within 15 seconds, with an error that names the rank and its phase, without a
+traceback. The checkpoint, if there is one, must be complete, and no process may be left. Half of
+the jobs are
+compiled: from scratch or, for moments during the steps, from a cache. Moments are drawn from the
+start, from the time after it, and from the steps. Exits with 1 if a trial fails. Needs Linux
+(/proc).
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _MARK = "PARTITA_TRIAL"
 
 @dataclass
 class Trial:
-    """What came of one trial.
+    """The result of one trial.
 
     Attributes:
         took: seconds from the signal to the end of the job.
-        said: what the job wrote to stderr.
-        where: where the rank was, as the job says.
-        saved: the step of the checkpoint that is there; -1 without.
-        faults: what is not as it must be.
+        stderr: the job's output on stderr.
+        where: the phase of the rank, as reported by the job.
+        saved: the step of the checkpoint; -1 if there is none.
+        faults: sentences about violated requirements.
     """
 
     took: float
-    said: str
+    stderr: str
     where: str
     saved: int
     faults: list[str]
@@ -68,10 +69,10 @@ def run_trial(
     """Start a job, and send SIG`name` to a rank.
 
     Args:
-        after: what to wait for: "start", "ready" (the ranks are about to train), "step".
-        delay: seconds to wait then.
-        compiled: whether the step is compiled.
-        cache: where compiled steps are kept; None: in a new folder.
+        after: the event to wait for: "start", "ready" (the ranks are about to train), "step".
+        delay: seconds to wait after it.
+        compiled: True compiles the step.
+        cache: the folder of compiled steps. None: a new folder.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = RunningJob(Path(folder), ranks, compiled, cache)
@@ -89,7 +90,7 @@ def run_trial(
 
 
 class RunningJob:
-    """A `partita train` that would go on for days."""
+    """A running `partita train` that would take days."""
 
     def __init__(self, folder: Path, ranks: int, compiled: bool = False, cache: str | None = None):
         self.folder, self.mark = folder, uuid.uuid4().hex
@@ -119,10 +120,10 @@ class RunningJob:
                     self._reached[name].set()
 
     def wait_for(self, what: str) -> None:
-        """Until the job has come so far.
+        """Wait until the job has reached `what`: "start", "ready" or "step".
 
         Raises:
-            RuntimeError: it ends before, or does not come so far in minutes.
+            RuntimeError: the job ends first, or does not reach it within minutes.
         """
         until = time.monotonic() + 300
         while not self._reached[what].wait(0.05):
@@ -130,7 +131,7 @@ class RunningJob:
                 raise RuntimeError(f"the job did not come to its {what}:\n{self._said()}")
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank, as soon as there is one."""
+        """Wait until the process of a rank exists, and return its id."""
         until = time.monotonic() + 60
         while time.monotonic() < until and self.process.poll() is None:
             for pid, environment in self.processes().items():
@@ -140,7 +141,7 @@ class RunningJob:
         raise RuntimeError(f"there is no rank {rank}:\n{self._said()}")
 
     def look_at(self, name: str, rank: int, took: float) -> Trial:
-        """What came of it."""
+        """Check the job after signal `name` to `rank`, and return the result of the trial."""
         said, faults = self._said(), []
         if took > DEADLINE:
             faults.append(f"it took {took:.1f} s to end")
@@ -164,7 +165,7 @@ class RunningJob:
         return Trial(took, said, re.sub(r" \d+$", "", where), saved, faults)
 
     def end(self) -> None:
-        """End what is left of it."""
+        """Kill all processes of the job that are left."""
         for pid in (self.process.pid, *self.processes()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -178,7 +179,7 @@ class RunningJob:
         return (self.folder / "errors").read_text(errors="replace")
 
     def _saved(self) -> int:
-        """The step of the checkpoint, all of which is looked at; -1 where there is none."""
+        """Returns the step of the checkpoint, which is read completely; -1 if there is none."""
         home = self.folder / "run" / "last"
         if not pt.is_checkpoint(home):
             return -1
@@ -191,7 +192,7 @@ class RunningJob:
         return state["step"]
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """By number, the environment of each process of the job but the first."""
+        """Returns the environment of each process of the job except the first, by process id."""
         found = {}
         for place in Path("/proc").iterdir():
             if not place.name.isdecimal() or int(place.name) == self.process.pid:
@@ -215,7 +216,7 @@ def _line(i: int, name: str, rank: int, trial: Trial) -> str:
     saved = f"checkpoint of step {trial.saved}" if trial.saved >= 0 else "no checkpoint"
     line = f"{i:>3}  SIG{name:<5} rank {rank} {trial.where:<34} {trial.took:5.1f} s  {saved}"
     if trial.faults:
-        line += f"\n     FAILED: {'; '.join(trial.faults)}\n{trial.said}"
+        line += f"\n     FAILED: {'; '.join(trial.faults)}\n{trial.stderr}"
     return line
 
 

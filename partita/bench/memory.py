@@ -1,12 +1,12 @@
 """A bench of memory.
 
-How many bytes does a step hold at most, predicted and counted, beside its rivals?
+How many bytes does a step need at most, predicted and counted, compared with rivals?
 
-Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3: compiled, eager, and by FSDP2, in
-one run. Counted is every byte that torch's CPU allocator has out above what is held between steps.
+Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3 (compiled and eager) and by FSDP2, in
+one run. All bytes count that torch's CPU allocator has allocated above those held between steps.
 With `--uneven` the ranks' shards of each weight differ by a row.
 
-`partita bench memory predicted` compares predictions of many models with what is counted.
+`partita bench memory predicted` compares predictions for many models with counts.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     options.width -= options.uneven
-    told = on_ranks(_peaks, options.ranks, options.layers, options.width)
+    results = on_ranks(_peaks, options.ranks, options.layers, options.width)
     layer = 4 * options.width**2
     print(
         f"{options.layers} Linears of {layer / MIB:.0f} MiB, ZeRO-3, {options.ranks} ranks of "
         f"{bench_device().type}\n"
         f"{'peak above what is held':<24}{'counted':>12}{'layers':>8}{'predicted':>14}"
     )
-    for rows in zip(*told, strict=True):
+    for rows in zip(*results, strict=True):
         name = rows[0][0]
         most = max(n for _, n, _ in rows)
         predicted = max((p for _, _, p in rows if p is not None), default=None)

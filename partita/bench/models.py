@@ -1,7 +1,7 @@
-"""Models that are measured: each is what a person writes for one device, as wide as one asks.
+"""Models of benches, written in ordinary PyTorch for one device, with a factor for their width.
 
-Nothing here knows of partita. A model is called with its batch, tensors whose dimension 0 is that
-of the samples, and returns its loss, a scalar.
+A model is called with its batch (tensors whose dimension 0 is that of samples) and returns its
+scalar loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from partita.app.models import GPT
 
 
 class Linears(nn.Module):
-    """Layers of which each has as many weights as the next, and next to no activations."""
+    """Linear layers of equal size, with few activations."""
 
     def __init__(self, wide: int = 1, layers: int = 8):
         super().__init__()
@@ -29,7 +29,7 @@ class Linears(nn.Module):
 
 
 class Language(nn.Module):
-    """A GPT, and how little it knows of the next byte."""
+    """A GPT with its cross-entropy loss on the next byte."""
 
     def __init__(self, wide: int = 1):
         super().__init__()
@@ -63,7 +63,7 @@ class CNN(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels down and up again, with joins across; the loss is of a mask."""
+    """A U-Net with two levels and skip connections; the loss is that of a mask."""
 
     def __init__(self, wide: int = 1):
         super().__init__()
@@ -90,7 +90,7 @@ class UNet(nn.Module):
 
 
 class VAE(nn.Module):
-    """A variational autoencoder of 16 numbers, with one hidden layer on each side."""
+    """A variational autoencoder of 16 numbers, with one hidden layer in encoder and decoder."""
 
     def __init__(self, wide: int = 1):
         super().__init__()
@@ -112,7 +112,7 @@ class VAE(nn.Module):
 
 
 def mlp(wide: int = 1) -> nn.Sequential:
-    """From 6 numbers to 3 of each factor of `wide`."""
+    """Returns an MLP from 6 numbers to 3, both times `wide`."""
     return nn.Sequential(
         nn.Linear(6, 10 * wide),
         nn.ReLU(),
@@ -124,7 +124,7 @@ def mlp(wide: int = 1) -> nn.Sequential:
 
 
 class MLP(nn.Module):
-    """A regression by `mlp`."""
+    """A regression with `mlp`."""
 
     def __init__(self, wide: int = 1):
         super().__init__()
@@ -145,9 +145,9 @@ class Case:
     """A model, its data, and its parts.
 
     Attributes:
-        make: the model, so many times as wide as the smallest.
-        batch: `n` samples, for such a model.
-        blocks: the modules that remat makes again one by one; where there are none, all at once.
+        make: a function of the width factor that returns the model.
+        batch: a function of the width factor and the number of samples that returns a batch.
+        blocks: the modules that remat recomputes one by one; if empty, the whole model.
     """
 
     make: Callable[[int], nn.Module]
@@ -156,7 +156,7 @@ class Case:
 
 
 def images(n: int) -> Batch:
-    """Images (n, 3, 8, 8), and which of four kinds each is of."""
+    """Returns images (n, 3, 8, 8), and their classes, 0 to 3."""
     return torch.randn(n, 3, 8, 8), torch.randint(0, 4, (n,))
 
 

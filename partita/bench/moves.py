@@ -1,7 +1,7 @@
-"""A bench of moves: what each, and a ZeRO-3 layer of a Llama, costs the host by the ranks.
+"""A bench of moves: the host's cost of each move, and of a ZeRO-3 layer, by the number of ranks.
 
-On dry meshes, with tensors on the meta device: what is measured is planning, capture and passes,
-never a copy of data or a peer.
+It runs on dry meshes with meta tensors, so that only planning, capture and passes are measured, and
+no copies or other ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _COLUMNS = {"eager": (1e6, "us"), "first": (1e6, "us"), "capture": (1e3, "ms")}
 
 
 def moves(options: argparse.Namespace) -> dict[str, Any]:
-    """Print and return, by the number of ranks, nodes and seconds of each, and what the most ranks
-    take over the fewest.
+    """Print and return nodes and seconds by the number of ranks, and the ratio of most to fewest.
 
-    Of a move: of an eager one behind the first, of the first (planned and prepared), of its capture
-    with all passes. The number of the layer's seconds is that of its capture; each is the least of
-    `--times`, and meshes of all sizes take turns.
+    A move has three times: of the first eager one (which is planned), of a later one, and of its
+    capture with all passes. A layer has that of its capture. Each is the least of `--times` runs,
+    and meshes of all sizes take turns.
     """
     sizes = options.mesh_sizes
     torch.set_num_threads(1)
@@ -136,7 +135,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `moves`."""
+    """Add the options of `moves`."""
     parser.add_argument(
         "--mesh-sizes", type=int, nargs="+", default=[8, 64, 512, 4096], help="ranks, of `moves`"
     )

@@ -1,11 +1,11 @@
 """A sweep over torch's ops.
 
-How many of torch's ops are right on DTensors, in every class of arguments?
+How many of torch's ops are right on DTensors, in every class of layouts of their arguments?
 
 Runs every op of torch's own list (OpInfo) with its samples, forward and backward, on a mesh of Gloo
-ranks, and compares with one device. Arguments are tried whole, sharded evenly, sharded unevenly,
-pending, and mixed. An op is right in a class if all of its samples are; "raise" is a LayoutError
-that says why, on all ranks alike.
+ranks, and compares with one device. Arguments are whole, sharded evenly, sharded unevenly, Partial,
+or mixed. An op is right in a class if all its samples are. "raise" means a LayoutError with a
+reason, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from partita.testing.op_team import FORK, Axes, Team
 
 @dataclass
 class Found:
-    """What a sweep found.
+    """The results of a sweep.
 
     Attributes:
         results: for each op and class the worst outcome of its samples.
-        skipped: why an op was left out.
-        cases: samples run, times classes.
-        refused: samples that one device itself does not run.
+        skipped: the reason for each op that was skipped.
+        cases: the number of samples times classes that were run.
+        refused: the number of samples for which one device raises.
     """
 
     results: dict[str, dict[str, Outcome]] = field(default_factory=dict)
@@ -68,16 +68,16 @@ def sweep(
     names: Sequence[str],
     classes: Sequence[str],
     team: Team,
-    tell: Callable[[str, dict[str, Outcome]], None] = lambda name, by: None,
+    report: Callable[[str, dict[str, Outcome]], None] = lambda name, by: None,
 ) -> Found:
-    """Run ops in all classes; `tell` hears of each when it is through."""
+    """Run ops in all classes. `report(name, outcomes by class)` is called after each op."""
     found = Found()
     for name in names:
         count, refused, why = team.samples_of(name)
         found.refused += refused
         if why:
             found.skipped[name] = why
-            tell(name, {})
+            report(name, {})
             continue
         by = found.results[name] = dict.fromkeys(classes, Outcome("right"))
         for klass in classes:
@@ -87,7 +87,7 @@ def sweep(
                 if outcome.kind != "right":
                     outcome = Outcome(outcome.kind, f"sample {number}: {outcome.detail}")
                 by[klass] = by[klass].worse(outcome)
-        tell(name, by)
+        report(name, by)
     team.stop()
     return found
 
@@ -119,17 +119,17 @@ def _mesh(text: str) -> Axes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep; 1 if anything is wrong, hangs or crashes."""
+    """Run the sweep. Returns 1 if an op is wrong, hangs or crashes."""
     options = _parser().parse_args(argv)
     names = opinfo.list_names(options.variants, options.autocast)
     if options.ops:
-        asked = {
+        names_by_option = {
             o: [n for n in names if re.match(rf"{re.escape(o)}($|[.:])", n)] for o in options.ops
         }
-        if unknown := [o for o, meant in asked.items() if not meant]:
+        if unknown := [o for o, meant in names_by_option.items() if not meant]:
             print(f"no such op: {' '.join(unknown)}", file=sys.stderr)
             return 2
-        names = list(dict.fromkeys(n for meant in asked.values() for n in meant))
+        names = list(dict.fromkeys(n for meant in names_by_option.values() for n in meant))
     start = time.monotonic()
     found = _in_jobs(names, options)
     print(_table(found, options.classes))
@@ -219,11 +219,11 @@ def _table(found: Found, classes: Sequence[str]) -> str:
     lines = []
     for kind in reversed(OUTCOMES[1:]):
         for name, by in found.results.items():
-            told: dict[str, list[str]] = {}
+            classes_of: dict[str, list[str]] = {}
             for klass, o in by.items():
                 if o.kind == kind:
-                    told.setdefault(o.detail, []).append(klass)
-            for detail, where in told.items():
+                    classes_of.setdefault(o.detail, []).append(klass)
+            for detail, where in classes_of.items():
                 lines.append(f"{kind:<6} {name}  ({', '.join(where)})")
                 lines += textwrap.wrap(
                     detail, 96, initial_indent=" " * 7, subsequent_indent=" " * 7

@@ -1,7 +1,7 @@
-"""The place of a bench: what its ranks compute on.
+"""The device of a bench, on which its ranks compute.
 
-`partita bench --device cuda NAME` says so in the environment, which the processes of ranks have,
-too. What is timed on an accelerator is timed until it is done there.
+`partita bench --device cuda NAME` sets an environment variable, which the processes of ranks
+inherit. On an accelerator, times include waiting for its kernels.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ DEVICE_VARIABLE = "PARTITA_BENCH_DEVICE"
 
 
 def bench_device() -> Device:
-    """What ranks compute on."""
+    """Returns the device on which ranks compute."""
     return choose_device(os.environ.get(DEVICE_VARIABLE, HOST.type))
 
 
 def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
-    """Have this process be one of the ranks, with a device of its own.
+    """Make this process one of the ranks, with its own device.
 
     Args:
-        meeting: `store` or `init_method`, as `torch.distributed.init_process_group` takes them.
+        meeting: `store` or `init_method`, as in `torch.distributed.init_process_group`.
     """
     device = bench_device()
     os.environ["LOCAL_RANK"] = str(rank)
@@ -37,17 +37,17 @@ def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
 
 
 def make_rival_mesh(ranks: int) -> Any:
-    """torch's mesh of one axis: a process that has no other has no mesh of partita."""
+    """Returns torch's mesh of one axis, for processes that must have no mesh of partita."""
     return dist.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))
 
 
 def make_dp_mesh(ranks: int) -> Any:
-    """A mesh of one axis, over so many ranks."""
+    """Returns a mesh with the axis "dp" over all ranks."""
     return pt.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))
 
 
 def end_rank() -> NoReturn:
-    """Ends the process of a rank, whose process group may have threads that never end.
+    """End the process of a rank, whose process group may have threads that never end.
 
     The finalizers of multiprocessing run first. They remove semaphores, such as those of progress
     bars in torch.compile, which the parent process would report as leaked.

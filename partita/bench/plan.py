@@ -1,9 +1,9 @@
 """A bench of plans.
 
-Is the way that a plan calls the fastest the fastest? This machine is calibrated at 4 ranks. The
-models of the four examples are planned on them; the plan's ten best ways, and five at random of the
-others, train on as many Gloo ranks, compiled and run node by node, in turns. The fastest by plan is
-within 10 % of the fastest measured, or it is said by how much it is not.
+Is the way that a plan ranks first really the fastest? This machine is calibrated at 4 ranks, and
+the models of the four examples are planned for them. The plan's ten best ways, and five random
+others, train on as many Gloo ranks, compiled and run node by node, in turns. The bench prints how
+much slower the first way is than the fastest measured one, which must be at most 10 %.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class PlacedWay:
-    """A way, its rank in the plan (0 where it is not among the best), and its seconds."""
+    """A way, its position in the plan (0 if it is not among the best), and its seconds."""
 
     way: Way
     place: int
@@ -134,9 +134,9 @@ def _measure_ways(
 
 
 def _measure_example(name: str, found: Sequence[PlacedWay], rounds: int) -> list[PlacedWay]:
-    told = on_ranks(_measure_ways, _RANKS, name, [one.way for one in found], rounds)
+    results = on_ranks(_measure_ways, _RANKS, name, [one.way for one in found], rounds)
     rows = []
-    for one, answers in zip(found, zip(*told, strict=True), strict=True):
+    for one, answers in zip(found, zip(*results, strict=True), strict=True):
         failures = [answer for answer in answers if isinstance(answer, str)]
         measured = 0.0 if failures else max(answers)
         failure = failures[0] if failures else ""
@@ -160,7 +160,7 @@ def _print_rows(rows: Sequence[PlacedWay]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; the exit code is 1 where a winner is more than 10 % off the fastest."""
+    """Run the bench. Returns 1 if a plan's first way is more than 10 % slower than the fastest."""
     parser = argparse.ArgumentParser(prog="partita bench plan", description=__doc__)
     parser.add_argument("--examples", nargs="+", choices=list(EXAMPLES), default=list(EXAMPLES))
     parser.add_argument("--rounds", type=int, default=9, help="in which each way is timed (9)")

@@ -1,12 +1,12 @@
 """A bench of predicted memory.
 
-Is the peak of memory that a compiled step predicts the one that is counted?
+Is the predicted memory peak of a compiled step equal to the counted one?
 
-Six models train on Gloo ranks by AdamW, data parallel and with ZeRO of each stage, as they are and
-with remat. Of each the predicted peak (`step.memory.peak`) stands beside the counted one: every
-byte that torch's CPU allocator has out above what is held between steps. With --budgets one of them
-is given ten budgets besides, from the least that can be kept to what it takes without one. The exit
-code is 1 where a prediction is further off than it may be, or a budget is not kept.
+Six models train on Gloo ranks by AdamW, data parallel and with each ZeRO stage, with and without
+remat. The bench prints the predicted peak of each (`step.memory.peak`) and the counted one: all
+bytes that torch's CPU allocator has allocated above those held between steps. With --budgets, one
+model also trains with ten budgets, from the smallest possible to its peak without a budget. The
+exit code is 1 if a prediction is off by more than allowed, or a budget is exceeded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ BUDGETS = 10
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a model trains.
+class Setup:
+    """A model, and how it trains.
 
     Attributes:
-        model: its name, among `MODELS`.
-        stage: of ZeRO; 0 is data parallel.
-        remat: are its blocks made again in backward?
-        wide: how many times as wide as the smallest.
-        samples: of the batch of all ranks.
+        model: its name in `MODELS`.
+        stage: the ZeRO stage; 0 is data parallel.
+        remat: True recomputes its blocks in backward.
+        wide: its width, as a multiple of the smallest.
+        samples: the number of samples in the batch of all ranks.
     """
 
     model: str
@@ -53,35 +53,35 @@ class Asked:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes above what is held between steps: the most at once, as predicted and as counted."""
+    """The peak bytes of a step above those held between steps, predicted and counted."""
 
     predicted: int
     counted: int
 
     def __str__(self) -> str:
-        return f"{self.predicted:>14,}{self.counted:>14,}{100 * off(self):>+9.2f} %"
+        return f"{self.predicted:>14,}{self.counted:>14,}{100 * relative_error(self):>+9.2f} %"
 
 
-def off(found: Peaks) -> float:
-    """By how much of what is counted the prediction is too high."""
+def relative_error(found: Peaks) -> float:
+    """Returns (predicted - counted) / counted."""
     return (found.predicted - found.counted) / found.counted
 
 
-def ready(mesh: Any, asked: Asked, make: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """A compiled step that has run twice, and what runs it again.
+def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **options: Any) -> Any:
+    """Returns a compiled step that has run twice, and a function that runs it again.
 
     Args:
         make: the optimizer's class.
-        options: of `pt.compile`.
+        options: options of `pt.compile`.
     """
     torch.manual_seed(0)
-    case = MODELS[asked.model]
+    case = MODELS[setup.model]
     kind = mesh.device_type
-    model = case.make(asked.wide).to(kind)
-    batch = [b.to(kind) for b in case.batch(asked.wide, asked.samples)]
-    if asked.remat:
+    model = case.make(setup.wide).to(kind)
+    batch = [b.to(kind) for b in case.batch(setup.wide, setup.samples)]
+    if setup.remat:
         pt.remat(model, blocks=case.blocks or None)
-    pt.zero(model, mesh, stage=asked.stage)
+    pt.zero(model, mesh, stage=setup.stage)
     rows = [pt.distribute_tensor(b, mesh, [pt.Shard(0)]) for b in batch]
     optimizer = make(model.parameters(), lr=1e-3)
 
@@ -98,38 +98,40 @@ def ready(mesh: Any, asked: Asked, make: Any = torch.optim.AdamW, **options: Any
     return step, lambda: step(*rows)
 
 
-def peaks(mesh: Any, asked: Asked, **options: Any) -> Peaks:
-    """Of one way to train. All ranks of the mesh call this."""
-    step, again = ready(mesh, asked, **options)
+def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
+    """Returns the peaks of one setup. All ranks of the mesh call this."""
+    step, again = make_warm_step(mesh, setup, **options)
     return Peaks(step.memory.peak, counted(again, device=mesh.device_type))
 
 
-def budgets_kept(mesh: Any, asked: Asked, many: int, **options: Any) -> Iterator[tuple[int, Peaks]]:
-    """So many budgets, smallest first, and what a step takes that is given each.
+def measure_budgets(
+    mesh: Any, setup: Setup, many: int, **options: Any
+) -> Iterator[tuple[int, Peaks]]:
+    """Yields `many` budgets, smallest first, and the peaks of a step with each.
 
-    From the least that can be kept to what is taken without any.
+    They range from the smallest possible budget to the peak without a budget.
     """
-    most = peaks(mesh, asked, **options).predicted
-    least = _least(mesh, asked, **options)
+    most = measure_peaks(mesh, setup, **options).predicted
+    least = _least(mesh, setup, **options)
     for i in range(many):
         budget = least + (most - least) * i // max(1, many - 1)
-        yield budget, peaks(mesh, asked, budget=budget, **options)
+        yield budget, measure_peaks(mesh, setup, budget=budget, **options)
 
 
-def _least(mesh: Any, asked: Asked, **options: Any) -> int:
-    """The least budget that can be kept, as the errors of those that cannot be tell."""
+def _least(mesh: Any, setup: Setup, **options: Any) -> int:
+    """Returns the smallest possible budget, which is in the error of a budget that is too small."""
     least = 1
     while True:
         try:
-            ready(mesh, asked, budget=least, **options)
+            make_warm_step(mesh, setup, budget=least, **options)
         except pt.CaptureError as error:
             least = int(error.fixes[0].write.removeprefix("budget="))
         else:
             return least
 
 
-def kept(found: Iterable[tuple[int, Peaks]]) -> bool:
-    """Is no budget exceeded, and takes none less than a smaller one?"""
+def are_budgets_kept(found: Iterable[tuple[int, Peaks]]) -> bool:
+    """True if no budget is exceeded, and none has a smaller peak than a smaller budget."""
     before = 0
     for budget, taken in found:
         if taken.counted > budget or taken.counted < before:
@@ -141,23 +143,23 @@ def kept(found: Iterable[tuple[int, Peaks]]) -> bool:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def _each(rank: int, ranks: int, cases: Sequence[Asked], backend: str) -> list[Peaks | str]:
+def _each(rank: int, ranks: int, cases: Sequence[Setup], backend: str) -> list[Peaks | str]:
     mesh = make_dp_mesh(ranks)
     found: list[Peaks | str] = []
-    for asked in cases:
+    for setup in cases:
         try:
-            found.append(peaks(mesh, asked, backend=backend))
+            found.append(measure_peaks(mesh, setup, backend=backend))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}".splitlines()[0])
         if rank == 0:
-            print(f"{asked}{found[-1]}", flush=True)
+            print(f"{setup}{found[-1]}", flush=True)
     return found
 
 
-def _budgets(rank: int, ranks: int, asked: Asked, backend: str) -> list[tuple[int, Peaks]]:
+def _budgets(rank: int, ranks: int, setup: Setup, backend: str) -> list[tuple[int, Peaks]]:
     mesh = make_dp_mesh(ranks)
     found = []
-    for budget, taken in budgets_kept(mesh, asked, BUDGETS, backend=backend):
+    for budget, taken in measure_budgets(mesh, setup, BUDGETS, backend=backend):
         found.append((budget, taken))
         if rank == 0:
             print(f"{budget:>14,}{taken}", flush=True)
@@ -166,26 +168,29 @@ def _budgets(rank: int, ranks: int, asked: Asked, backend: str) -> list[tuple[in
 
 def _swept(options: argparse.Namespace) -> bool:
     cases = [
-        Asked(name, stage, remat, options.wide, options.samples)
+        Setup(name, stage, remat, options.wide, options.samples)
         for name in options.models
         for stage in options.stages
         for remat in (False, True)
     ]
     print(f"{'':<10}{'ZeRO':>4}   {'':<8}{'predicted':>14}{'counted':>14}{'off by':>11}")
-    told = on_ranks(_each, options.ranks, cases, options.backend)
+    results = on_ranks(_each, options.ranks, cases, options.backend)
     worst = 0.0
-    for found in told:
+    for found in results:
         for one in found:
-            worst = max(worst, float("inf") if isinstance(one, str) else abs(off(one)))
+            worst = max(worst, float("inf") if isinstance(one, str) else abs(relative_error(one)))
     print(f"the furthest off on any rank: {100 * worst:.2f} %, of {len(cases)} ways to train")
     return worst <= MAY_BE_OFF
 
 
 def _given_budgets(options: argparse.Namespace) -> bool:
-    asked = Asked(options.budgets, 3, False, options.wide, options.samples)
+    setup = Setup(options.budgets, 3, False, options.wide, options.samples)
     print(f"\n{BUDGETS} budgets of {options.budgets}, ZeRO-3")
     print(f"{'budget':>14}{'predicted':>14}{'counted':>14}{'off by':>11}")
-    good = all(kept(found) for found in on_ranks(_budgets, options.ranks, asked, options.backend))
+    good = all(
+        are_budgets_kept(found)
+        for found in on_ranks(_budgets, options.ranks, setup, options.backend)
+    )
     print("each is kept, and a smaller one takes no more" if good else "not all are kept")
     return good
 

@@ -1,8 +1,8 @@
 """A bench of published runs.
 
-How near to the published speed of a run on GPUs is the simulated one? Of the runs of each machine
-the first is what the efficiency of matrix products is tuned on: one number, such that its simulated
-speed is its published one. All else is as the machine's file has it. The others are predicted.
+How close is the simulated speed of a run on GPUs to the published one? For each machine, one number
+is tuned: the efficiency of matrix products, so that the first run has its published speed. All
+other figures are those of the machine's file. The other runs are then predicted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FOUNDRY = "github.com/mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, H
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run, and how fast it was.
+    """A published run and its speed.
 
     Attributes:
-        model: of `partita.predict.MODELS`.
-        ranks: all of dp.
-        strategy: as published.
+        model: its name in `partita.predict.MODELS`.
+        ranks: the number of ranks, all of them along dp.
+        strategy: the published strategy.
         rate: tokens per second and GPU.
-        source: where that stands.
+        source: the publication.
     """
 
     model: str
@@ -75,10 +75,10 @@ MAY_BE_OFF = 0.2
 
 
 def tune_matmul(machine: Machine, seconds_of: Callable[[Machine], float], wanted: float) -> Machine:
-    """The machine with the efficiency of matrix products at which a step takes `wanted` seconds.
+    """Returns the machine with the matmul efficiency at which a step takes `wanted` seconds.
 
     Raises:
-        ValueError: no efficiency from 0.05 to 1 gives that.
+        ValueError: no efficiency from 0.05 to 1 gives this time.
     """
     low, high = 0.05, 1.0
     if (
@@ -130,7 +130,7 @@ def _seconds_of(program: Program) -> Callable[[Machine], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; the exit code is 1 where a prediction is further off than 20 %.
+    """Run the bench. Returns 1 if a prediction is off by more than 20 %.
 
     Takes two minutes: each model is captured whole.
     """

@@ -1,7 +1,7 @@
-"""The rivals in benches, run as their users run them, and the training step that all ways share.
+"""Rivals in benches (DDP, FSDP2, ...), run as their users run them, and a training step for all.
 
 All have the same model, batch, dtype and optimizer. Compiled ones are `CompiledRival`s: a bench
-fails unless Dynamo made graphs of them. This module uses nothing of partita. The processes of
+fails unless Dynamo has made graphs of them. This module uses nothing of partita. The processes of
 rivals have no mesh of partita, so that no code of partita runs in them.
 """
 
@@ -31,7 +31,7 @@ def training(
     fused: bool = False,
     capturable: bool = False,
 ) -> Step:
-    """Returns a training step with AdamW, written as a plain loop has it.
+    """Returns a training step with AdamW, as in an ordinary training loop.
 
     Args:
         autocast: the dtype of autocast in forward and loss; None for no autocast.
@@ -59,7 +59,7 @@ def training(
 
 
 class NotCompiledError(RuntimeError):
-    """A rival that should be compiled runs eagerly, so its time would be that of an eager run."""
+    """Raised if a rival that should be compiled runs eagerly, so its time would be wrong."""
 
 
 class CompiledRival:

@@ -1,11 +1,11 @@
 """A bench of simulations.
 
-How near to measured are simulated seconds of a step? This machine is calibrated at 2 and at 4
-ranks. Then models of the examples train on as many Gloo ranks, compiled and run node by node:
-twelve ways, of ZeRO, tensor parallelism and remat, and eight more of other widths and lengths.
-Calibration sees none of them. Each is simulated, and timed in the same processes; what fails is
-printed too. With --peaks the twelve's predicted peaks of memory stand beside the counted ones
-instead: of the compiled step, and of the same step run eagerly.
+How close are the simulated seconds of a step to the measured ones? This machine is calibrated at 2
+and at 4 ranks, without running any model. Then models of the examples train on as many Gloo ranks,
+compiled and run node by node: in twelve ways with ZeRO, tensor parallelism and remat, and in eight
+more with other widths and lengths. Each is simulated, and timed in the same processes. Failures are
+printed, too. With --peaks the bench prints predicted and counted memory peaks of the twelve
+instead: those of the compiled step, and of the same step run eagerly.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ EIGHT = (
 
 @dataclass(frozen=True)
 class _Row:
-    """A way, its simulated and its measured seconds; or what went wrong."""
+    """A way, and its simulated and measured seconds, or its error."""
 
-    asked: SpreadStep
+    way: SpreadStep
     simulated: float = 0.0
     measured: float = 0.0
     failure: str = ""
@@ -73,15 +73,15 @@ class _Row:
 
 
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
-    """Of ways of equally many ranks the simulated and the measured seconds."""
-    told = on_ranks(_measure_steps, ways[0].ranks, ways, machine, steps)
+    """Returns the simulated and the measured seconds of ways that have equally many ranks."""
+    results = on_ranks(_measure_steps, ways[0].ranks, ways, machine, steps)
     rows = []
-    for asked, found in zip(ways, zip(*told, strict=True), strict=True):
+    for way, found in zip(ways, zip(*results, strict=True), strict=True):
         failures = [one for one in found if isinstance(one, str)]
         if failures:
-            rows.append(_Row(asked, failure=failures[0]))
+            rows.append(_Row(way, failure=failures[0]))
         else:
-            rows.append(_Row(asked, found[0][0], max(measured for _, measured in found)))
+            rows.append(_Row(way, found[0][0], max(measured for _, measured in found)))
     return rows
 
 
@@ -89,17 +89,17 @@ def _measure_steps(
     rank: int, ranks: int, ways: Sequence[SpreadStep], machine: Machine, steps: int
 ) -> list[tuple[float, float] | str]:
     found: list[tuple[float, float] | str] = []
-    for asked in ways:
+    for way in ways:
         try:
-            found.append(_measure_step(asked, machine, steps))
+            found.append(_measure_step(way, machine, steps))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}".splitlines()[0])
     return found
 
 
-def _measure_step(asked: SpreadStep, machine: Machine, steps: int) -> tuple[float, float]:
-    """The simulated and the measured seconds of a step, which begins when all ranks are there."""
-    step, args, mesh = asked.make()
+def _measure_step(way: SpreadStep, machine: Machine, steps: int) -> tuple[float, float]:
+    """Returns the simulated and the measured seconds of a step, which begins with a barrier."""
+    step, args, mesh = way.make()
     seconds = []
     for _ in range(steps + 3):
         dist.barrier()
@@ -111,7 +111,7 @@ def _measure_step(asked: SpreadStep, machine: Machine, steps: int) -> tuple[floa
 
 @dataclass(frozen=True)
 class _Peaks:
-    """Bytes of a rank above what is held, of a compiled step and of the same step run eagerly."""
+    """The peak bytes of a rank above those held between steps, compiled and run eagerly."""
 
     compiled: int
     compiled_counted: int
@@ -120,19 +120,19 @@ class _Peaks:
 
 
 def _count_peaks(rank: int, ranks: int, ways: Sequence[SpreadStep]) -> list[_Peaks]:
-    """Of ways the predicted and the counted peaks."""
+    """Returns the predicted and the counted peaks of each way."""
     found = []
-    for asked in ways:
+    for way in ways:
         backend, device = dist.get_backend(), bench_device().type
-        make_dry = partial(pt.dry_mesh, rank, backend=backend, device_type=device, **asked.mesh)
-        eager = pt.eager_memory(lambda: asked.make_on(make_dry())[:2]).peak  # noqa: B023
-        step, args, _ = asked.make()
+        make_dry = partial(pt.dry_mesh, rank, backend=backend, device_type=device, **way.mesh)
+        eager = pt.eager_memory(lambda: way.make_on(make_dry())[:2]).peak  # noqa: B023
+        step, args, _ = way.make()
         for _ in range(2):
             step(*args)
         compiled = counted(partial(step, *args), device=device)
         predicted = step.memory.peak
         del step
-        step, args, optimizer = asked.make_on(_mesh_of(asked))
+        step, args, optimizer = way.make_on(_mesh_of(way))
         for _ in range(2):
             step(*args)
         count = counted(partial(step, *args), device=device, before=optimizer.zero_grad)
@@ -140,9 +140,9 @@ def _count_peaks(rank: int, ranks: int, ways: Sequence[SpreadStep]) -> list[_Pea
     return found
 
 
-def _mesh_of(asked: SpreadStep) -> Any:
-    sizes = tuple(asked.mesh.values())
-    return pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=tuple(asked.mesh))
+def _mesh_of(way: SpreadStep) -> Any:
+    sizes = tuple(way.mesh.values())
+    return pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=tuple(way.mesh))
 
 
 def _print_peaks() -> None:
@@ -152,8 +152,8 @@ def _print_peaks() -> None:
     print()
     worst = [0.0, 0.0]
     for ranks in (2, 4):
-        ways = [asked for asked in TWELVE if asked.ranks == ranks]
-        for asked, found in zip(ways, on_ranks(_count_peaks, ranks, ways)[0], strict=True):
+        ways = [way for way in TWELVE if way.ranks == ranks]
+        for way, found in zip(ways, on_ranks(_count_peaks, ranks, ways)[0], strict=True):
             pairs = (
                 (found.compiled, found.compiled_counted),
                 (found.eager, found.eager_counted),
@@ -163,7 +163,7 @@ def _print_peaks() -> None:
                 f"{predicted:>12,}{count:>12,}{error:>+9.2%}"
                 for (predicted, count), error in zip(pairs, errors, strict=True)
             )
-            print(f"{asked!s:<40}{cells}")
+            print(f"{way!s:<40}{cells}")
             worst = [max(before, abs(error)) for before, error in zip(worst, errors, strict=True)]
     print(f"the furthest off: {worst[0]:.2%} compiled, {worst[1]:.2%} eager")
 
@@ -172,17 +172,17 @@ def _print_rows(title: str, rows: Sequence[_Row]) -> None:
     print(f"\n{title:<34}{'simulated':>12}{'measured':>12}{'off by':>9}")
     for row in rows:
         if row.failure:
-            print(f"{row.asked!s:<34}  {row.failure}")
+            print(f"{row.way!s:<34}  {row.failure}")
             continue
         times = f"{row.simulated * 1e3:>9.2f} ms{row.measured * 1e3:>9.2f} ms"
-        print(f"{row.asked!s:<34}{times}{row.error:>+9.0%}")
+        print(f"{row.way!s:<34}{times}{row.error:>+9.0%}")
     errors = [abs(row.error) for row in rows if not row.failure]
     if errors:
         print(f"median error {median(errors):.0%}, worst {max(errors):.0%}")
 
 
 def _count_ordered(rows: Sequence[_Row]) -> tuple[int, int]:
-    """Of pairs whose measured seconds are more than 10 % apart: in the right order, and all."""
+    """Returns (pairs in the right order, all pairs), of ways whose times differ by over 10 %."""
     pairs = itertools.combinations([row for row in rows if not row.failure], 2)
     apart = [(a, b) for a, b in pairs if abs(a.measured / b.measured - 1) > 0.1]
     right = sum((a.simulated < b.simulated) == (a.measured < b.measured) for a, b in apart)
@@ -190,7 +190,7 @@ def _count_ordered(rows: Sequence[_Row]) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the bench; print each way, the errors, and how many pairs are in the right order."""
+    """Run the bench: print each way, the errors, and the number of pairs in the right order."""
     parser = argparse.ArgumentParser(prog="partita bench simulate", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="that are timed (20)")
     each = "a machine file of so many ranks, such as 2=machine.toml (calibrates)"
@@ -202,11 +202,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = dict(one.split("=", 1) for one in options.machine)
     found: dict[SpreadStep, _Row] = {}
     for ranks in (2, 4):
-        # Right before what it predicts: a machine that others use is not the same an hour later.
+        # Calibrate just before the measurement, because the load of a shared machine changes.
         machine = load_machine(given[str(ranks)]) if str(ranks) in given else calibrate(ranks)
-        ways = [asked for asked in (*TWELVE, *EIGHT) if asked.ranks == ranks]
+        ways = [way for way in (*TWELVE, *EIGHT) if way.ranks == ranks]
         found.update(zip(ways, compare(ways, machine, options.steps), strict=True))
-    rows = [[found[asked] for asked in part] for part in (TWELVE, EIGHT)]
+    rows = [[found[way] for way in part] for part in (TWELVE, EIGHT)]
     _print_rows("twelve ways", rows[0])
     _print_rows("eight more", rows[1])
     right, all_pairs = _count_ordered([*rows[0], *rows[1]])

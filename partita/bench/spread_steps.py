@@ -1,4 +1,4 @@
-"""The examples' models of any width, and steps of them, spread over a mesh in one of many ways."""
+"""Training steps of the examples' models, with any width, distributed over a mesh in many ways."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SpreadStep:
     """A way to train a model.
 
     Attributes:
-        model: "gpt", "llama" or "cnn": the examples', of two blocks.
-        mesh: the ranks of each axis, "dp" and "tp".
-        zero: its stage over "dp".
-        remat: blocks are recomputed in backward.
-        width: of a block; channels of the first convolution.
-        context: tokens of a sequence.
-        samples: of the batch of all ranks.
+        model: "gpt", "llama" or "cnn", the models of the examples, with two blocks.
+        mesh: the number of ranks of each axis, "dp" and "tp".
+        zero: the ZeRO stage over "dp".
+        remat: True recomputes blocks in backward.
+        width: the width of a block, or the channels of the first convolution.
+        context: tokens per sequence.
+        samples: the number of samples in the batch of all ranks.
     """
 
     model: str = "gpt"
@@ -40,7 +40,7 @@ class SpreadStep:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The number of ranks."""
         count = 1
         for size in self.mesh.values():
             count *= size
@@ -53,15 +53,14 @@ class SpreadStep:
         return " ".join(filter(None, said))
 
     def make(self) -> tuple[Any, tuple[Tensor, ...], Any]:
-        """The step, to be compiled, its arguments and the mesh. All ranks call this."""
+        """Returns the compiled step, its arguments and the mesh. All ranks call this."""
         names, sizes = tuple(self.mesh), tuple(self.mesh.values())
         mesh = pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=names)
         step, args, _ = self.make_on(mesh)
         return pt.compile(step, backend="graph"), args, mesh
 
     def make_on(self, mesh: Any) -> tuple[Any, tuple[Tensor, ...], torch.optim.Optimizer]:
-        """The step on a mesh of these sizes, its arguments and the optimizer. All ranks call
-        this."""
+        """Returns the step on `mesh`, its arguments and the optimizer. All ranks call this."""
         torch.manual_seed(0)
         model, plan, batch = _MODELS[self.model](self)
         bench_device().place(model)
@@ -87,7 +86,7 @@ class SpreadStep:
 
 
 def make_cnn(channels: int) -> nn.Module:
-    """The net of the example that sees digits."""
+    """Returns the CNN of the example that classifies digits."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
         nn.BatchNorm2d(channels),
@@ -105,23 +104,23 @@ def make_cnn(channels: int) -> nn.Module:
 _Made = tuple[nn.Module, Any, tuple[Tensor, Tensor]]
 
 
-def _make_gpt(asked: SpreadStep) -> _Made:
-    model = GPT(layers=2, width=asked.width, heads=4, context=asked.context)
-    return model, pt.plans.gpt(), _draw_text(asked)
+def _make_gpt(way: SpreadStep) -> _Made:
+    model = GPT(layers=2, width=way.width, heads=4, context=way.context)
+    return model, pt.plans.gpt(), _draw_text(way)
 
 
-def _make_llama(asked: SpreadStep) -> _Made:
-    model = Llama(layers=2, width=asked.width, heads=8, groups=4, context=asked.context)
-    return model, pt.plans.llama(), _draw_text(asked)
+def _make_llama(way: SpreadStep) -> _Made:
+    model = Llama(layers=2, width=way.width, heads=8, groups=4, context=way.context)
+    return model, pt.plans.llama(), _draw_text(way)
 
 
-def _make_digits(asked: SpreadStep) -> _Made:
-    images = torch.rand(asked.samples, 1, 8, 8)
-    return make_cnn(asked.width), None, (images, torch.randint(0, 10, (asked.samples,)))
+def _make_digits(way: SpreadStep) -> _Made:
+    images = torch.rand(way.samples, 1, 8, 8)
+    return make_cnn(way.width), None, (images, torch.randint(0, 10, (way.samples,)))
 
 
-def _draw_text(asked: SpreadStep) -> tuple[Tensor, Tensor]:
-    text = torch.randint(0, 256, (asked.samples, asked.context))
+def _draw_text(way: SpreadStep) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 256, (way.samples, way.context))
     return text, text
 
 
@@ -138,11 +137,11 @@ _EXPERTS, _CHOICES = 8, 2
 
 
 class ExpertModel(nn.Module):
-    """Guesses the next byte: a recurrent layer, and two of eight small MLPs for each byte.
+    """A mixture of experts that predicts the next byte: an RNN, and 2 of 8 MLPs for each byte.
 
     Args:
-        width: of what passes between the layers.
-        context: bytes of a sequence; an expert takes twice its even share of them at most.
+        width: the width between the layers.
+        context: bytes per sequence. An expert takes at most twice its even part of them.
     """
 
     def __init__(self, width: int, context: int):
@@ -157,7 +156,7 @@ class ExpertModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Bytes (b, t), int64 -> logits (b, t, 256)."""
+        """Returns logits (b, t, 256) of bytes (b, t), int64."""
         x_btw, _ = self.past(self.embed(tokens_bt))
         return self.head(x_btw + self._ask_experts(self.norm(x_btw)))  # type: ignore[no-any-return]
 
@@ -176,5 +175,5 @@ class ExpertModel(nn.Module):
 
 
 def plan_experts(sequence: bool = False) -> dict[str, dict[str, pt.Shard]]:
-    """Each rank of tp has some of the experts."""
+    """Returns the plan that shards the experts over tp."""
     return {"up": {"tp": pt.Shard(0)}, "down": {"tp": pt.Shard(0)}}

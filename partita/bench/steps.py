@@ -7,10 +7,10 @@ parameters are float32, updated by fused AdamW. The model alone uses autocast. S
 the mixed-precision policies of FSDP2 and of ZeRO-3, which gather bfloat16 and reduce float32.
 
 The ways run one after another, each in its own process, so that none affects another. The table has
-for each way: the mean time of steps in a row; the share of the device's peak that the model's
+for each way: the mean time of consecutive steps; the fraction of the device's peak that the model's
 matrix products reach (MFU); the host's time until the call returns; the number of kernels and their
-time; the MiB held between steps, and those above them in a step; and the time of the first step,
-compilation included. A way that compiles the same code as one before it finds that code in a cache.
+time; the MiB held between steps, and the additional MiB in a step; and the time of the first step,
+compilation included. A way with the same code as an earlier one finds the compiled code in a cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A bench of sharded training.
 
-What does sharded training cost over the same compute without communication?
+What does sharded training cost, relative to the same compute without communication?
 
-A GPT is trained on Gloo ranks, each with its own rows of a batch, in turn: without communication
-(every rank a model of its own), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns
-within each round of one run, and what is printed is the median over rounds of the ratio to the
-step without communication of the same round. Rivals run in processes without a mesh of partita.
+A GPT is trained on Gloo ranks, each with its own rows of a batch: without communication (each rank
+has its own model), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns in each round
+of one run. The bench prints the median over rounds of the ratio to the step without communication
+in the same round. Rivals run in processes without a mesh of partita.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ class Shape:
         return bench_device().place(model)
 
     def tokens(self, ranks: int) -> torch.Tensor:
-        """(2, rows of all ranks, context): inputs and targets."""
+        """Returns inputs and targets, a tensor of shape (2, rows of all ranks, context)."""
         torch.manual_seed(0)
         return bench_device().place(torch.randint(0, 256, (2, ranks * self.batch, self.context)))
 
     def tokens_of(self, rank: int, ranks: int) -> list[torch.Tensor]:
-        """This rank's rows of `tokens`."""
+        """Returns this rank's rows of `tokens`, inputs and targets."""
         return [part.chunk(ranks)[rank].contiguous() for part in self.tokens(ranks)]
 
 
 def sharded_step(
     model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any, stage: int, how: Any = None
 ) -> Step:
-    """A step of partita by ZeRO of a stage; 0 is data parallel.
+    """Returns a step of partita with this ZeRO stage; 0 is data parallel.
 
     Args:
         batch: this rank's samples.
-        how: is applied to the step: `pt.compile`.
+        how: a function that is applied to the step, such as `pt.compile`, or None.
     """
     step = training(zero(model, mesh, stage=stage))
     rows = [pt.DTensor.from_local(part, mesh, [pt.Shard(0)]) for part in batch]
@@ -73,7 +73,7 @@ def sharded_step(
 
 
 def rival_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
-    """The steps of rivals, on ranks without a mesh of partita."""
+    """Returns the steps of rivals by name, on ranks without a mesh of partita."""
     base, mesh = shape.model(), make_rival_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
     return {name: make_rival(name, copy.deepcopy(base), mine, mesh) for name in names}
@@ -83,7 +83,7 @@ STAGES = {"partita dp": 0, "partita zero 3": 3}
 
 
 def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
-    """The steps of partita, by a name of `STAGES`, with " compiled" behind it where they are."""
+    """Returns the steps of partita by name: one of `STAGES`, maybe followed by " compiled"."""
     base, mesh = shape.model(), make_dp_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
     found = {}
@@ -98,10 +98,10 @@ def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> 
 def measure_ways(
     ways: Sequence[str], ranks: int, rounds: int, shape: Shape, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds per step of each way, round by round.
+    """Returns the seconds per step of each way, round by round.
 
-    Rivals have ranks of their own, and each that is compiled has: Dynamo takes up again what it
-    compiled of the same code for another, without the buckets of DDP, for example.
+    Rivals have their own processes, and each compiled rival, too: Dynamo would reuse code that it
+    compiled for another one, for example without the buckets of DDP.
     """
     teams: dict[str, list[str]] = {}
     for name in ways:
@@ -116,10 +116,10 @@ def measure_ways(
 
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Those of `only`, and "alone"; all, where there are none.
+    """Returns the ways in `only`, and "alone"; all ways if `only` is empty.
 
     Raises:
-        SystemExit: one is none of `ways`.
+        SystemExit: one of `only` is not in `ways`.
     """
     unknown = [name for name in only if name not in ways]
     if unknown:

@@ -2,8 +2,8 @@
 
 An accelerator's allocator counts this itself. On the CPU every allocation counts: those of ops, of
 kernels that Inductor compiled, and of collectives. torch's profiler reports them, in this thread
-and in threads of process groups. It does not report if one of those threads was the last to release
-a buffer, which would then seem to stay. So after each wait those threads get time to release
+and in threads of process groups. It does not report a buffer that such a thread is the last to
+free, which would then seem to stay allocated. So after each wait those threads get time to free
 buffers first.
 """
 
@@ -28,14 +28,14 @@ def counted(
     device: str = HOST.type,
     before: Callable[[], Any] = lambda: None,
 ) -> int:
-    """Returns the most bytes that an allocator had allocated at once during `step`, above those
-    before.
+    """Returns the peak of allocated bytes during `step`, minus the bytes allocated before it.
 
     Args:
-        device: the kind of device whose allocator counts.
-        step: run `times` times; the least count is returned. Run it once before, so that memory
-            that it makes only once exists.
-        before: called before each run, and not counted: it releases what the step would free.
+        step: the function to run. Call it once before, so that memory that it allocates only once
+            exists.
+        times: the number of runs; the smallest peak is returned.
+        device: the type of the device, such as "cuda".
+        before: called before each run, and not counted. It frees memory that the step would free.
     """
     count = counts_of if Device(device).is_host else _count_on_accelerator
     found = []
@@ -55,7 +55,7 @@ def _count_on_accelerator(step: Callable[[], Any]) -> int:
 
 
 def counts_of(step: Callable[[], Any]) -> int:
-    """`counted`, of one run on the CPU."""
+    """Returns `counted` for one run on the CPU."""
     from torch.profiler import ProfilerActivity, profile
 
     host = [ProfilerActivity.CPU]

@@ -1,8 +1,8 @@
-"""A GPU that is not there: a torch built for CPUs captures and lowers programs for it.
+"""A simulated GPU: a torch built for CPUs captures and lowers programs for a GPU.
 
-`believing_environment` makes a process whose torch takes tensors on `cuda` for granted
-(`believed_gpu.cpp`): steps are captured for a GPU. `lower_for` also has Inductor generate code for
-a chip, which needs the package `triton` beside torch. Nothing of that code can run.
+In a process with `believing_environment`, torch accepts tensors on `cuda` (`believed_gpu.cpp`), so
+that steps can be captured for a GPU. With `lower_for` Inductor also generates code for a GPU, which
+needs the package `triton`. That code cannot run.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ GPU = torch.device("cuda:0")
 
 
 def believing_environment(folder: Path) -> dict[str, str]:
-    """Build the library that has torch believe in a GPU; returns a process's environment with it.
+    """Build the library of the simulated GPU. Returns environment variables that load it.
 
     Args:
-        folder: where the library is put.
+        folder: the folder for the library.
 
     Raises:
-        RuntimeError: it does not compile, because torch's headers are others.
+        RuntimeError: it does not compile, because torch's headers have changed.
     """
     home, made = Path(torch.__file__).parent, folder / "believed_gpu.so"
     include = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include"]
@@ -72,9 +72,9 @@ def believing_environment(folder: Path) -> dict[str, str]:
 
 
 def believe_in_autocast() -> None:
-    """Have autocast, too, take it for granted that there is a GPU, and that it has bfloat16.
+    """Make autocast assume a GPU with bfloat16.
 
-    Private torch: where there is no GPU autocast warns, and does nothing.
+    Private torch: without a GPU, autocast warns and does nothing.
     """
     from torch.amp import autocast_mode
 
@@ -94,12 +94,13 @@ class _Kernel:
 
 @contextmanager
 def lower_for(chip: str, ranks: int) -> Iterator[None]:
-    """Within, Inductor generates code for a chip, and compiles none of it.
+    """Make Inductor generate code for a GPU inside the block, without compiling it.
 
-    Private torch: Inductor's questions to the driver, answered for one of `CHIPS`.
+    Private torch: functions by which Inductor queries the driver are replaced.
 
     Args:
-        ranks: of each process group.
+        chip: one of `CHIPS`.
+        ranks: the size of each process group.
     """
     import torch._dynamo.repro.after_aot as after_aot
     import torch._inductor.codegen.triton as codegen_triton

@@ -5,9 +5,9 @@ that class (see `op_layouts`). Results, gradients, and the operands after the ca
 those of plain tensors, on every rank.
 
 Elements may differ by 1e-4 of their size plus 1e-5 (or 1e-5 of the largest, if that is in the
-thousands at most). They may also be nearer to one device's result in double precision than its own
-result is. An op may instead raise a LayoutError that gives a reason or a fix, the same on every
-rank. Any other exception is a crash.
+thousands at most). A larger difference is right if the element is closer to the result in double
+precision than one device's own result. An op may instead raise a LayoutError that gives a reason or
+a fix, the same on every rank. Any other exception is a crash.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Outcome:
 
     Attributes:
         kind: one of OUTCOMES.
-        detail: what was wrong or raised, in a line.
+        detail: a line about the difference or the error.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """The ranks' outcomes as one: the worst. To raise on some ranks only is a hang in waiting."""
+    """Returns the worst of all ranks' outcomes. If only some ranks raise, that counts as a hang."""
     worst = outcomes[0]
     for o in outcomes[1:]:
         worst = worst.worse(o)
@@ -67,17 +67,17 @@ Convert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Reference:
-    """One sample of an op and what one device makes of it.
+    """One sample of an op and its results on one device.
 
     Attributes:
-        call: `call(convert)` runs the op with each tensor argument put through `convert` and
-            returns the output and the converted tensors.
+        call: `call(convert)` runs the op with `convert(t)` for each tensor argument t. It returns
+            the output and the converted tensors.
         outputs: each tensor of the result, and each other value in it.
-        graded: which outputs require grad.
-        operands: each tensor argument as the call left it.
-        gradients: of each tensor argument; None for one without.
-        seeds: for each output tensor its cotangent, or None.
-        narrow: the op runs under autocast: rounding errors may be those of bfloat16.
+        graded: for each output, True if it requires grad.
+        operands: the value of each tensor argument after the call.
+        gradients: the gradient of each tensor argument, or None.
+        seeds: the gradient of each output tensor that backward starts from, or None.
+        narrow: True if the op runs under autocast, so errors may be those of bfloat16.
     """
 
     call: Callable[[Convert], tuple[Any, list[torch.Tensor]]]
@@ -90,7 +90,7 @@ class Reference:
 
     @cached_property
     def exact(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Outputs, operands and gradients as one device has them in double precision."""
+        """Returns outputs, operands and gradients of one device in double precision."""
         wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
         if self.narrow:  # which leaves float64 as it is
             wide[torch.bfloat16] = torch.float64
@@ -109,9 +109,7 @@ class Reference:
 
 
 def references(name: str, count: int) -> tuple[list[Reference], int]:
-    """Returns up to `count` samples of an op with their results on one device, and how many it
-    refused.
-    """
+    """Returns up to `count` samples with results, and the number for which one device raises."""
     form = form_of(name)
     found, refused = [], 0
     for sample in choose_samples(form, count):
@@ -123,7 +121,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """Returns the results of a sample on one device. Raises whatever one device raises."""
+    """Returns the results of a sample on one device, or raises what one device raises."""
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)
@@ -205,7 +203,7 @@ def _run_backward(
 
 
 def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str) -> Outcome:
-    """Run one case as one rank of `mesh` and compare. Called on every rank alike."""
+    """Run one case as one rank of `mesh`, and compare it. Every rank calls this."""
 
     def convert(i: int, t: torch.Tensor) -> torch.Tensor:
         return distribute_argument(t, mesh, klass, number + i, first=i == 0)

@@ -3,8 +3,8 @@
 - replicated: whole on every rank.
 - even: sharded along a dimension that the ranks divide (along any, if there is none).
 - uneven: sharded along a dimension that they do not divide, so that pieces are unequal or empty.
-- partial: Partial sums of shares 2x and -x (exact in binary); whole if not floating-point.
-- mixed: each argument as one of these on each mesh axis, or Invariant, or a plain tensor.
+- partial: Partial sums of 2x and -x (exact in binary); whole if not floating-point.
+- mixed: each argument has one of these on each mesh axis, or is Invariant, or a plain tensor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ CLASSES = ("replicated", "even", "uneven", "partial", "mixed")
 def distribute_argument(
     t: torch.Tensor, mesh: Any, klass: str, turn: int, first: bool = True
 ) -> torch.Tensor:
-    """A plain tensor in a layout of class `klass`; `turn` picks one where there are several.
+    """Returns a plain tensor as a DTensor with a layout of class `klass`.
 
     Args:
-        first: it is the first argument, which is never left plain.
+        turn: a number that selects one of several layouts.
+        first: True for the first argument, which is never left plain.
     """
     # A plain tensor that requires grad has no place beside a DTensor: its gradient has no layout.
     stays = not (first or t.requires_grad)

@@ -1,8 +1,8 @@
-"""Teams of ranks for a sweep, which survives ops that hang their ranks or kill them.
+"""Teams of ranks for a sweep that survives ops which hang or kill their ranks.
 
-The sweeping process never computes. It forks the ranks, passes them one case after the other and
-waits for all results. Ranks that do not answer in time hang, and ranks that die have crashed.
-Either way they are replaced and the sweep continues.
+The parent process never computes. It forks the ranks, passes them one case after the other and
+waits for all results. If a rank returns no result in time, the case hangs; if a rank ends, it has
+crashed. In both cases the ranks are replaced and the sweep continues.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def _join_group(rank: int, store: str, axes: Axes) -> Any:
 
 
 class Team:
-    """Ranks that answer cases, started anew when they hang or die.
+    """Ranks that run cases. They are started again when they hang or end.
 
     Args:
-        axes: of their mesh.
-        samples: per op.
-        inprocess: simulated ranks (`pt.ranks`) in one process instead of Gloo's.
-        limit: seconds for one answer.
+        axes: the sizes of the axes of their mesh.
+        samples: the number of samples per op.
+        inprocess: True uses simulated ranks (`pt.ranks`) in one process instead of Gloo ranks.
+        limit: the most seconds for one case.
     """
 
     def __init__(self, axes: Axes, samples: int, inprocess: bool, limit: float):
@@ -128,8 +128,9 @@ class Team:
             self._folder.cleanup()
 
     def samples_of(self, name: str) -> tuple[int, int, str]:
-        """Returns how many samples of an op one device runs and refuses, and why the op is skipped,
-        or "".
+        """Returns the number of samples that one device runs, and for which it raises.
+
+        The third value is the reason why the op is skipped, or "".
         """
         answers = self._ask_ranks((name, -1, ""), 120)
         if isinstance(answers, Outcome):
@@ -140,7 +141,7 @@ class Team:
         return count, refused, "" if count else "no sample runs on one device"
 
     def run(self, case: Case) -> list[Outcome]:
-        """Returns the ranks' outcomes."""
+        """Run one case. Returns the outcome of each rank."""
         answers = self._ask_ranks(case, self.limit)
         return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
 

@@ -43,12 +43,12 @@ class Form:
     Attributes:
         name: `op` or `op:variant`.
         info: torch's OpInfo.
-        call: what to call with a sample's arguments.
-        dtype: of the samples.
-        writes: the first operand is written, so that it must not be a leaf.
-        fills: it has to be called with `out=`, and without gradients.
-        autocast: it runs under bf16 autocast, its floating arguments being bf16, float32 or some
-            of both, by turns.
+        call: the function that is called with a sample's arguments.
+        dtype: the dtype of the samples.
+        writes: True if it writes its first operand, which must then not be a leaf.
+        fills: True if it is called with `out=`, and without gradients.
+        autocast: True if it runs under bf16 autocast. Its floating arguments are then bf16, float32
+            or both, in turns.
     """
 
     def __init__(self, name: str, info: Any, call: Callable[..., Any], dtype: torch.dtype):
@@ -61,7 +61,7 @@ class Form:
         self.autocast = variant == "autocast"
 
     def samples(self) -> Iterator[Any]:
-        """Torch's samples, made anew from one seed."""
+        """Yields torch's samples, generated with a fixed seed."""
         torch.default_generator.manual_seed(0)
         random.seed(0)
         with contextlib.suppress(ImportError):
@@ -128,8 +128,8 @@ def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
     """Returns the name of every OpInfo in torch's order.
 
     Args:
-        variants: those of other forms instead.
-        autocast: those of the ops under autocast instead.
+        variants: True returns the names of other forms (methods, in-place, `out=`) instead.
+        autocast: True returns those of ops under autocast instead.
     """
     if autocast:
         return [f"{name}:autocast" for name in _load_database()]
@@ -141,7 +141,7 @@ def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
 
 @lru_cache(maxsize=8)
 def form_of(name: str) -> Form:
-    """Returns the form of an op that `name` means."""
+    """Returns the form with this name, such as "add:inplace"."""
     op, _, variant = name.partition(":")
     info = _load_database()[op]
     call = _find_variants(info)[variant] if variant else info.op
@@ -150,7 +150,7 @@ def form_of(name: str) -> Form:
 
 
 def reason_to_skip(name: str) -> str:
-    """Returns why an op is not in the sweep; "" if it is."""
+    """Returns the reason why an op is not in the sweep; "" if it is."""
     form = form_of(name)
     try:
         samples = list(itertools.islice(form.samples(), _MOST_SAMPLES))
@@ -175,7 +175,7 @@ def collect_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the same nest with each tensor converted."""
+    """Returns the same nested containers with `convert(t)` for each tensor t."""
     if isinstance(value, torch.Tensor):
         return convert(value)
     if isinstance(value, dict):
@@ -187,7 +187,7 @@ def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def choose_samples(form: Form, count: int) -> list[Any]:
-    """`count` samples: small ones that can be sharded first, and each with other arguments."""
+    """Returns `count` different samples, those that are small and can be sharded first."""
 
     def kind(sample: Any) -> Any:
         shape = [t.dim() for t in collect_tensors((sample.input, sample.args))]

@@ -1,10 +1,11 @@
 """The prover: checks every row of a rule, and finds right rows that the rule lacks.
 
-It works by brute force, on ranks that are simulated one after the other. It cuts the inputs as the
-row says, with pieces of uneven size and with lopsided shares of both signs. It runs the local
-kernel on each rank, joins the outputs and compares them with one device. Then it does the same
-backward: the gradients of the outputs are placed by duality, and plain autograd runs on each rank.
-The gradients of the inputs, joined by duality, must be those of one device.
+A *row* is one way to place an op's operands and results on a mesh axis. The prover works by brute
+force, on ranks that are simulated one after the other. It splits the inputs as in the row, into
+pieces of uneven size and unequal shares of both signs. It runs the local kernel on each rank, joins
+the outputs and compares them with one device. Then it checks backward: gradients of the outputs are
+placed by duality, and plain autograd runs on each rank. The gradients of the inputs, joined by
+duality, must be those of one device.
 
     python -m partita.testing.prove [op ...]
 """
@@ -44,14 +45,14 @@ MOST_COMBINATIONS = 150
 
 @dataclass
 class Proof:
-    """What the prover found. Prints a line for each row that is wrong or missed.
+    """The result of the prover. Prints a line for each row that is wrong or missed.
 
     Attributes:
-        name: of the rule.
+        name: the name of the rule.
         wrong: rows whose results differ from one device's: the row, the sentence, the shapes, and
-            the greatest difference.
-        missed: rows that hold for the samples and that the sentence lacks.
-        rows: how many were checked, each on 2 and on 3 ranks if its dimension can be split.
+            the largest difference.
+        missed: rows that are right for the samples, and that the sentence lacks.
+        rows: the number of checked rows, each on 2 and on 3 ranks if its dimension can be split.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Proof:
 
 
 def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool = True) -> Proof:
-    """Check each row of `function`'s rule, forward and dual, on 2 and 3 simulated ranks.
+    """Check each row of `function`'s rule, forward and backward, on 2 and 3 simulated ranks.
 
     No process is started: the ranks are simulated one after the other. Their joined results must
     equal the function's result on one device, up to rounding.
@@ -84,7 +85,7 @@ def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool 
         missed: True also searches for valid rows that the rule lacks.
 
     Returns:
-        A `Proof`. `wrong` and `missed` are texts; `rows` is the number of checked rows. It prints.
+        A `Proof` with the wrong and the missed rows as text, and the number of checked rows.
 
     Raises:
         KeyError: `function` has no rule.
@@ -97,7 +98,7 @@ def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool 
     for args, kwargs in samples:
         trial = Trial(function, rule, args, kwargs)
         rows: set[str] = set()
-        for answer in trial.ask_rule():
+        for answer in trial.evaluate_rule():
             rows |= _prove_answer(trial, answer, proof)
         if missed and rows:
             proof.missed += [m for m in _find_missed_rows(trial, rows) if m not in proof.missed]

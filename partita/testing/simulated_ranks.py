@@ -1,6 +1,6 @@
-"""Simulated ranks: a value is cut over ranks, and put together again, on one device.
+"""Simulated ranks: functions that split a value over ranks, and join it again, on one device.
 
-Pieces are of uneven size; shares are lopsided and of both signs.
+Pieces have uneven sizes. Shares of a Partial sum are unequal and of both signs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
 
 
 def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
-    """Returns the joined value. Raises ValueError if ranks differ that should agree.
+    """Returns the joined value. Raises ValueError if ranks differ where they must be equal.
 
     Args:
         terms: the number of terms that an element may be the sum of, as for `tolerance_of`.
@@ -61,7 +61,7 @@ def are_same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
 
 
 def find_difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> str:
-    """Returns in which way `found` differs from `wanted`; "" if it does not.
+    """Returns a text about the difference of `found` from `wanted`; "" if there is none.
 
     Args:
         tolerance: absolute, and relative up to the precision of the dtype; 0 for integers.
@@ -97,13 +97,13 @@ def _text_of(x: torch.Tensor, what: str) -> str:
 def tolerance_of(
     of: Iterable[torch.Tensor], parts: Iterable[torch.Tensor] = (), terms: int = 1
 ) -> float:
-    """Returns how much two roundings may differ: 0 if everything is exact.
+    """Returns the largest allowed difference by rounding; 0 if the computation is exact.
 
     Args:
-        of: the operands; the coarsest of their dtypes counts.
-        parts: the pieces or shares of the value, which may be larger than it is.
-        terms: how many of them an element may be the sum of. Rounding errors of a sum grow like a
-            random walk: with the square root of the number of terms.
+        of: the operands; the least precise of their dtypes counts.
+        parts: the pieces or shares of the value. Shares may be larger than the value.
+        terms: the number of terms that an element may be the sum of. Rounding errors grow with the
+            square root of this number, like a random walk.
     """
     floating = [x.dtype for x in of if _is_rounded(x)]
     if not floating:

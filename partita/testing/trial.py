@@ -1,4 +1,4 @@
-"""Trials of a rule: its sentence for one sample, and the result of the sample's function."""
+"""Trials of a rule: its sentences for one sample, and the function's result on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partita.rules.sentence import NUMBER, parse
 
 
 class Trial:
-    """One sample: its operands, in the order of the rule's terms, and how to replace them.
+    """One sample call of a function, whose operands (in the order of the rule) can be replaced.
 
     Attributes:
         expected: the function's results on one device.
@@ -34,7 +34,7 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Returns how many terms each element of an output or of a gradient may be the sum of."""
+        """Returns the number of terms of which an element of an output or gradient may be a sum."""
         return max(1, self.products // max(1, value.numel()))
 
     def _declared_arguments(self) -> Iterator[tuple[inspect.Parameter, Any]]:
@@ -92,10 +92,8 @@ class Trial:
             for x, able in zip(tensors, self.differentiable, strict=True)
         ]
 
-    def ask_rule(self) -> Iterator[KernelRule | Decomposition | None]:
-        """Yields the rule's answers for whole operands, and for each operand with one dimension
-        split.
-        """
+    def evaluate_rule(self) -> Iterator[KernelRule | Decomposition | None]:
+        """Yields the rule for whole operands, and for each operand with one dimension split."""
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)
             return
@@ -133,7 +131,7 @@ class Trial:
         return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Runs `kernel` on the sample with its operands replaced; returns the resulting tensors."""
+        """Run `kernel` on the sample with other operands. Returns the resulting tensors."""
         leaves = list(self.leaves)
         for place, x in zip(self.places, tensors, strict=True):
             if place is not None:
@@ -144,7 +142,7 @@ class Trial:
 
 
 def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient for an output; the same one for the same shape."""
+    """Returns a gradient for an output. It is equal for equal shapes."""
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
     return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

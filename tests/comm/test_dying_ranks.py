@@ -125,7 +125,7 @@ def test_a_signal_at_whatever_moment_ends_the_job_with_the_rank_and_its_place(
     name, rank, after, compiled, where
 ):
     trial = run_trial(name, rank, after=after, delay=0.3, compiled=compiled)
-    assert trial.faults == [], trial.said
+    assert trial.faults == [], trial.stderr
     assert re.fullmatch(where, trial.where)
 
 

@@ -10,13 +10,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
 from partita.bench.models import MODELS
-from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
+from partita.bench.predicted import (
+    Setup,
+    are_budgets_kept,
+    make_warm_step,
+    measure_budgets,
+    measure_peaks,
+    relative_error,
+)
 from partita.graph.graph_nodes import subgraphs_in
 from partita.testing.allocated_bytes import counted
 from tests.programs.gloo_ranks import run_ranks
 from tests.programs.stacks import Stack
 
-EIGHT_LAYERS = Asked("linears", 3, wide=4, samples=32)
+EIGHT_LAYERS = Setup("linears", 3, wide=4, samples=32)
 LAYER = 4 * 256 * 256
 
 
@@ -26,11 +33,11 @@ def mesh_of_two():
 
 def each(rank, cases, backend):
     mesh = mesh_of_two()
-    return {asked: peaks(mesh, asked, backend=backend) for asked in cases}
+    return {setup: measure_peaks(mesh, setup, backend=backend) for setup in cases}
 
 
 def are_right(found, cases):
-    wrong = {asked: one for asked, one in found.items() if abs(off(one)) > 0.05}
+    wrong = {setup: one for setup, one in found.items() if abs(relative_error(one)) > 0.05}
     return len(found) == len(cases) and not wrong
 
 
@@ -49,7 +56,7 @@ WAYS = {
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_predicted_peak_of_a_graph_is_the_counted_one(name):
-    cases = [Asked(name, stage, remat) for stage, remat in WAYS[name]]
+    cases = [Setup(name, stage, remat) for stage, remat in WAYS[name]]
     for found in run_ranks(each, 2, cases, "graph", timeout=100):
         assert are_right(found, cases), found
 
@@ -57,7 +64,7 @@ def test_the_predicted_peak_of_a_graph_is_the_counted_one(name):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_predicted_peak_of_compiled_code_is_the_counted_one():
-    cases = [EIGHT_LAYERS, Asked("cnn", 0), Asked("mlp", 2, remat=True)]
+    cases = [EIGHT_LAYERS, Setup("cnn", 0), Setup("mlp", 2, remat=True)]
     for found in run_ranks(each, 2, cases, "inductor", timeout=250):
         assert are_right(found, cases), found
 
@@ -111,16 +118,16 @@ def test_compiled_code_does_not_make_at_once_what_backward_makes_again():
 # -- budgets ---------------------------------------------------------------------------------------
 
 
-def under_budgets(rank, asked, many):
+def under_budgets(rank, setup, many):
     options = {"make": torch.optim.SGD, "backend": "graph"}
-    return list(budgets_kept(mesh_of_two(), asked, many, **options))
+    return list(measure_budgets(mesh_of_two(), setup, many, **options))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_each_budget_is_kept_and_a_smaller_one_takes_no_more():
-    for found in run_ranks(under_budgets, 2, Asked("cnn", 3), 3, timeout=100):
-        assert len(found) == 3 and kept(found), found
+    for found in run_ranks(under_budgets, 2, Setup("cnn", 3), 3, timeout=100):
+        assert len(found) == 3 and are_budgets_kept(found), found
         assert found[0][1].counted < 0.9 * found[-1][1].counted
 
 
@@ -195,7 +202,7 @@ def warm(step):
 
 
 def layers_at_once(rank, make, without):
-    step, again = ready(mesh_of_two(), EIGHT_LAYERS, make, without=without)
+    step, again = make_warm_step(mesh_of_two(), EIGHT_LAYERS, make, without=without)
     return counted(again) / LAYER, str(step.memory)
 
 
@@ -209,7 +216,7 @@ def test_of_eight_layers_no_more_than_three_and_a_half_are_there_at_once(make):
 
 
 def apart(rank, without):
-    _, again = ready(mesh_of_two(), EIGHT_LAYERS, backend="graph", without=without)
+    _, again = make_warm_step(mesh_of_two(), EIGHT_LAYERS, backend="graph", without=without)
     return counted(again) / LAYER
 
 

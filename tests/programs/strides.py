@@ -1,7 +1,8 @@
-"""A debug run of captured graphs: which values have other strides than their fakes.
+"""A debug run of captured graphs that finds values whose strides differ from those when traced.
 
-A graph was traced by the strides of fakes. `watch_strides` runs it call by call and records each
-value whose real strides differ:
+A graph is traced with fake tensors. `watch_strides` runs it node by node and records each value
+whose
+strides differ from those of its fake tensor:
 
     with watch_strides(step.program) as differing:
         step(x).sum().backward()
@@ -29,7 +30,7 @@ from partita.guards.captured_program import CapturedProgram
 def watch_strides(program: CapturedProgram) -> Iterator[list[str]]:
     """Run the program call by call inside the block.
 
-    Yields a list, which gets a line for each value whose strides differ from its fake's.
+    Yields a list that gets a line for each value whose strides differ.
     """
     graphs: list[Program] = [program]
     if isinstance(program, Region):

@@ -127,7 +127,7 @@ def losses() -> Part:
 
 
 def ours() -> Part:
-    """Returns the small ops that others are written with."""
+    """Returns samples of partita's own small ops, of which decomposed ops consist."""
 
     def heads(
         q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False

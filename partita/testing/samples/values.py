@@ -17,22 +17,22 @@ RANDOM = torch.Generator()
 
 
 def begin() -> None:
-    """The values that follow are the same each time."""
+    """Seed the generator, so that the following values are the same each time."""
     RANDOM.manual_seed(3)
 
 
 def x(*shape: int) -> torch.Tensor:
-    """Normal values."""
+    """Returns a tensor of normal values."""
     return torch.randn(shape, generator=RANDOM, dtype=torch.float64)
 
 
 def u(*shape: int) -> torch.Tensor:
-    """Values between 0.1 and 0.9, where most functions are defined."""
+    """Returns a tensor of values between 0.1 and 0.9, for which most functions are defined."""
     return torch.rand(shape, generator=RANDOM, dtype=torch.float64) * 0.8 + 0.1
 
 
 def i(high: int, *shape: int) -> torch.Tensor:
-    """Integers from 0 to high - 1."""
+    """Returns a tensor of integers from 0 to high - 1."""
     return torch.randint(0, high, shape, generator=RANDOM)
 
 
@@ -41,5 +41,5 @@ def b(*shape: int) -> torch.Tensor:
 
 
 def c(*args: Any, **kwargs: Any) -> Sample:
-    """One call."""
+    """Returns the sample call with these arguments."""
     return args, kwargs

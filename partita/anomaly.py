@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction as Unseen  # by DTensors, and by regions of remat
+from torch._C import DisableTorchFunction  # for DTensors, and for regions of remat
 
 from partita.comm import control_plane, message
 from partita.remat import is_recomputing
@@ -107,7 +107,7 @@ class NanWatch:
     ) -> None:
         if is_recomputing():
             return
-        with Unseen(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             for t in tensors_in(result):
                 self._seen += 1
                 fault = _find_nan_or_inf(t)
@@ -128,7 +128,7 @@ class NanWatch:
         self._finds["forward", fault] = _Find(self._seen, what)
 
     def _came_back(self, title: str, gradient: torch.Tensor) -> None:
-        with Unseen(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             self._seen += 1
             fault = _find_nan_or_inf(gradient)
         if not fault:

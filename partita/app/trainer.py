@@ -417,7 +417,7 @@ _PHASES = ("forward", "backward", "update")
 
 
 class _StepTimeline:
-    """What one rank does in a step, measured. The profiler slows what it measures.
+    """The measured timeline of one rank's step. The profiler slows the step down.
 
     Attributes:
         events: of the step, when it has run. Streams: "phase"; "compute", the outermost calls of

@@ -86,7 +86,7 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
     stager = DefaultStager(options)
 
     def check() -> None:
-        """What this rank wrote and would read: a file of its own."""
+        """A file that this rank wrote and would read."""
         path = Path(at("a"))
         sums = Checksums.read(path)
         assert sums is not None

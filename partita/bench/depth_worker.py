@@ -107,7 +107,7 @@ def _training_of(name: str, shape: Shape, mesh: Any) -> tuple[Any, list[Any]]:
 
 
 def _seconds_of_all() -> float:
-    """Of this process, and of those that it has started and that are done."""
+    """Returns the CPU seconds of this process, and of its child processes that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 

@@ -78,7 +78,7 @@ OPS: dict[str, Call] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The microseconds per call of one op: plain, and the overhead of DTensors; nan if it raised."""
+    """The microseconds per call of an op: plain, and the overhead of DTensors; nan if it raised."""
 
     op: str
     plain: float

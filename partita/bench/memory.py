@@ -46,7 +46,7 @@ def _step(model: nn.Module, x: torch.Tensor, make: Any) -> Callable[[], None]:
 
 
 def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, int, int | None]]:
-    """Of each way its name, and its peak in bytes: counted, and predicted where it is."""
+    """Returns for each way its name, its counted peak in bytes, and the predicted one or None."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = make_dp_mesh(ranks)

@@ -201,7 +201,7 @@ def _job(names: Sequence[str], options: argparse.Namespace, end: Any) -> None:
 
 
 def _show(done: int, total: int, name: str, by: dict[str, Outcome]) -> None:
-    """How far the sweep is, and what is not right, as it comes."""
+    """Prints the progress of the sweep, and each op that is not right."""
     tty = sys.stderr.isatty()
     start = "\r\033[K" if tty else ""
     for klass, o in by.items():

@@ -289,7 +289,7 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse_different(given: dict[str, Leaf], decide: Decide, line: str) -> None:
-    """Raise unless all ranks pass the same values, of which each keeps its piece."""
+    """Raise unless all ranks pass equal values. Each rank keeps its pieces of them."""
     tensors = {name: one.value for name, one in given.items() if torch.is_tensor(one.value)}
 
     def compare_checksums(brought: list[dict[str, Any]]) -> list[None]:

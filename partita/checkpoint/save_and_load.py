@@ -77,7 +77,7 @@ DTensor.__create_chunk_list__ = _create_chunk_list  # type: ignore[attr-defined]
 DTensor.__get_tensor_shard__ = lambda self, index: piece_held(self).local  # type: ignore[attr-defined]
 
 Strict = bool | Literal["state"]
-"""Which names that only one side has are errors: all, those of the state, or none."""
+"""The names that are errors if only one side has them: all, those of the state, or none."""
 
 
 def attempt(do: Callable[[], Any]) -> Any:
@@ -269,7 +269,7 @@ Memory = dict[str, torch.Tensor]
 
 @dataclass
 class _StagedState:
-    """What one rank passes to a save.
+    """The data that one rank passes to a save.
 
     Attributes:
         pieces: by name, the tensors that this rank writes; plain ones it only offers to write.

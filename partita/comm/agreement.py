@@ -277,7 +277,7 @@ def _layout_errors() -> dict[str, type[LayoutError]]:
 
 
 class _Form(NamedTuple):
-    """How values of one type are written as JSON, and read."""
+    """The functions that write values of one type as JSON, and read them."""
 
     kind: type
     write: Callable[[Any], Any]

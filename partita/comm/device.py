@@ -195,18 +195,18 @@ class KernelRecording:
         self._graph.replay()
 
 
-def choose_device(asked: str) -> Device:
-    """Returns the device for `asked`. "auto" is a CUDA device if this machine has one.
+def choose_device(name: str) -> Device:
+    """Returns the device for `name`. "auto" is a CUDA device if this machine has one.
 
     Raises:
         ValueError: an unknown name, or a device that this torch or this machine lacks.
     """
-    if asked not in DEVICES:
-        raise ValueError(f"--device {asked!r} is none of {', '.join(DEVICES)}")
+    if name not in DEVICES:
+        raise ValueError(f"--device {name!r} is none of {', '.join(DEVICES)}")
     has_cuda = torch.cuda.is_available()
-    if asked == "cuda" and not has_cuda:
+    if name == "cuda" and not has_cuda:
         raise ValueError(f"--device cuda: {explain_no_gpu()}; --device cpu, or auto, runs here")
-    return Device("cuda" if asked != "cpu" and has_cuda else "cpu")
+    return Device("cuda" if name != "cpu" and has_cuda else "cpu")
 
 
 def explain_no_gpu() -> str:

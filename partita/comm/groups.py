@@ -441,7 +441,7 @@ def _append_user_line(why: str) -> str:
 _LOOK = 0.002, 0.1  # seconds between two looks into the store: at first, and at most
 _CAPTURE = "capture"
 _meetings: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
-"""How often this rank has taken part in each kind of meeting of a group's ranks."""
+"""The number of times that this rank has taken part in each kind of meeting of a group."""
 _FIX_OF_PARTED_RANKS = Fix(
     "the same shapes, layouts, modes and Python values on every rank",
     "in each call; pt.check_ranks() finds at once which differ",

@@ -192,7 +192,7 @@ class Scope:
         self.strict = False
         self.recomputing = False
         self.check: Any = None
-        self.busy = False  # one look per move tells whether any of the above is set
+        self.busy = False  # True if any of the above is set, so that a move reads one attribute
 
     def set(self, **changes: Any) -> None:
         was_recorded = bool(self.work_ledgers)
@@ -297,7 +297,7 @@ def strict(on: bool = True) -> Iterator[None]:
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
     """Raise the error of `strict()` for an implicit move."""
-    asked = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
+    placements = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
     cost = f"{move.kind} {human(nbytes)}"
     raise LayoutError(
         f"{op} needs an implicit {move.kind} over {' '.join(move.axes)}, and strict() forbids it",
@@ -305,7 +305,7 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
         operands=(f"{move.before.brief()}  would become  {move.after.brief()}",),
         reason="under strict() only moves that the program requests are made",
         fixes=(
-            Fix(f"redistribute({asked}) before {op}", cost),
+            Fix(f"redistribute({placements}) before {op}", cost),
             Fix("leave the strict() block around this line", cost),
         ),
     )

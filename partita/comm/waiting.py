@@ -298,7 +298,7 @@ _FIXES_BY_TEXT = {
 """Fixes by a text that occurs in a line of the error."""
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
-"""How many collectives this rank has begun, by the name of a group that torch does not list."""
+"""The number of collectives that this rank has begun, by group, for groups not in torch's list."""
 _REQUESTS_KEPT = 32
 _is_main_thread: dict[int, bool] = {}
 """The threads that have begun collectives: True for the main one. A post may give its number only
@@ -450,7 +450,7 @@ def make_post(need: Need) -> Post:
         "meets": need.meets,
         "number": need.number if list(_is_main_thread.values()) == [True] else 0,
         "numbers": {name: number for name, (number, _) in groups.items()},
-        "asked": {
+        "requests": {
             name: {str(n): str(request.move or request.kind) for n, request in last}
             for name, (_, last) in groups.items()
         },
@@ -552,7 +552,7 @@ def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
 def _asks_otherwise(post: Post, other: Post) -> bool:
     """True if the rank of `other` has begun another collective in place of the one of `post`."""
     number = str(post["number"] or None)
-    ours, theirs = (p["asked"].get(post["group"], {}).get(number) for p in (post, other))
+    ours, theirs = (p["requests"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
 
 
@@ -567,7 +567,7 @@ def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: in
     )
     said = store.compare_set(_VERDICT, "", mine)
     others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
-    store.set(f"{_VERDICT}/{me}", "heard")
+    store.set(f"{_VERDICT}/{me}", "read")
     until = time.monotonic() + 4 * _LOOK + 1
     # The rank whose process contains the store must not end before the others have read it.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
@@ -591,7 +591,7 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
     said = json.loads(store.get(_VERDICT))
     if me not in said["ranks"]:
         return None
-    store.set(f"{_VERDICT}/{me}", "heard")
+    store.set(f"{_VERDICT}/{me}", "read")
     return make_deadlock_error(said["fact"], said["lines"])
 
 

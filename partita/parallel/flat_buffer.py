@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 import torch
-from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunction  # also disables modes
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import PendingWork, Wire, user_line
@@ -566,7 +566,7 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
         known: the number of holders of the storage if no one keeps a view.
         name_of: returns the name of the weight at an element, for the error.
     """
-    with Unheard():  # of the tensors themselves, whatever they stand for
+    with DisableTorchFunction():  # not intercepted by modes or by the tensors' classes
         storage = _storage_of(own[0])
         kept = count_holders(storage) - known
         if kept <= 0:

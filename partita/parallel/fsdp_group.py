@@ -98,7 +98,7 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """What `zero` stores for a model: `Zero`, or `GradReducer` for stages 0 to 2.
+    """The state that `zero` stores for a model: `Zero`, or `GradReducer` for stages 0 to 2.
 
     Its parameters refer to it as `ZeroLayouts.owner`.
 
@@ -442,7 +442,7 @@ class FsdpGroup:
         wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
             whole = tagged(t, spec)
-            # Of which version: remat compares it with that of the next time (remat/runs.py).
+            # The version: remat compares it with that of the next gather (remat/runs.py).
             own_state(whole).gathered_from = (shards[i], self.versions[i])
             wholes.append((i, whole))
         self.install_wholes(wholes)

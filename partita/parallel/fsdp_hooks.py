@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunction  # also disables modes
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -107,7 +107,7 @@ class _BlockHooks:
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         in_inference = torch.is_inference_mode_enabled()
         # Hidden from an enclosing region, which would take these calls for the program's.
-        with Unheard(), counting_versions():
+        with DisableTorchFunction(), counting_versions():
             group.zero.enter_forward(group)
             group.depth = 1
             # Also where nothing that is seen here has a gradient: the block may read other tensors.
@@ -151,7 +151,7 @@ class _BlockHooks:
             if not in_backward() and torch.is_grad_enabled():
                 self.group.saves_unseen[call.kind] = not forward.has_notes
             call.runs_again = HERE.rerunnable != call.rerunnable
-            with Unheard():
+            with DisableTorchFunction():
                 for t in tensors_in(output):
                     if _requires_grad(t) and call.has_computed(t):
                         t.register_hook(call.begin_backward)
@@ -168,7 +168,7 @@ class _BlockHooks:
         if group.depth:
             return
         note_end_of_forward()
-        with Unheard(), counting_versions():
+        with DisableTorchFunction(), counting_versions():
             try:
                 written = group.write_back()
                 if forward is not None:
@@ -524,7 +524,7 @@ _VIEW_NODES = tuple(
     for name in "Alias T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze".split()
 )
 """Autograd nodes of views that keep the dtype, as kernels make them of a weight. By name, since a
-node does not tell its operator."""
+node does not show its operator."""
 
 
 def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch._C import DisableTorchFunction as Unheard  # by modes, too
+from torch._C import DisableTorchFunction  # also disables modes
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
@@ -295,7 +295,7 @@ def _step_as_plain(
 def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
     """Gradients, parameters, and what an optimizer's state has of them that is a DTensor."""
     state = optimizer.state
-    with Unheard():
+    with DisableTorchFunction():
         tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
     tensors += params
     for p in params:
@@ -317,7 +317,7 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
     """True if each parameter's gradient and state have the parameter's own layout."""
     if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
         return False
-    with Unheard():
+    with DisableTorchFunction():
         grads = [_grad(p) for p in params]
     for p, grad in zip(params, grads, strict=True):
         if grad is None:

@@ -187,8 +187,8 @@ def _register_boundary_hook(
     """
     name = name or type(module).__name__
     if isinstance(boundary, Outputs):
-        asked = tuple(None if p is None else tuple(p.items()) for p in boundary.places)
-        module.register_forward_hook(_OutputsHook(name, asked, mesh, boundary.open))
+        wanted = tuple(None if p is None else tuple(p.items()) for p in boundary.places)
+        module.register_forward_hook(_OutputsHook(name, wanted, mesh, boundary.open))
     else:
         arguments = tuple(
             (i, key, f"{name}({key or f'argument {i}'})", tuple(places.items()))
@@ -209,10 +209,10 @@ def _list_arguments(
     ordered = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     kinds = {p.kind for p in known}
-    asked = f"{boundary!r}: forward of {name}"
+    title = f"{boundary!r}: forward of {name}"
     if len(boundary.places) > len(ordered) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         taken = ", ".join(ordered) or "none"
-        raise ValueError(f"{asked} takes {len(ordered)} positional arguments: {taken}")
+        raise ValueError(f"{title} takes {len(ordered)} positional arguments: {taken}")
     found = [
         (i, ordered[i] if i < len(ordered) else "", places)
         for i, places in enumerate(boundary.places)
@@ -221,7 +221,7 @@ def _list_arguments(
     for argument, places in boundary.named.items():
         if argument not in named and inspect.Parameter.VAR_KEYWORD not in kinds:
             has = ", ".join(named) or "none"
-            raise ValueError(f"{asked} has no argument {argument}; it has {has}")
+            raise ValueError(f"{title} has no argument {argument}; it has {has}")
         found.append((ordered.index(argument) if argument in ordered else -1, argument, places))
     return found
 
@@ -230,12 +230,12 @@ def _list_arguments(
 class _InputsHook:
     """The hook of `Inputs`. A class, so that a model with such hooks can be pickled."""
 
-    asked: tuple[tuple[int, str, str, Pairs], ...]
+    wanted: tuple[tuple[int, str, str, Pairs], ...]
     mesh: Any
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         new, named, wire = list(args), dict(kwargs), wire_of(self.mesh)
-        for i, key, what, places in self.asked:
+        for i, key, what, places in self.wanted:
             if 0 <= i < len(new):
                 new[i] = _redistribute_value(new[i], places, wire, what)
             elif named.get(key) is not None:
@@ -248,22 +248,22 @@ class _OutputsHook:
     """The hook of `Outputs`."""
 
     name: str
-    asked: tuple[Pairs | None, ...]
+    wanted: tuple[Pairs | None, ...]
     mesh: Any
     open: bool = False
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         many = isinstance(out, (tuple, list))
         each = list(out) if many else [out]
-        extra = len(each) - len(self.asked)
+        extra = len(each) - len(self.wanted)
         if extra < 0 or (extra and not self.open):
             raise LayoutError(
-                f"{self.name} returned {len(each)} values; its plan speaks of {len(self.asked)}",
+                f"{self.name} returned {len(each)} values; its plan speaks of {len(self.wanted)}",
                 place=user_line(),
                 fixes=(Fix("Outputs(...) with one for each", "None leaves one as it is"),),
             )
         wire, what = wire_of(self.mesh), f"result of {self.name}"
-        for i, places in enumerate(self.asked):
+        for i, places in enumerate(self.wanted):
             if places is not None:
                 each[i] = _redistribute_value(each[i], places, wire, what)
         return remake_sequence(out, each) if many else each[0]

@@ -276,7 +276,7 @@ def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _find_matching_modules(names: dict[nn.Module, str], pattern: str) -> list[nn.Module]:
-    """Those that lie within no other: "*" matches dots too, and "layers.*" means the layers."""
+    """Returns the modules that are in no other one: "*" also matches dots, as in "layers.*"."""
     # The model itself has no name, and a list of modules has no forward.
     called = [m for m, name in names.items() if name and fnmatchcase(name, pattern)]
     matching = [m for m in called if not isinstance(m, _WITHOUT_FORWARD)]

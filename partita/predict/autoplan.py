@@ -217,7 +217,7 @@ _SEARCHED = dict.fromkeys(("zero", "remat", "sequence"), _ONE_WAY)
 _SEARCHED |= dict.fromkeys(
     ("batch", "micro_batches"), ": batch= has the sequences of a step on all ranks together"
 )
-"""What a plan chooses of a strategy, and what to ask for instead."""
+"""The fields of a strategy that a plan chooses, and the argument to use instead of each."""
 
 
 def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
@@ -487,7 +487,7 @@ _KERNELS = 8
 
 @dataclass
 class _ModelNeeds:
-    """What one micro-batch of an unsharded model needs, in bytes if not stated otherwise.
+    """The needs of one micro-batch of an unsharded model, in bytes if not stated otherwise.
 
     Attributes:
         weights: all parameters.

@@ -308,7 +308,7 @@ def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
 
 
 def _agree_on_passes(seconds: float, ranks: int) -> int:
-    """As many as all ranks have time for."""
+    """Runs passes until all ranks have used up their time."""
     if ranks > 1:
         wire = wire_of(init_device_mesh(HOST.type, (ranks,), mesh_dim_names=("all",)))
         gathered = wire.gather_ints((round(seconds * 1e6),))

@@ -88,8 +88,8 @@ def rehearse(
     with ExitStack() as stack:
         stack.enter_context(taking_turns())
         for wire in dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)):
-            fakes.stand_in_for(wire)
-        stack.enter_context(substitute_wires(dict(fakes.wires), fakes.stand_in_for))
+            fakes.replace_wire(wire)
+        stack.enter_context(substitute_wires(dict(fakes.wires), fakes.replace_wire))
         stack.enter_context(compiling())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(hidden_from_watchers())
@@ -97,8 +97,8 @@ def rehearse(
         for optimizer in state.optimizers.values():  # whose state has no fakes
             stack.enter_context(optimizer.register_step_pre_hook(_refuse_step))
         stack.enter_context(ModuleAttributes(state).restored())
-        stack.enter_context(slots_swapped(state.slots, fakes.stand_in))
-        given, named = pytree.tree_map(fakes.stand_in, (args, kwargs))
+        stack.enter_context(slots_swapped(state.slots, fakes.replace_tensor))
+        given, named = pytree.tree_map(fakes.replace_tensor, (args, kwargs))
         stack.enter_context(HERE.breaking_off())
         stack.enter_context(fakes.mode)
 
@@ -143,12 +143,12 @@ class _Fakes:
         self._make_wire = make_wire
         self._standing: dict[int, torch.Tensor] = {}
 
-    def stand_in_for(self, wire: Wire) -> Wire:
+    def replace_wire(self, wire: Wire) -> Wire:
         if wire not in self.wires:
             self.wires[wire] = self._make_wire(wire)
         return self.wires[wire]
 
-    def stand_in(self, value: Any) -> Any:
+    def replace_tensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         found = self._standing.get(id(value))

@@ -159,7 +159,7 @@ et al., arXiv 2307.09288) and Llama 3 (Grattafiori et al., arXiv 2407.21783, tab
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is distributed and trained.
+    """The way a model is distributed and trained.
 
     Attributes:
         zero: the ZeRO stage over the axis "dp".

@@ -104,30 +104,30 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
 
 
 def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
-    asked = (f"from {before}", f"to   {after}")
+    operands = (f"from {before}", f"to   {after}")
     if before.shape != after.shape:
         raise LayoutError(
             f"a redistribution keeps the shape, and {before.shape} is not {after.shape}",
-            operands=asked,
+            operands=operands,
         )
     if after.dtype and before.dtype != after.dtype:
         raise LayoutError(
             f"a redistribution keeps the dtype, and {before.dtype!r} is not {after.dtype!r}",
-            operands=asked,
+            operands=operands,
         )
     for layout in (before, after):
         layout.check_axes(mesh)
         if len({op for _, op in layout.partial}) > 1:
             raise LayoutError(
                 f"shares of two kinds are pending at once in {layout.brief()}",
-                operands=asked,
+                operands=operands,
                 reason="a maximum of sums is not a sum of maxima, and a layout has no order",
             )
     for axis, op in after.partial:
         if op != "sum" and (axis, op) not in before.partial:
             raise LayoutError(
                 f"nothing makes a pending {op} on axis {axis} of {before.brief()}",
-                operands=asked,
+                operands=operands,
                 reason=f"only an op makes a pending {op}; a redistribution makes only sums pending",
             )
 

@@ -218,11 +218,11 @@ def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
 
 def _describe_steps(run: RunFacts) -> str:
     """Returns how many steps ran; also which, if they are not all that were requested."""
-    first, last, asked = run.steps[0]["step"], run.steps[-1]["step"], run.options.get("steps")
+    first, last, requested = run.steps[0]["step"], run.steps[-1]["step"], run.options.get("steps")
     count = f"{len(run.steps):,}"
-    if first == 0 and asked in (None, len(run.steps)):
+    if first == 0 and requested in (None, len(run.steps)):
         return count
-    of = f" of {asked}" if asked is not None else ""
+    of = f" of {requested}" if requested is not None else ""
     return f"{count}{of}: {first} to {last}"
 
 
@@ -248,9 +248,11 @@ def _timeline_html(run: RunFacts) -> str:
 
 def _describe_other_ways(run: RunFacts) -> str:
     """Returns which collectives run in place of others that the step contains; "" if none."""
-    asked = {move["kind"] for move in run.moves if move["nbytes"]}
+    requested = {move["kind"] for move in run.moves if move["nbytes"]}
     run_there = {e.kind for e in run.timeline} & {*_COLLECTIVES}
-    others, gone = (", ".join(sorted(a - b)) for a, b in ((run_there, asked), (asked, run_there)))
+    others, gone = (
+        ", ".join(sorted(a - b)) for a, b in ((run_there, requested), (requested, run_there))
+    )
     if not others or not gone:  # what only reads a value is none of the step's moves
         return ""
     return f" Collectives are named by what the backend runs: {others}, to do {gone}."
@@ -542,15 +544,15 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
         outputs: the file that each option writes, or None, by option.
         inputs: files that the command reads.
     """
-    asked = {option: Path(path) for option, path in outputs.items() if path is not None}
-    for option, path in asked.items():
+    paths = {option: Path(path) for option, path in outputs.items() if path is not None}
+    for option, path in paths.items():
         folder = path.absolute().parent
         if not folder.is_dir() or path.is_dir():
             raise ValueError(f"{option}: {path} is not a file in an existing folder")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(f"{option}: {path} may not be written by this user")
     taken = {os.path.realpath(path): "is what is read" for path in inputs}
-    for option, path in asked.items():
+    for option, path in paths.items():
         if path.exists() and not path.is_file():  # a terminal or a pipe takes all that comes
             continue
         if os.path.realpath(path) in taken:

@@ -79,17 +79,17 @@ class RunFacts:
             self.timeline_source = facts["source"]
         elif event == "sample":
             self.sample = facts["prompt"] + facts["text"]
-        for attribute, name in _KEPT_AS_TOLD.get(event, {}).items():
+        for attribute, name in _FIELDS_OF_EVENT.get(event, {}).items():
             setattr(self, attribute, facts[name])
 
 
-_KEPT_AS_TOLD = {
+_FIELDS_OF_EVENT = {
     "layouts": {"layouts": "parameters"},
     "moves": {"moves": "moves"},
     "graph": {"memory": "memory", "passes": "passes"},
     "stopped": {"stopped": "message"},
 }
-"""Attributes of a run that are what an event has under a name."""
+"""For each event, attributes of a run and the names of their values in the event."""
 
 
 def read_logs(paths: Sequence[Path]) -> list[RunFacts]:

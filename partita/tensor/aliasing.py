@@ -200,9 +200,11 @@ def copy_as_on_one_device(
         return out, False
     with _disable_current_modes(), Local():
         alike = make_meta_twin(source)
-        asked: Any = (tuple(args[1:]), kwargs)
+        arguments: Any = (tuple(args[1:]), kwargs)
         of_type = func is T.to or func is T.type
-        others, named = _convert_options_to_meta(asked, out) if of_type else _convert_to_meta(asked)
+        others, named = (
+            _convert_options_to_meta(arguments, out) if of_type else _convert_to_meta(arguments)
+        )
         there = func(alike, *others, **named)
         if _share_memory(there, alike):
             return out, moved or not shared

@@ -261,7 +261,7 @@ def zeros(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.zeros, with the global `size`. Each rank makes only its own piece."""
+    """Returns a DTensor of zeros. `size` is global; each rank allocates only its own piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.zeros, spec, dtype, requires_grad, as_shares=True)
 
@@ -273,7 +273,7 @@ def empty(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.empty, with the global `size`. Each rank allocates only its own piece."""
+    """Returns an uninitialized DTensor. `size` is global; each rank allocates only its piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.empty, spec, dtype, requires_grad, as_shares=True)
 
@@ -285,7 +285,7 @@ def ones(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.ones, with the global `size`. Each rank makes only its own piece."""
+    """Returns a DTensor of ones. `size` is global; each rank allocates only its own piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.ones, spec, dtype, requires_grad)
 
@@ -299,7 +299,7 @@ def full(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.full, with the global `size`. Each rank makes only its own piece."""
+    """Returns a DTensor filled with `fill_value`. `size` is global; ranks allocate only pieces."""
     spec = spec_on_mesh(device_mesh, _normalize_size((size,)), placements)
     return _fill_pieces(partial(torch.full, fill_value=fill_value), spec, dtype, requires_grad)
 
@@ -318,7 +318,7 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.randn. In every layout, the values are those of one device with the same seed."""
+    """Returns a DTensor of normal values: in every layout those of one device with this seed."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
@@ -330,7 +330,7 @@ def rand(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.rand. In every layout, the values are those of one device with the same seed."""
+    """Returns a DTensor of uniform values: in every layout those of one device with this seed."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 

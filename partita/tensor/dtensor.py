@@ -263,7 +263,7 @@ class DTensor(torch.Tensor):
             return convert_gradient(x, given, spec.gradient, "to_local")
 
     def _piece(self) -> torch.Tensor:
-        """As `to_local`, for a program that computes on pieces: the gradient is the dual's."""
+        """Like `to_local`, for code that computes on pieces: the gradient has the dual layout."""
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with Local():
@@ -329,7 +329,7 @@ class DTensor(torch.Tensor):
         given = spec_on_wire(wire, spec.layout.shape, grad_placements)
         return convert_gradient(out, given, spec.whole, "full_tensor")
 
-    # -- memory, of which each rank has another part ---------------------------------------------
+    # -- memory: each rank has another part of it ------------------------------------------------
 
     def as_subclass(self, cls: type) -> Any:
         """Raise an error: a DTensor has no global memory for another class.
@@ -610,8 +610,8 @@ def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Ten
 
 def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None:
     def format_call(gradient: Placement) -> str:
-        asked = spec.used_differently
-        given = [gradient if a in asked else p.dual() for a, p in spec.by_axis()]
+        axes = spec.used_differently
+        given = [gradient if a in axes else p.dual() for a, p in spec.by_axis()]
         text = ", ".join(map(_format_placement, given))
         if op == "to_local":
             return f"x.to_local(grad_placements=[{text}])"

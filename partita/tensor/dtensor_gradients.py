@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction as Unheard  # by modes, too
+from torch._C import DisableTorchFunction  # also disables modes
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 from torch.autograd import Function
@@ -78,7 +78,7 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
 def gradient_of(x: DTensor) -> DTensor | None:
     """The gradient of this tensor, as a DTensor. Repeated reads return the same object."""
     _show_gradient(x)
-    with Unheard():
+    with DisableTorchFunction():
         grad = _grad.__get__(x)
         if grad is None:
             return None
@@ -126,20 +126,20 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         grad = _lay_out_gradient(x, grad)
         if find_origin(grad) is None:
             note_gradient(grad, x)
-        with Unheard():
+        with DisableTorchFunction():
             fits = grad.shape == x.shape
         if not fits:  # ZeRO leaves each rank a shard of it
             store_gradient(x, grad)
             return
         _note_owner(grad, x)
-    with Unheard():
+    with DisableTorchFunction():
         _grad.__set__(x, grad)
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
     """Set `x.grad = None` for each tensor; fast if there is none."""
     shown = None
-    with Unheard():
+    with DisableTorchFunction():
         for x in tensors:
             layouts = state_of(x).zero_layouts
             if layouts is not None and layouts.owner is not shown:
@@ -153,7 +153,7 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
 def _del_grad(x: DTensor) -> None:
     _show_gradient(x)
     _unmark_settled(x)
-    with Unheard():
+    with DisableTorchFunction():
         _grad.__delete__(x)
 
 
@@ -518,15 +518,15 @@ _node = _base.grad_fn.__get__
 def _grad_fn_of(x: DTensor) -> Any:
     """The autograd node that made this tensor, as in torch.
 
-    Users get a `NodeOfPieces`: the node sees local pieces, so hooks get DTensors or are refused.
-    Code of torch and partita gets the node itself.
+    User code gets a `NodeOfPieces`, whose hooks get DTensors; code of torch and partita gets the
+    node itself, which computes on local tensors.
     """
     with Local():
         node = _node(x)
     if node is None:
         return None
-    asks = sys._getframe(1).f_globals.get("__name__", "")
-    if asks.startswith(("torch.", "partita.")) and asks != torch_module.__name__:
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if caller.startswith(("torch.", "partita.")) and caller != torch_module.__name__:
         return node
     state = own_state(x)
     if state.node is None or state.node.node is not node:

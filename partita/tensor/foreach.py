@@ -37,7 +37,7 @@ from .tensor_state import Args, Function, Kwargs, Spec, spec_of
 
 
 class _ListPlan:
-    """How foreach calls of one key are run.
+    """The plan of foreach calls with one key.
 
     Attributes:
         wires: for each position, if not all are on one mesh; None for plain tensors.
@@ -348,13 +348,13 @@ def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tens
 
 
 def _reduce_norms(
-    values: torch.Tensor, wire: Wire, axes: set[str], ord: float, asked: str
+    values: torch.Tensor, wire: Wire, axes: set[str], ord: float, needed_by: str
 ) -> torch.Tensor:
     op = "sum" if not math.isinf(ord) else "max" if ord > 0 else "min"
     shape = tuple(values.shape)
     before = Layout(shape, partial=tuple((a, op) for a in wire.mesh.names if a in axes))
     for move in plan(before, Layout(shape), wire.mesh, values.element_size()).moves:
-        values = wire.carry(move, values, op=asked, reason="settle")
+        values = wire.carry(move, values, op=needed_by, reason="settle")
     return values
 
 
@@ -411,7 +411,7 @@ OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 
 
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
-# torch's own DTensor enters itself in the same way.
+# torch's own DTensor adds itself to the same list.
 def let_clip_use_foreach(kind: type[torch.Tensor]) -> None:
     """Make torch's gradient clipping use one foreach call for tensors of this class."""
     if kind not in _in_clip:

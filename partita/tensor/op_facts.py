@@ -262,7 +262,7 @@ class Cast(enum.Enum):
     """The cast that autocast applies to floating-point operands of an op (never to float64)."""
 
     FLOAT32 = "to float32"
-    FLOAT32_UNLESS_TOLD = "to float32, unless the call gives a dtype"
+    FLOAT32_UNLESS_GIVEN = "to float32, unless the call gives a dtype"
     LOWER = "to autocast's dtype"
     WIDEST = "to the widest of them"
     NONE = "nothing, and what is inside is not cast either"
@@ -396,7 +396,8 @@ _CASTS = {
         matmul mm mv prelu scaled_dot_product_attention""",
     Cast.WIDEST: """addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put
         scatter_add stack tensordot vdot""",
-    Cast.FLOAT32_UNLESS_TOLD: """cumprod cumsum frobenius_norm linalg_matrix_norm linalg_vector_norm
+    Cast.FLOAT32_UNLESS_GIVEN: """cumprod cumsum frobenius_norm linalg_matrix_norm
+    linalg_vector_norm
         log_softmax norm nuclear_norm prod softmax sum""",
 }
 
@@ -435,8 +436,8 @@ def cast_of(op: str, device_type: str) -> Cast | None:
         composite = any(has_kernel(o, "CompositeImplicitAutograd") for o in overloads)
         return None if composite else Cast.NONE
     cast = facts_of_function(op).autocast
-    is_told = cast is Cast.FLOAT32_UNLESS_TOLD and device.autocast_heeds_dtype
-    return cast if is_told or cast in (Cast.LOWER, Cast.WIDEST) else Cast.FLOAT32
+    is_given = cast is Cast.FLOAT32_UNLESS_GIVEN and device.autocast_heeds_dtype
+    return cast if is_given or cast in (Cast.LOWER, Cast.WIDEST) else Cast.FLOAT32
 
 
 @contextmanager
@@ -498,8 +499,8 @@ def _choose_cast_dtype(cast: Cast, leaves: Sequence[Any], device: str) -> torch.
     if cast is Cast.WIDEST:
         has_wide = any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in leaves)
         return torch.float32 if has_wide else None
-    is_told = cast is Cast.FLOAT32_UNLESS_TOLD and any(isinstance(v, torch.dtype) for v in leaves)
-    return None if is_told or cast is Cast.NONE else torch.float32
+    is_given = cast is Cast.FLOAT32_UNLESS_GIVEN and any(isinstance(v, torch.dtype) for v in leaves)
+    return None if is_given or cast is Cast.NONE else torch.float32
 
 
 def _cast_floating(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:

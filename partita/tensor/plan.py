@@ -369,7 +369,7 @@ def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWor
         held = total = 1
         for name, axes in split.items():
             parts = wire.mesh_size(axes)
-            # Where only the kernel tells a size, or it is 0, the pieces are taken to be equal.
+            # A size that only the kernel knows, or that is 0, is assumed to be equal on all ranks.
             size = sizes.get(name) or parts
             held *= local_numel((size,), (axes,), wire.mesh)
             total *= size
@@ -529,7 +529,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
-"""How a parameter enters the key: an operand of a fixed sentence; read by the rule; read, and a
+"""The role of a parameter in the key: an operand of a fixed sentence; read by the rule; read, and a
 bool; not read; all remaining arguments.
 """
 

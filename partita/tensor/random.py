@@ -215,7 +215,7 @@ def run_with_generator_check(
     run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Returns `run(*args, **kwargs)`. Raise on all ranks if it drew from different generators."""
-    # A dropout that is switched off draws nothing: its numbers tell calls of one line apart.
+    # A disabled dropout draws nothing: its numbers distinguish the calls of one line.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
     key = (call_site(), "draw", op, numbers)
     if is_agreed(wire, key):

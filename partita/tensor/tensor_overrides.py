@@ -268,7 +268,7 @@ def _redistribute_value(value: Any, spec: Spec, x: torch.Tensor | None = None) -
         value = torch.tensor(value, dtype=x.dtype, device=x.device)
     whole = spec_of(Layout(tuple(value.shape), (), layout.partial, layout.invariant), spec.wire)
     if isinstance(value, DTensor):
-        # As it is where nothing moves: an alias's strides may tell a piece of x from itself.
+        # Unchanged if nothing is redistributed, because an alias may have other strides.
         same = value._spec is whole
         return value if same else moved(value, value._spec, whole, "setitem", "implicit")
     admit(value, spec.wire, "setitem")
@@ -285,7 +285,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
         raise IndexError(f"too many indices for tensor of dimension {len(spec.shape)}")
     at = next((i for i, e in enumerate(entries) if e is Ellipsis), len(entries))
     entries = entries[:at] + [slice(None)] * (len(spec.shape) - used) + entries[at + 1 :]
-    # Dimensions of x[...], of which None adds one to x's and an int takes one away.
+    # Dimensions of x[...]: None adds one to those of x, and an int removes one.
     result: list[int] = []
     added, taken = [], []
     ranges: list[Any] = []

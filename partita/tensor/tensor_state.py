@@ -22,12 +22,14 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch._C import DisableTorchFunction as Unheard  # by modes, too
-from torch._C import DisableTorchFunctionSubclass as Local
 
-# Not public, but a copy may be asked for where torch-function is disabled, and nothing else turns
-# it on again. Without it the view would be taken of the shard.
-from torch._C import _EnableTorchFunction
+# Private torch: a view copy may be made while torch-function is disabled, and nothing public
+# enables it again. Without it the view would be one of the local tensor.
+from torch._C import (
+    DisableTorchFunction,  # also disables modes
+    _EnableTorchFunction,
+)
+from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, is_alone, is_uneven, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
@@ -380,13 +382,13 @@ def own_state(x: torch.Tensor) -> TensorState:
 
 def count_writes(x: torch.Tensor) -> int:
     """Returns how many writes of `x` torch has counted (its version); 0 in inference mode."""
-    with Unheard():
+    with DisableTorchFunction():
         return 0 if x.is_inference() else x._version
 
 
 def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns `count_writes` of each tensor."""
-    with Unheard():
+    with DisableTorchFunction():
         try:
             return [x._version for x in tensors]
         except RuntimeError:  # one was made in inference mode and has no version
@@ -423,7 +425,7 @@ def note_other_memory(x: torch.Tensor) -> None:
     note_unseen_write(x)
     state = own_state(x)
     if (known := state.data) is not None:
-        with Unheard():
+        with DisableTorchFunction():
             is_same = known.untyped_storage()._cdata == x.untyped_storage()._cdata
         if not is_same:  # else what is written through it still counts
             state.unseen_writes += count_writes(known)
@@ -470,7 +472,7 @@ class CopiedView:
         """Returns `copy` if it is up to date, else a new copy of the same part of the source."""
         source = current(self.source)
         count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
-        with Unheard():
+        with DisableTorchFunction():
             unseen = WRITTEN_UNSEEN in vars(source.untyped_storage())
             is_counted = not (unseen or source.is_inference())
         if is_counted:
@@ -520,7 +522,7 @@ class Watcher(Protocol):
 
 
 class _Here(threading.local):
-    """What observes this thread, which runs a rank.
+    """The objects that intercept calls of this thread, which runs a rank.
 
     Attributes:
         watcher: the `Watcher` of calls, or None.

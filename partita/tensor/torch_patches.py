@@ -706,8 +706,8 @@ def _skip_dataclasses() -> None:
 on_first_wire(_skip_dataclasses)
 
 
-TOLD: list[str] = []
-"""The warning, once this process has given it."""
+WARNED: list[str] = []
+"""The warning, after this process has issued it."""
 
 
 def _refuse_dynamo(x: DTensor) -> Any:
@@ -717,8 +717,8 @@ def _refuse_dynamo(x: DTensor) -> Any:
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    if not TOLD:
-        TOLD.append(_SAID)
+    if not WARNED:
+        WARNED.append(_SAID)
         warnings.warn(_SAID, stacklevel=2)
     refusal = Unsupported(_SAID, "a DTensor of partita", skip_frame=True)
     refusal.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)

@@ -223,7 +223,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     wholes = [layout.shape for layout in inputs.values()]
     whole = form.local or call.func
     is_users = _is_of_users(form)
-    asks = not (is_users or facts_of_function(form.name).draws)
+    checks_refusal = not (is_users or facts_of_function(form.name).draws)
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
@@ -246,7 +246,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                 if found is None and not _takes_shapes(whole, args, kwargs, given_metas):
                     continue
                 refusal = None
-                if asks:
+                if checks_refusal:
                     refusal = _find_refusal(whole, args, kwargs, given_metas, wire.device)
                 if refusal is None:
                     break

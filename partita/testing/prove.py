@@ -127,7 +127,7 @@ def _prove_answer(
         unread = trial.find_unread()
         if unread:
             proof.wrong.append(
-                f'"{answer.text}": only the kernel tells the size of the result, and it may depend '
+                f'"{answer.text}": only the kernel knows the size of the result, and it may depend '
                 f"on {unread}, which the rule does not declare"
             )
     for row in bound.rows:

@@ -18,7 +18,7 @@ from partita.testing.op_layouts import CLASSES, distribute_argument
 from partita.testing.opinfo import form_of, list_names
 
 PLACES = [Replicate(), Shard(0), Shard(1), Partial()]
-CASTS = {Cast.FLOAT32, Cast.FLOAT32_UNLESS_TOLD, Cast.LOWER, Cast.WIDEST}
+CASTS = {Cast.FLOAT32, Cast.FLOAT32_UNLESS_GIVEN, Cast.LOWER, Cast.WIDEST}
 
 
 def listed() -> list[str]:

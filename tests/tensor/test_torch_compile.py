@@ -270,7 +270,7 @@ def test_a_compiled_function_takes_plain_tensors_and_dtensors_by_turns():
 
 
 def test_it_is_said_once_and_names_pt_compile(monkeypatch):
-    monkeypatch.setattr(torch_patches, "TOLD", [])
+    monkeypatch.setattr(torch_patches, "WARNED", [])
 
     def body(mesh):
         d = pt.distribute_tensor(X, mesh, [Replicate()])

@@ -16,9 +16,10 @@ from ..collective import PendingSum, PendingWork, Request, Splits
 from ..device import Device, empty_like
 
 WayOfSum = Literal["own", "gather", "exchange"]
-"""How an all-reduce sums: "own", by the backend's own; "gather", every rank gathers all shares and
-adds them in rank order; "exchange", ranks exchange shares, each sums its piece in rank order, and
-the pieces are gathered."""
+"""The way an all-reduce sums: "own", by the backend's own; "gather", each rank gathers all shares
+and adds them in rank order; "exchange", ranks exchange shares, each sums its piece in rank order,
+and the pieces are gathered.
+"""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

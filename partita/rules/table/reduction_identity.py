@@ -25,10 +25,10 @@ EXTREME = object()
 
 Identity = Any
 """A number, `EXTREME`, or a function of a call's arguments that gives one."""
-Asked = Callable[[Sequence[Any], dict[str, Any]], Identity]
+GetArgument = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
-def argument_getter(place: int, name: str, default: Any) -> Asked:
+def argument_getter(place: int, name: str, default: Any) -> GetArgument:
     """Returns a function of a call that returns the argument at `place` or with this `name`."""
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
 

@@ -269,7 +269,7 @@ class TensorBoardLog:
 
 
 def _as_code(text: str) -> str:
-    """Text as Markdown's code, which shows it as it is."""
+    """Returns text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

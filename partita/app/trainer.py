@@ -137,7 +137,7 @@ def build_model(options: Options, mesh: Any) -> GPT:
 
 
 def _make_eager_step(model: GPT, optimizer: Any, options: Options, emit: Emit) -> Run:
-    """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
+    """Returns a step that sums the gradients of micro-batches, updates, and returns the loss."""
     device = Device(next(model.parameters()).device.type)
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
@@ -382,7 +382,7 @@ class _CheckpointSchedule:
             self._pending_save = pt.async_save(self._state, self._path)
 
     def finish(self) -> None:
-        """The run is over: save what has not been saved."""
+        """Save the last step if it has not been saved. Call it at the end of the run."""
         self._wait_for_save()
         steps = self._options.steps
         if self._path is not None and self._saved < steps:
@@ -514,7 +514,7 @@ def _name_of_phase(name: str) -> str:
 
 
 def _stream_of(event: Any, on_gpu: bool) -> str:
-    """The stream that shows an event; "" for none: what is called within a call that is shown."""
+    """Returns the stream that shows an event; "" if it is inside another event that is shown."""
     is_collective = _kind_of(event.name) in _COLLECTIVES.values()
     if not is_of_host(event):
         return "links" if is_collective else "compute"

@@ -119,11 +119,11 @@ def full_state_dict(
 
 @dataclass
 class _FullCopies:
-    """Whole copies of tensors, one of each tensor. Every rank makes them together.
+    """Whole copies of tensors, one of each. All ranks make them together.
 
     Attributes:
-        keeps: this rank gets them; otherwise it only takes part in gathering.
-        device: of the copies; None: that of each tensor.
+        keeps: True if this rank gets them; otherwise it only takes part in gathering.
+        device: the device of the copies; None: that of each tensor.
         made: the copies so far, by the ids of the tensors.
     """
 
@@ -428,7 +428,7 @@ def patch_save_pretrained(kind: type) -> None:
 
 
 def _find_argument(call: inspect.BoundArguments, name: str, default: Any = None) -> Any:
-    """An argument of a call, a parameter of its own or one of those that `**kwargs` takes."""
+    """Returns an argument of a call: a parameter, or one that `**kwargs` accepts."""
     return call.arguments.get(name, call.kwargs.get(name, default))
 
 
@@ -758,7 +758,7 @@ def _make_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
-    """The header with checksums in the place of its blank; its own is taken with zeros there."""
+    """Returns the header with checksums. Its own is computed with zeros in its place."""
     blank = b"0" * 8 * (len(crcs) + 1)
     digits = b"".join(b"%08x" % crc for crc in crcs)
     digits += b"%08x" % zlib.crc32(header.replace(blank, digits + b"0" * 8, 1))

@@ -91,7 +91,7 @@ NamedGroups = list[list[str]]
 
 
 def _number_parameters(raw: Any, names: NamedGroups) -> dict[str, Any] | None:
-    """The number of each parameter in a state dict of torch's form; None of any other dict."""
+    """Returns the index of each parameter in a state dict of torch's form; None for other dicts."""
     if not (isinstance(raw, Mapping) and set(_OF_TORCH) <= set(raw)):
         return None
     numbers = [g["params"] for g in raw["param_groups"]]
@@ -289,7 +289,7 @@ def _find_owner(
 
 
 def _allocate_state(at: KeyPath, one: Stored, owner: torch.Tensor | None) -> torch.Tensor | None:
-    """Memory for a tensor of an optimizer's state, laid out as its optimizer would lay it out."""
+    """Returns memory for a tensor of an optimizer's state, in the optimizer's layout."""
     size, dtype = one.size, one.dtype
     if size is None:  # a value, not a tensor: it is stored whole
         return None

@@ -232,7 +232,7 @@ class _SaveJob:
 
 
 def _compute_checksums(folder: Path, rows: list[Any]) -> list[int]:
-    """The checksum of each row's chunk, read from the one file that this rank has written."""
+    """Returns the checksum of each row's chunk, read from the file that this rank has written."""
     if not rows:
         return []
     (name,) = {name for *_, name, _, _ in rows}
@@ -377,7 +377,7 @@ def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
 
 
 def _reduce_partial(x: DTensor) -> DTensor:
-    """`x` reduced over its partial axes."""
+    """Returns `x` with its Partial axes reduced."""
     return x.detach().redistribute(  # type: ignore[attr-defined]
         placements=[Replicate() if p.is_partial() else p for p in x.placements]
     )
@@ -447,10 +447,7 @@ def _is_of_python(value: Any) -> bool:
 
 
 def _canonicalize_value(value: Any) -> str | None:
-    """Returns a value as text, whatever the order of sets.
-
-    None of objects whose content cannot be seen.
-    """
+    """Returns a value as text, with sets in order; None for objects with unknown content."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {_hash_tensor(value)}"

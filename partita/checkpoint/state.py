@@ -139,7 +139,7 @@ def _find_modules(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, torch.nn
 
 
 def _open_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
-    """(Its state dict, by names without torch.compile's parts; a function that loads this back.)"""
+    """Returns the module's state dict, with plain names, and a function that loads it back."""
     own = module.state_dict()
     names = strip_wrapper_names(own)
     held = {names[name]: value for name, value in own.items()}

@@ -255,7 +255,7 @@ def _error_from_json(parts: dict[str, Any]) -> BaseException:
 
 
 def _known_error(name: str) -> type[BaseException] | None:
-    """Python's error of that name, or one of partita's with the arguments of LayoutError."""
+    """Returns the built-in error class with this name, or one of partita's LayoutErrors."""
     found = getattr(builtins, name, None)
     if isinstance(found, type) and issubclass(found, BaseException):
         return found
@@ -420,7 +420,7 @@ class ControlPlane:
         return _compute_outcomes([mine], answer)[0]
 
     def _start_background(self, why: str, shown: str) -> Decide:
-        """Meet the other ranks; how ranks decide in the background then."""
+        """Meet the other ranks. Returns the `decide` function for the background thread."""
         return lambda mine, answer: _compute_outcomes([mine], answer)[0]
 
     def _wait_until_all_started(self) -> None:

@@ -297,7 +297,7 @@ class Transport:
         return None
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        """`run_collective`, of a dtype that the backend has."""
+        """Run a collective, as `run_collective`, for a dtype that the backend has."""
         raise NotImplementedError
 
     def begin_collective(
@@ -391,7 +391,7 @@ def _all_gather_pieces(
 
 
 def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
-    """Each member of the group gets its piece of every `x`, which are cut into equal ones.
+    """Exchange equal pieces of `x` between the group's members.
 
     A graph holds no list of sizes, which would grow with the group.
     """

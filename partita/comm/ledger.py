@@ -526,7 +526,7 @@ def _is_of_script(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of_file(name: str) -> Literal["partita", "library", "no file", "user"]:
-    """Whose code a file has: a library is torch, numpy or Python's own."""
+    """Returns the owner of a file's code: torch, numpy and Python's own count as libraries."""
     if name.startswith(_PARTITA):
         return "partita"
     if name.startswith((_TORCH, "<frozen ")) or _NUMPY in name:

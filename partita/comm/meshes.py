@@ -143,7 +143,7 @@ def _mesh_of_world(wire: RankWire, sizes: tuple[int, ...], names: Sequence[str] 
 
 
 def _world_size() -> int | None:
-    """The number of ranks of the job; None where there is no job, which torch will report."""
+    """Returns the number of ranks of the job; None if there is no job, which torch reports."""
     if dist.is_initialized():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "")
@@ -151,7 +151,7 @@ def _world_size() -> int | None:
 
 
 def _fit_sizes_to_world(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
-    """`sizes` with one of them changed so that they make `world`; else all in the first."""
+    """Returns sizes whose product is `world`: one of `sizes` changed, or else all in the first."""
     for i in range(len(sizes)):
         rest = math.prod(sizes[:i] + sizes[i + 1 :])
         if rest and world % rest == 0:

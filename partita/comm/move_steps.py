@@ -56,7 +56,7 @@ def prepare(move: Move, transport: Transport) -> Step:
 
 
 class _Requests(dict[str, Request]):
-    """The request of a move, by the op that needs it; made once for each."""
+    """The requests of a move, one for each op that needs it."""
 
     def __init__(self, move: Move, get: Splits | None = None, send: Splits | None = None):
         self._move, self._segments = move, (get, send)
@@ -288,7 +288,7 @@ def _slices_within(
 
 
 def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """`x`, contiguous, with zeros behind it that fill `shape`."""
+    """Returns contiguous `x` padded with zeros at its end to `shape`."""
     if x.shape == shape:
         return x.contiguous()
     n = x.numel()
@@ -325,12 +325,12 @@ def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_Run]:
 
 
 class _PieceBlock(NamedTuple):
-    """The pieces, all of one shape, that some ranks hold of what one rank holds.
+    """A block of pieces of one shape, each for another rank, in one rank's local tensor.
 
     Attributes:
-        axes: for each axis of the grid of ranks the first rank, how many ranks, the distance of two
-            pieces, and the dimension that it cuts.
-        start: for each dimension, where the first piece begins.
+        axes: for each axis of the grid of ranks: the first rank, the number of ranks, the distance
+            of two pieces, and the dimension that it splits.
+        start: for each dimension, the offset of the first piece.
         piece: the shape of each piece.
     """
 
@@ -457,7 +457,7 @@ class Side:
         return unpack_pieces
 
     def _find_blocks(self) -> list[_PieceBlock]:
-        """Returns the pieces for each rank of the grid, but for empty ones."""
+        """Returns the pieces for each rank of the grid, except empty ones."""
         if math.prod(self.shape) == 0:
             return []
         found = []

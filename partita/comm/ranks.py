@@ -140,11 +140,11 @@ class World:
         self._resume_next_rank(r)
 
     def _resume_next_rank(self, r: int) -> None:
-        """Hand the baton to the next rank that can run. Called by the rank that has it."""
+        """Let the next rank run that can. Called by the running rank."""
         waiting = [i for i, turn in enumerate(self._turns) if turn.state == WAITING]
         ready = any(turn.state == READY for turn in self._turns)
         if waiting and (self._stopped or not ready):
-            verdict = self._stopped or self._nobody_can_go_on(waiting)
+            verdict = self._stopped or self._make_deadlock_verdict(waiting)
             for i in waiting:
                 self._turns[i].stop(verdict)
         for turn in self._turns[r + 1 :] + self._turns[: r + 1]:
@@ -216,8 +216,8 @@ class World:
                 if turn.state != ENDED:
                     turn.stop(verdict)
 
-    def _nobody_can_go_on(self, waiting: list[int]) -> _Verdict:
-        """Each rank waits for one that waits elsewhere or has ended: name such a pair."""
+    def _make_deadlock_verdict(self, waiting: list[int]) -> _Verdict:
+        """Returns the verdict of a deadlock. It names two ranks that wait for different calls."""
         for r in waiting:
             call = self._turns[r].call
             assert call is not None
@@ -256,10 +256,10 @@ class _Turn:
 
     Attributes:
         generator: the state of the CPU's generator when the rank last stopped.
-        go: a lock, held until the rank gets the baton.
-        call: the call that it waits in.
-        verdict: why it must stop.
-        failure, result: what its function has raised, or returned.
+        go: a lock that is released when it is this rank's turn.
+        call: the call in which it waits.
+        verdict: the reason why it must stop, or None.
+        failure, result: the exception or the result of its function.
     """
 
     generator: torch.Tensor
@@ -334,7 +334,7 @@ class MeetingCall:
 
 
 def _find_differing(calls: list[MeetingCall]) -> tuple[MeetingCall, MeetingCall] | None:
-    """Two calls that disagree, one of them the first of all or of its group; None if all agree."""
+    """Returns two calls that differ, one of them the first of all or of its group, or None."""
     first_of: dict[tuple[int, ...], MeetingCall] = {}
     for call in calls:
         for first in (calls[0], first_of.setdefault(call.group, call)):
@@ -344,7 +344,7 @@ def _find_differing(calls: list[MeetingCall]) -> tuple[MeetingCall, MeetingCall]
 
 
 class _Verdict:
-    """Why ranks must stop. Makes an error for each of them, since each has its own traceback."""
+    """The reason why ranks must stop. Each rank gets its own error, with its own traceback."""
 
     def __init__(self, fact: str, calls: tuple[str, ...] = (), cause: BaseException | None = None):
         self.fact, self.calls, self.cause = fact, calls, cause
@@ -370,7 +370,7 @@ def _is_from_verdict(error: BaseException) -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """`ValueError: the first line of its text`."""
+    """Returns the class of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

@@ -105,7 +105,7 @@ def _make_torch_placement(said: TorchPlacement) -> Any:
 
 
 def _wait_for_tensor(local: Any) -> torch.Tensor:
-    """`local`, once it has arrived: torch may return a collective's result before."""
+    """Returns `local` after waiting for it: torch may return a collective's pending result."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
@@ -435,7 +435,7 @@ def after_import(name: str, act: Callable[[Any], None]) -> None:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Finds one module, as the other finders do, and has it seen once it has run."""
+    """An import hook for one module, which calls a function after the module has been executed."""
 
     def __init__(self, name: str, act: Callable[[Any], None]):
         self._name, self._act = name, act

@@ -305,10 +305,11 @@ def is_uneven(layout: Layout, mesh: Mesh) -> bool:
 
 
 def _make_padded_step(move: Move, wire: TraceWire) -> Step:
-    """The step of a move between padded pieces, of equally many nodes for any number of ranks.
+    """Returns the step of a move between padded pieces; its number of nodes is independent of
+    ranks.
 
     Raises:
-        LayoutError: one move of its kind cannot make what it is to make.
+        LayoutError: a single move of its kind cannot lead to its result.
     """
     if move.kind == "mask":
         return lambda x, op: _keep_on_first(x, move, wire)
@@ -403,7 +404,7 @@ def _take_padded_piece(
 
 
 def _fill_where(x: torch.Tensor, dim: int, where: torch.Tensor, value: Any = 0) -> torch.Tensor:
-    """`x` with `value` at the places along `dim` that `where` marks."""
+    """Returns `x` with `value` where the mask `where` is True along `dim`."""
     return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
 
 
@@ -441,7 +442,7 @@ def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
 
 
 def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
-    """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
+    """Returns `x`, which has padded pieces end to end along a dimension, without their padding."""
     padded, length = _outer_length(cut, wire)
     if isinstance(length, int) and ends_last(length, cut.parts):
         return x.narrow(cut.dim, 0, length)
@@ -496,7 +497,7 @@ def _keep_on_first(x: torch.Tensor, move: Move, wire: TraceWire) -> torch.Tensor
 
 
 def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
-    """`x`, contiguous, in memory of its own, where an uneven cut's copy is not that already."""
+    """Returns `x` in contiguous memory of its own. For uneven cuts, `x` is a copy already."""
     if all(cut.even for cut in cuts):
         return x.clone(memory_format=torch.contiguous_format)
     return x.contiguous()
@@ -508,7 +509,7 @@ def _row_of(cut: Cut, wire: TraceWire, device: torch.device) -> torch.Tensor:
 
 
 def _place_of(cut: Cut, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
-    """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
+    """Returns `(start, length)` of this rank's piece in the piece that the axes `inner` split."""
     parts, places = wire.stack(cut.inner)
     _, outer = _outer_length(cut, wire)
     start, length = span(outer, parts, places)

@@ -416,7 +416,7 @@ def forget_histories() -> None:
 
 
 def _find_store() -> Any:
-    """The job's store. From the first call on, this rank writes a post there when it ends."""
+    """Returns the job's store. After the first call, this rank writes a post when it ends."""
     global _announces_exit
     if not _announces_exit:
         _announces_exit = True
@@ -557,7 +557,7 @@ def _asks_otherwise(post: Post, other: Post) -> bool:
 
 
 def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int) -> LayoutError:
-    """Write the verdict, unless another rank has; the error of the verdict that stands."""
+    """Write the verdict, unless another rank has. Returns the error of the one that was written."""
     lines = [
         f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
         for r, p in sorted(posts.items())
@@ -577,7 +577,7 @@ def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: in
 
 
 def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
-    """The lines without those whose post has the same text as an earlier one; at most eight."""
+    """Returns at most eight lines, one for all posts with the same text."""
     seen: dict[str, str] = {}
     for line, (_, post) in zip(lines, sorted(posts.items()), strict=True):
         seen.setdefault("" if post is None else post["text"], line)

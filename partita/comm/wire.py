@@ -470,7 +470,7 @@ class MeshHandle:
         return self._at[self._resolve_mesh_dim(mesh_dim)]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> MeshHandle:
-        """The mesh of the ranks that differ from this along `names` only, axes in that order."""
+        """Returns the sub-mesh along the axes `names`, in that order."""
         names = (names,) if isinstance(names, str) else tuple(names)
         if names == self.mesh_dim_names:
             return self
@@ -613,7 +613,7 @@ class _DryGroup(NamedTuple):
 def _begin_alone(
     group: _DryGroup, out: torch.Tensor, x: torch.Tensor, request: Request
 ) -> PendingWork:
-    """Put this rank's share where it belongs; what others would send is zeros."""
+    """Write this rank's own part of the result; the parts of other ranks are zeros."""
     n, own, kind = group.members, group.number, request.kind
     if kind == "reduce_scatter":
         out.view(-1).copy_(x.reshape(n, -1)[own])
@@ -626,7 +626,7 @@ def _begin_alone(
 
 
 def _allocate(nbytes: int, like: torch.Tensor) -> None:
-    """Allocate and free so many bytes where `like` is."""
+    """Allocate and free so many bytes on the device of `like`, as the backend would."""
     if nbytes:
         torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 

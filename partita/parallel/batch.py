@@ -140,7 +140,7 @@ def _describe_batch(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
 
 
 def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
-    """Raise on all ranks unless all have read one batch."""
+    """Raise on all ranks unless all ranks have read the same batch."""
     fixes = (
         Fix('each_rank_has="piece"', "where each rank has read its own rows"),
         Fix("one order of rows on every rank", "the same seed, and no DistributedSampler"),

@@ -136,7 +136,7 @@ def _padded_numel(shape: Sequence[int], n: int) -> int:
 
 
 def _find_runs(whole: Spec, shard: Spec, axes: tuple[str, ...], length: int) -> list[_Run]:
-    """`_FlatPiece.runs`."""
+    """Returns the runs of a parameter, for `_FlatPiece.runs`."""
     runs: list[_Run] = []
     for rank, (start, count) in enumerate(_find_rank_spans(whole, shard, axes, length)):
         last = runs[-1] if runs else None
@@ -390,7 +390,7 @@ class FlatBuffer:
         return len(self.pieces) == 1 and self._is_in_order
 
     def _sort_by_parameter(self, out: torch.Tensor) -> None:
-        """Copy what has arrived in `out` to where it belongs in the gathered storage."""
+        """Copy the gathered data in `out` to the parameters' positions in the gathered storage."""
         come = out.view(self.n, self.length).split_with_sizes(self._lengths, 1)
         if self._rows:  # with their padding: one copy of each
             torch._foreach_copy_(self._rows, come)
@@ -512,7 +512,7 @@ _storage_of = torch._C.TensorBase.untyped_storage
 
 
 class _Released:
-    """Stands in place of a view's spec: every use raises, also as a part of a plan's key."""
+    """The spec of a released view: every use raises, also as a part of a plan's key."""
 
     # These may be read without an error: of the memory, and that it is gone, one may ask.
     is_whole = True

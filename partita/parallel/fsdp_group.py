@@ -688,7 +688,7 @@ class _Reducing:
     pieces: Sequence[torch.Tensor] = ()
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Wait, once; this rank's pieces."""
+        """Wait for the reduction, once. Returns this rank's pieces."""
         if self.wait is not None:
             self.pieces, self.wait = self.wait(), None
         return self.pieces

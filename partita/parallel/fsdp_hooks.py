@@ -157,7 +157,7 @@ class _BlockHooks:
                         t.register_hook(call.begin_backward)
 
     def _finish_forward(self) -> None:
-        """A forward of one of the block's modules has ended, or was aborted."""
+        """End a forward of one of the block's modules, which may have been aborted."""
         group = self.group
         if not group.open_forwards:
             return
@@ -249,7 +249,7 @@ class _ForwardCall:
         return node is not None and node._sequence_nr() >= self.since
 
     def begin_backward(self, *_: Any) -> None:
-        """The first gradient of an output is here."""
+        """Begin the backward of this forward: the first gradient of an output has arrived."""
         group = self.group
         if self in group.calls_in_backward or not self.needs:
             return
@@ -279,7 +279,7 @@ class _ForwardCall:
             self._install_for_reruns()
 
     def watch_gradients(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Aliases of the gathered parameters, so that it is noted when a gradient is complete."""
+        """Returns aliases of the gathered parameters that report when a gradient is complete."""
 
         def watch(t: torch.Tensor, p: DTensor) -> torch.Tensor:
             assert self.counts is not None
@@ -295,7 +295,7 @@ class _ForwardCall:
         return [watch(t, p) if t.requires_grad and p in hooked else t for t, p in pairs]
 
     def release_when_complete(self, what: str) -> None:
-        """The gradients of the "parameters", or of the "inputs", are complete."""
+        """Record that gradients of "parameters" or "inputs" are complete; release if both are."""
         self._came.add(what)
         if self._came >= self._to_come:
             self._came.clear()
@@ -337,7 +337,7 @@ class _ForwardCall:
                 held[group, k] = shares
 
     def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """The same where the gradients are to be differentiated again (`create_graph=True`)."""
+        """Reduce gradients that are to be differentiated again (`create_graph=True`)."""
         group, zero, shards = self.group, self.group.zero, self.shards
         for i, g in zip(group.order, grads, strict=True):
             if g is not None:
@@ -349,7 +349,7 @@ class _ForwardCall:
 
 
 def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
-    """Put the gathered parameters into the modules of a block; tied to their shards for `call`."""
+    """Set gathered parameters in the modules of a block, connected to their shards for `call`."""
     with Local():
         if call is not None and call.trains:
             token = group.zero.token(group)
@@ -365,7 +365,7 @@ def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
 
 
 class _GatherBlock(torch.autograd.Function):
-    """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
+    """The autograd node from shards (by a token) to gathered parameters; it reduce-scatters."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, call: _ForwardCall) -> Any:
@@ -388,7 +388,7 @@ class _GatherBlock(torch.autograd.Function):
 
 
 def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
-    """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
+    """Returns an alias of the input `t` of a block that notifies `call` of its full gradient."""
     with Local():
         out = t.view_as(t)
         out.register_hook(lambda _: call.release_when_complete("inputs"))
@@ -586,7 +586,7 @@ class _GraphGather:
         self.depth = 0
 
     def begin(self) -> None:
-        """A forward of one of the block's modules begins."""
+        """Begin a forward of one of the block's modules."""
         self.depth += 1
         if self.depth > 1:  # a tied weight's other module, or the same module again, within
             return
@@ -603,7 +603,7 @@ class _GraphGather:
             )
 
     def end(self) -> None:
-        """The forward has ended, or was aborted."""
+        """End the forward, which may have been aborted."""
         HERE.trace.run_without_profiling(self._end_forward)
 
     def _end_forward(self) -> None:
@@ -631,7 +631,7 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 
 
 def _gather_parameter(p: DTensor, group: FsdpGroup, reason: str) -> DTensor:
-    """`p` gathered, with a history."""
+    """Returns `p` gathered, differentiable."""
     after = group.zero.make_unsharded_spec(p._spec)
     dtypes = group.zero.precision.dtypes_of(p.dtype)
     if set(dtypes) == {p.dtype}:

@@ -293,7 +293,7 @@ def _step_as_plain(
 
 
 def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
-    """Gradients, parameters, and what an optimizer's state has of them that is a DTensor."""
+    """Returns the DTensors among gradients, parameters and the optimizer's state."""
     state = optimizer.state
     with DisableTorchFunction():
         tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
@@ -314,7 +314,7 @@ def _run_step(
 
 
 def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
-    """True if each parameter's gradient and state have the parameter's own layout."""
+    """True if each parameter's gradient and state have the parameter's layout."""
     if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
         return False
     with DisableTorchFunction():

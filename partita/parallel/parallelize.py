@@ -270,7 +270,7 @@ class _OutputsHook:
 
 
 def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTensor:
-    """`value` with the axes of `places` laid out so, the others as they are. Differentiable.
+    """Redistribute `value` on the axes in `places`. Returns the result. Differentiable.
 
     Raises:
         LayoutError: no tensor, one of another mesh, or a shard dimension out of range.
@@ -381,7 +381,7 @@ class _ParsedPlan:
     # -- parameters --------------------------------------------------------------------------------
 
     def _read_parameters(self, plan: Mapping[str, Places | None]) -> None:
-        """Note where parameters go."""
+        """Record the layouts of parameters."""
         held_tensors = find_parameters_and_buffers(self.model)
         for held in held_tensors:
             # Patterns do not apply to buffers.
@@ -441,7 +441,7 @@ class _ParsedPlan:
     # -- modules -----------------------------------------------------------------------------------
 
     def _read_boundaries(self, plan: Mapping[str, list[Inputs | Outputs]]) -> None:
-        """Note which modules get hooks."""
+        """Record the modules that get hooks."""
         names: dict[nn.Module, list[str]] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(plain_name(name))

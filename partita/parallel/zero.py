@@ -254,7 +254,7 @@ def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
 def _take_over(
     model: nn.Module, axes: tuple[str, ...], stage: int, precision: MixedPrecision | None
 ) -> list[nn.Module]:
-    """Detach the states of the modules in `model` to which `zero` was applied; these modules.
+    """Detach the states of modules in `model` to which `zero` was applied. Returns the modules.
 
     Raises:
         LayoutError: they were sharded otherwise, or `model` lies within a sharded model.

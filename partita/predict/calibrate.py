@@ -193,9 +193,9 @@ def _fit_collectives(
 def _fit_lines(
     points: Mapping[int, Sequence[tuple[float, float]]],
 ) -> tuple[float, dict[int, float]]:
-    """Parallel lines through several sets of points: their slope, and the intercept of each.
+    """Fit parallel lines to several sets of points. Returns the slope, and each intercept.
 
-    None of these is below 0: where one would be, the slope is that of a line through 0.
+    No intercept is negative: if one would be, the slope is that of a line through 0.
     """
     means = {key: tuple(map(fmean, zip(*each, strict=True))) for key, each in points.items()}
     apart = [(x - means[k][0], y - means[k][1]) for k, each in points.items() for x, y in each]
@@ -207,7 +207,7 @@ def _fit_lines(
 
 
 def _fit_link(collectives: Mapping[str, MeasuredCurve], ranks: int) -> Link:
-    """Latency and bandwidth at which the ring formulas give what was measured of all-reduces."""
+    """Returns the link for which the ring formulas give the measured times of all-reduces."""
     curve = collectives.get(f"all_reduce-{ranks}")
     if curve is None:
         return Link(1e-6, 1e12)
@@ -411,7 +411,7 @@ def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
 
 
 def _take_turns(pools: dict[int, list[torch.Tensor]], elements: int) -> Callable[[], torch.Tensor]:
-    """Gives one tensor of a size after the other; all above 0."""
+    """Yields one tensor of a size after the other, with positive values."""
     if elements not in pools:
         count = min(max(_POOL // (4 * elements), 3), 64)
         pools[elements] = [torch.rand(elements) + 0.5 for _ in range(count)]

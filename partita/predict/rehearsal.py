@@ -381,7 +381,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
             create.
     """
     schedule = _Schedule()
-    with _EagerFakes(schedule), schedule.told_of_updates(), _errors_explained():
+    with _EagerFakes(schedule), schedule.watching_optimizers(), _errors_explained():
         step, args = make()
         step(*args)
         with _disable_current_modes():
@@ -432,7 +432,7 @@ class _Schedule(MemoryCount):
             self._buffers.append(self._make_buffer(held.nbytes, at))
 
     def add_workspace(self, nbytes: int) -> None:
-        """A kernel takes so many bytes beside its results while it runs."""
+        """Record that a kernel needs so many bytes in addition to its results while it runs."""
         at = len(self._places) - 1
         self._buffers.append(replace(self._make_buffer(nbytes, at), death=at + 1, passing=True))
 
@@ -449,7 +449,7 @@ class _Schedule(MemoryCount):
         return Memory(tuple(self._places), tuple(buffers), held)
 
     @contextmanager
-    def told_of_updates(self) -> Iterator[None]:
+    def watching_optimizers(self) -> Iterator[None]:
         """Set `stepping` to the optimizer of this thread that steps, inside the block."""
         thread = threading.get_ident()  # torch calls the hooks of all threads' optimizers
 
@@ -472,7 +472,7 @@ _NEVER = 1 << 60
 
 
 class _ScheduleMode(KernelMode):
-    """Makes each kernel a place of a schedule."""
+    """A mode that makes each kernel a place of a schedule."""
 
     def __init__(self, schedule: _Schedule):
         super().__init__()

@@ -272,7 +272,7 @@ def simulate_program(
 
 
 def _schedule_for(machine: Machine, program: Program, unread: int) -> Memory:
-    """The memory of a program, its kernels named as on the machine, and what no step reads."""
+    """Returns the memory of a program, with the machine's kernel names and bytes no step reads."""
     memory = scheduled(program)
     held = HeldInput("parameters that no step reads", "parameter", unread)
     # Kernels and collectives of CPUs need extra memory while they run; those of GPUs do not.
@@ -486,7 +486,10 @@ class _Player:
     def _seconds_of_collective(
         self, kind: str, ranks: int, sent: float, axes: Sequence[str], sizes: Mapping[str, int]
     ) -> float:
-        """Seconds once all ranks are there: by a link that is given, as measured, or by formula."""
+        """Returns the seconds of a collective after all ranks have begun it.
+
+        They come from a link that the user gave, from a measurement, or from a formula.
+        """
         curve = self.machine.collectives.get(f"{kind}-{ranks}")
         if curve is not None and self.machine.given_link(axes) is None:
             return curve.seconds_of(sent)

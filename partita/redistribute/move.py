@@ -356,7 +356,7 @@ def _seconds_one_way(kind: str, n: int, have: float, got: float) -> float:
 
 
 def _seconds_to_start(kind: str, n: int) -> float:
-    """Among thousands of ranks the pieces of an all-to-all are many messages, and small."""
+    """Returns the latency of a collective. An all-to-all of many ranks has many small messages."""
     return LATENCY * math.ceil((n - 1) / AT_ONCE) if kind == "all_to_all" else LATENCY
 
 

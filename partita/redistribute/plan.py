@@ -138,7 +138,7 @@ State = tuple[Stacks, tuple[str, ...]]
 
 
 class _PlanSearch:
-    """Uniform-cost search from `before` to `after` over the moves that could be of use."""
+    """A uniform-cost search from `before` to `after` over useful moves."""
 
     def __init__(self, before: Layout, after: Layout, mesh: Mesh, itemsize: int):
         self.before, self.mesh, self.itemsize = before, mesh, itemsize
@@ -147,7 +147,7 @@ class _PlanSearch:
         self.sizes: dict[Stacks, int] = {}
 
     def find_path(self) -> tuple[Move, ...]:
-        """The moves of the cheapest path; of several, one of those with the fewest moves."""
+        """Returns the moves of the cheapest path, among equal ones one with the fewest moves."""
         cost_of = {self.start: 0.0}
         came: dict[State, State] = {}
         done: set[State] = set()
@@ -176,7 +176,7 @@ class _PlanSearch:
         return tuple(move for move in moves if move is not None)
 
     def _next_steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
-        """`(letters before and after, ranks, op, where it leads)` of each move worth a try."""
+        """Yields `(letters before and after, ranks, op, next layout)` for each useful move."""
         stacks, places = state
         for place in dict.fromkeys(places):
             for free, base in self._find_movable_axes(state, place):

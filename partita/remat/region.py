@@ -169,7 +169,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)` as a region of a step that is being captured."""
+    """Run `fn(*args, **kwargs)` as a region of a step that is being captured."""
     recorder = HERE.trace
     if HERE.watcher is not None:  # inside another region, whose policy applies
         with recorder.region():
@@ -200,7 +200,7 @@ class _RegionMarker:
             return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that the mode announced."""
+        """Run a function of torch that the mode intercepted."""
         keep = self._keeps(kind.func, args, kwargs, kind.op)
         return self._run_marked(keep, partial(kind.func, *args, **kwargs))
 
@@ -221,13 +221,13 @@ class _RegionMarker:
         return self._run_marked(keep, run)
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """The program gives `x` this name."""
+        """Record that the program gives `x` this name."""
         is_named = self.policy.test is None and name in self.policy.names
         if is_named or (self.policy.test and self._keeps(None, (x,), {}, "", name)):
             self.recorder.keep(x)
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Nothing to note: capture makes values of writes."""
+        """Do nothing: a capture converts writes to new values."""
 
 
 # -- budgets in bytes ------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def _settings_of_module(module: nn.Module | None) -> Any:
 
 
 class _BudgetedFunction(Wrapped):
-    """Stands for the forward of a module whose regions share a budget, or for one function."""
+    """A wrapper of a module's forward whose regions share a budget, or of one function."""
 
     def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):
         super().__init__(fn, module)

@@ -179,7 +179,7 @@ class _RegionRun:
         return (what, find_call_site(), inputs), tensors
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that the mode announced."""
+        """Run a function of torch that the mode intercepted."""
         if self._event is not None:
             return self._run_within(kind, args, kwargs)
         key, tensors = self._make_key(kind.op, args, kwargs)
@@ -197,7 +197,7 @@ class _RegionRun:
         return self._note_outputs(event, self._run_opaque(event, tensors, run), tensors)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """A function that `one_call` marked: one call if it is kept, else the calls inside."""
+        """Run a function marked by `one_call`: as one call if it is kept, else its inner calls."""
         run = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None:
             return run()
@@ -220,13 +220,13 @@ class _RegionRun:
         return (*key, self._count_key(key))
 
     def _run_unwatched(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Carry a redistribution, which is no part of the call that it is in."""
+        """Run a redistribution, which does not count as a part of the call that it is in."""
         kernels = self._kernels
         with watching(None), nullcontext() if kernels is None else kernels.pausing():
             return run()
 
     def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that is called within a call."""
+        """Run a function of torch that another call calls."""
         return kind.func(*args, **kwargs)
 
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
@@ -541,7 +541,7 @@ _FIXES = (
 
 
 class _AllSlotsFilled(BaseException):
-    """Ends a run whose slots are all met. No `except Exception` of the program may catch it."""
+    """Raised to end a run when all slots are filled. `except Exception` does not catch it."""
 
 
 def is_recomputing() -> bool:
@@ -628,7 +628,7 @@ class Recomputation(_RegionRun):
 
     @contextmanager
     def _within_call(self, event: RecordedCall) -> Iterator[None]:
-        """Within a call: its saved tensors fill its slots, and it draws the same random numbers."""
+        """Fill slots with tensors saved by the call in the block; draw the same random numbers."""
         before = (self._event, self._slot)
         self._event, self._slot = event, 0
         flops = 0 if self._flops is None else self._flops.total
@@ -805,7 +805,7 @@ class Recomputation(_RegionRun):
         )
 
     def _check_counts(self, enough: bool) -> None:
-        """Raise where of several calls of one key some were left out: it is unknown which."""
+        """Raise if some of several calls with one key did not occur: it is unknown which."""
         last = self._last_number()
         for (key, n), event in self.forward.events.items():
             left_out = event not in self._done and key in self._counts

@@ -74,7 +74,7 @@ class _BufferWrites:
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def note(self, t: torch.Tensor) -> None:
-        """`t` is going to be written."""
+        """Save the value of `t`, which is about to be written."""
         if not self.has(t):
             with Local(), torch.no_grad():
                 self._before[id(t)] = (weakref.ref(t), t.detach().clone())
@@ -154,7 +154,7 @@ class AmbientState:
 
 @dataclass(frozen=True)
 class _InputPlace:
-    """Stands in the arguments in place of the tensor of this number."""
+    """A placeholder in the arguments for the tensor with this index."""
 
     number: int
 
@@ -242,10 +242,10 @@ def storage_id(t: torch.Tensor) -> int:
 
 
 class _KeptResult:
-    """The kept result of one call, which returned `out`: later writes to that are noticed.
+    """The kept result of one call, which returned `out`. It detects later writes to `out`.
 
     Attributes:
-        copied: what is kept are copies, since the program wrote to the results.
+        copied: True if copies are kept, because the program wrote to the results.
     """
 
     def __init__(self, out: Any):
@@ -255,7 +255,7 @@ class _KeptResult:
         self.copied = False
 
     def copy(self) -> None:
-        """The program is going to write what was kept: keep a copy, as it is now."""
+        """Keep a copy of the result, which the program is about to write."""
         if not self.copied:
             with Local(), torch.no_grad():
                 self._replace_by_copies()
@@ -407,7 +407,7 @@ class _Result:
 
 
 class _KeptOutputs(torch.autograd.Function):
-    """Ties kept results in the second run to the call's inputs."""
+    """The autograd node that connects kept results in the second run to the call's inputs."""
 
     @staticmethod
     def forward(ctx: Any, what: str, outs: Sequence[torch.Tensor], *ins: torch.Tensor) -> Any:

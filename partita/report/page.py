@@ -137,7 +137,7 @@ def _figure_html(figure: Any) -> str:
 
 
 def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Numbers, sizes and times, which come as text with a leading digit, stand at the right."""
+    """Returns a table. Cells that begin with a digit are aligned to the right."""
     cells = "".join(f"<th>{_escape(h)}</th>" for h in head)
     lines = [f"<tr>{cells}</tr>"] if head else []
     for row in rows:
@@ -227,7 +227,7 @@ def _describe_steps(run: RunFacts) -> str:
 
 
 def _find_peak(memory: dict[str, Any]) -> int:
-    """Returns bytes of a rank at the place of the step at which most is held."""
+    """Returns the most bytes that a rank holds at any place of the step."""
     totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
     return int(sum(memory["held"].values()) + max(totals, default=0))
 
@@ -388,7 +388,7 @@ def _label(text: str) -> str:
 
 
 def _loss_figure(runs: Sequence[RunFacts]) -> Any:
-    """Loss and tokens per second of each step; the runs side by side."""
+    """Returns a figure of loss and tokens per second of each step, with the runs side by side."""
     figure = _new_figure("loss (nats per token)", "tokens per second")
     for run, color in zip(runs, _RUNS * len(runs), strict=False):
         steps = [s["step"] for s in run.steps]
@@ -413,7 +413,7 @@ def _loss_figure(runs: Sequence[RunFacts]) -> Any:
 
 
 def _memory_figure(run: RunFacts) -> Any:
-    """Memory over a step, stacked by class."""
+    """Returns a figure of memory over a step, stacked by class."""
     assert run.memory is not None
     places, live, held = run.memory["places"], run.memory["live"], run.memory["held"]
     kept = _places_shown([sum(at) for at in zip(*live.values(), strict=True)], len(places))

@@ -268,7 +268,7 @@ def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
 
 
 def _memory(at: str, value: Any) -> None:
-    """Memory of a step: of each class a number for each place."""
+    """Check the memory of a step: for each class a number for each place."""
     if value is None:  # of a step that was not captured
         return
     _MEMORY(at, value)
@@ -362,7 +362,7 @@ class HasTimeline(Protocol):
 
 
 def _trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
-    """A timeline as Perfetto (ui.perfetto.dev) and chrome://tracing read it, a thread a stream."""
+    """Returns a timeline in the JSON form of Perfetto and chrome://tracing, a thread per stream."""
     numbers: dict[str, int] = {}
     rows = [
         {
@@ -417,7 +417,7 @@ def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[Timeli
 
 
 def _join_events(events: Sequence[TimelineEvent]) -> TimelineEvent:
-    """One event for those of a stream that stand together."""
+    """Returns one event for several adjacent events of a stream."""
     if len(events) == 1:
         return events[0]
     by_kind: dict[str, float] = {}

@@ -166,7 +166,7 @@ def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def _subtract_max(x: Any, dim: Dim) -> tuple[Any, Any]:
-    """`(x - top, top)`, where top is the maximum of all pieces."""
+    """Returns `(x - top, top)`, where top is the maximum of all pieces."""
     top = reduced(partial_max(x, dim, True))
     top = top.masked_fill(top.abs() == math.inf, 0)
     return subtract_reduced(x, top), top

@@ -269,7 +269,7 @@ def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
 def _split_into_sections(
     before: Sequence[int], after: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The shortest runs of dimensions of both shapes that hold as many elements as each other."""
+    """Yields the shortest runs of dimensions of both shapes that have equally many elements."""
     if 0 in before:
         yield tuple(before), tuple(after)
         return
@@ -303,7 +303,7 @@ def _find_common_cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int,
 
 
 def _made_of(shape: tuple[int, ...], factors: list[tuple[str, int]], given: bool) -> list[str]:
-    """Each dimension of `shape` as the next of `factors`; `given` writes sizes that are needed."""
+    """Returns the text of each dimension of `shape`, a product of the next `factors`."""
     rest = iter(factors)
     dims = []
     for size in shape:
@@ -421,13 +421,13 @@ def _find_partial_addends(
 def _one_of_each(
     products: Sequence[tuple[int, ...]], able: frozenset[int]
 ) -> Iterator[frozenset[int]]:
-    """Each way to take one of the operands of every product that are `able` to be shares."""
+    """Returns each way to take one operand of every product that may be Partial (`able`)."""
     for choice in product(*(tuple(i for i in p if i in able) for p in products)):
         yield frozenset(choice)
 
 
 def _find_sharded_dim(name: str, dims: _Dims, sizes: dict[str, int]) -> int | None:
-    """The dimension that a split of `name` shards; None if none has it, WHOLE if it cannot be."""
+    """Returns the dimension that a split of `name` shards; None if none, WHOLE if impossible."""
     found: int | None = None
     for d, dim in enumerate(dims):
         if name in dim.names:
@@ -442,7 +442,7 @@ def _find_sharded_dim(name: str, dims: _Dims, sizes: dict[str, int]) -> int | No
 
 
 class _Number:
-    """Stands for an operand that is a Python number: whole everywhere, never a share."""
+    """An operand that is a Python number: whole on all ranks, never Partial."""
 
     def __repr__(self) -> str:
         return "NUMBER"

@@ -155,7 +155,7 @@ def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) ->
 
 
 def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) -> DTensor:
-    """`source` with the part that `copied` views replaced by `value`; both are gathered for it."""
+    """Returns `source` with the part that `copied` views replaced by `value`. Gathers both."""
     spec = source._spec
     whole = spec.invariant_of(spec.shape)
     with Local():

@@ -305,7 +305,7 @@ def full(
 
 
 def _draw_pieces(make: Function, spec: Spec, dtype: Any, requires_grad: bool) -> DTensor:
-    """A tensor of random numbers: every rank draws all of one device's, and keeps its piece."""
+    """Returns random numbers: each rank draws all numbers of one device, and keeps its piece."""
     draw = partial(make, spec.shape, dtype=dtype, device=spec.wire.device)
     whole = run_with_generator_check(draw, make.__name__, spec.wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
@@ -549,7 +549,7 @@ def _tie_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
 
 
 def _list_per_result(placements: Any) -> Any:
-    """`out_placements` as a tuple with one entry for each result."""
+    """Returns `out_placements` as a tuple with one entry for each result."""
     if placements is None or isinstance(own_placement(placements), Placement):
         return (placements,)
     several = all(p is None or isinstance(p, (list, tuple)) for p in placements)

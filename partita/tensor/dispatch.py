@@ -96,12 +96,12 @@ def _choose_run(op: Op) -> Run | None:
 
 
 def _calling_instead(function: Function) -> Run:
-    """Returns a run that calls `function` in place of the function that was called."""
+    """Returns a `run` function that calls `function` in place of the called function."""
     return lambda func, args, kwargs, op: function(*args, **kwargs)
 
 
 def _reading_numbers(run: Run) -> Run:
-    """`run`, after the numbers of the call that are given as DTensors were read."""
+    """Wraps `run`: numbers of the call that are passed as DTensors are read first."""
 
     def read_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
         if may_have_numbers(args, kwargs):
@@ -277,7 +277,7 @@ _installed: dict[str, Any] = {}
 
 
 def _install_fast_methods() -> None:
-    """Make the methods of DTensor whose key function is new."""
+    """Set fast methods of DTensor for ops whose key function is new."""
     if IN_C is None:
         return
     for name in FREQUENT_METHODS:

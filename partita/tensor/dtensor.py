@@ -356,7 +356,7 @@ class DTensor(torch.Tensor):
     # -- text ------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Layout and values: a pending value is reduced first, a sharded one shows its piece."""
+        """Shows the layout and the values (this rank's piece); a Partial value is reduced first."""
         value = current(self)
         if self._spec.is_pending:
             whole = [Replicate() if p.is_partial() else p for p in self.placements]
@@ -385,7 +385,7 @@ class DTensor(torch.Tensor):
 
 
 def _make_shard_property(name: str) -> property:
-    """A property that reads and sets an attribute of the piece directly: it is read often."""
+    """Returns a fast property for an attribute of the local tensor."""
     attribute = getattr(torch._C.TensorBase, name)
 
     def read(self: DTensor) -> Any:
@@ -467,7 +467,7 @@ def _run_moves(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -
 
 
 class _Moved(torch.autograd.Function):
-    """Forward a plan of moves; backward its transpose."""
+    """The autograd function of a plan of moves; its backward runs the transposed plan."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str) -> Any:
@@ -552,7 +552,7 @@ def alias_without_base(x: torch.Tensor) -> torch.Tensor:
 
 
 class _OnGradient(torch.autograd.Function):
-    """The identity, whose gradient is what `on_gradient(gradient, *args)` gives."""
+    """The identity, whose gradient is `on_gradient(gradient, *args)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
@@ -835,7 +835,7 @@ def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
 def _make_disagreement_error(
     local: torch.Tensor, layout: Layout, description: str, wire: Wire
 ) -> LayoutError:
-    """The error to raise where pieces do not fit. Every rank calls this: texts are gathered."""
+    """Returns the error for pieces that do not fit. Every rank calls this, to gather texts."""
     own_answer = [description, f"{layout.shards} {local.dtype}", list(local.shape)]
     gathered = [json.loads(t) for t in gather_texts(json.dumps(own_answer), wire)]
     texts = [text for text, _, _ in gathered]

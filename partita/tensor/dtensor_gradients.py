@@ -67,7 +67,7 @@ def _show_gradient(x: torch.Tensor) -> None:
 
 
 def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
-    """An alias of a plain tensor, which keeps its history where gradients are not recorded, too."""
+    """Returns a differentiable alias of a plain tensor, also inside `no_grad`."""
     if not t.requires_grad or torch.is_grad_enabled():
         return t.view_as(t)
     with torch.enable_grad():
@@ -235,7 +235,7 @@ assert _plain_backward is not None
 
 @implements(torch.autograd.backward)
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-    """torch.autograd.backward, from DTensors or towards them."""
+    """Run torch.autograd.backward with roots or inputs that are DTensors."""
     roots, seeds = _find_backward_seeds(tensors, grad_tensors)
     try:
         _plain_backward(roots, seeds, *args, **kwargs)
@@ -279,7 +279,7 @@ def _autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> Any:
-    """torch.autograd.grad, whose results are DTensors for inputs that are."""
+    """Run torch.autograd.grad. The gradients of DTensors are DTensors."""
     options: Any = (create_graph, only_inputs, allow_unused, False, materialize_grads)
     if is_grads_batched:
         return _grad_of_each(outputs, inputs, grad_outputs, retain_graph, *options)
@@ -350,7 +350,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
 
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
-    """`x.register_hook`."""
+    """Run `x.register_hook`, with a hook that gets DTensors."""
     _show_gradient(x)  # what came before is none of the hook's
     typed = type_hook(x, hook)
     with Local():
@@ -359,7 +359,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 
 @implements(T.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
-    """`x.register_post_accumulate_grad_hook`."""
+    """Run `x.register_post_accumulate_grad_hook` for a DTensor."""
     _show_gradient(x)
     typed = type_accumulate_hook(x, hook)
     with Local():
@@ -601,7 +601,7 @@ def mark_settled(x: DTensor) -> None:
     If the same object is the gradient of other tensors, this is recorded of them, too.
     """
     _watch_reduced_gradient(x)
-    with Unheard():
+    with DisableTorchFunction():
         grad = _grad.__get__(x)
     if grad is not None and len(state_of(grad).gradient_of) > 1:
         for other in _find_owners(grad):
@@ -629,7 +629,7 @@ def _watch_reduced_gradient(x: DTensor) -> None:
 
 
 def _unmark_settled(x: DTensor) -> None:
-    """Note that x has no settled gradient any more: take the hook off."""
+    """Remove the hook of `mark_settled`: x has no reduced gradient any more."""
     watch = state_of(x).reopens
     if watch is not None:
         number, _ = watch
@@ -868,7 +868,7 @@ def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
 
 
 def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], ...]) -> None:
-    """One all-reduce of a flat buffer, in which the gradients then live."""
+    """Reduce a bucket by one all-reduce of a flat buffer, whose views the gradients become."""
     mesh = wire.mesh
     pending = {axis for axis, _ in partial}
     others = tuple(a for a in mesh.names if a not in pending)
@@ -928,7 +928,7 @@ def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _make_typed_function(cls: type[Function]) -> type[Function]:
-    """`cls` with a backward that sees DTensors where its forward did."""
+    """Returns a subclass of `cls` whose backward gets DTensors where its forward did."""
     body: dict[str, Any] = {}
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

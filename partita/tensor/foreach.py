@@ -125,7 +125,7 @@ def _place_arguments(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, 
 
 
 def _run_with_moves(plan: _ListPlan, func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a call in which something has to move, or whose places are not of one mesh."""
+    """Run a call that needs redistributions, or whose tensors are on several meshes."""
     by_name = op.form.name in ("addcdiv", "addcmul")  # one for each place
     if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):
         args = (*args[:3], args[3].tolist())
@@ -318,7 +318,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
 
 
 def _hide_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
-    """`t` with values in its padding that do not change its norm."""
+    """Returns `t` with values in its padding that do not change its norm."""
     if not isinstance(t, DTensor):
         return t
     nothing = math.inf if ord < 0 else 0.0
@@ -383,7 +383,7 @@ def _foreach_norm(
 
 
 def _reduce_partial(t: torch.Tensor) -> torch.Tensor:
-    """`t`, reduced if it is Partial."""
+    """Returns `t`, reduced if it is Partial."""
     if not isinstance(t, DTensor) or not t._spec.is_pending:
         return t
     after = t._spec.reduced

@@ -103,7 +103,7 @@ def wrap_for_infinite_factors(
 
 
 def _is_looked_at(value: Any, layout: Layout | None, wire: Wire) -> bool:
-    """True if every rank sees the same of a factor."""
+    """True if every rank reads the same value of a factor."""
     if not isinstance(value, torch.Tensor):
         return value is not None
     is_real = value.is_floating_point() or value.is_complex()

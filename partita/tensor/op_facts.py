@@ -855,7 +855,7 @@ _OVERRIDES = types.SimpleNamespace(
 
 
 class _Torch(types.ModuleType):
-    """Replaces torch in a function that calls `torch.overrides.has_torch_function...`."""
+    """A replacement of `torch` in a function that calls `torch.overrides.has_torch_function...`."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -869,7 +869,7 @@ _entered_globals: dict[tuple[int, bool], dict[str, Any]] = {}
 
 
 def _make_globals_answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
-    """A copy of a module's globals in which nothing has a torch function. One per module."""
+    """Returns a copy of a module's globals in which `has_torch_function` is False. Cached."""
     key = (id(space), through_torch)
     if key not in _entered_globals:
         changed = dict(space)

@@ -675,7 +675,7 @@ class _Cache:
         self.lock = threading.RLock()
 
     def turn(self) -> None:
-        """The young become old, the old are dropped."""
+        """Begin a new generation: drop the old plans, and make the recent ones old."""
         for plans in self.ops:
             self.forgotten_hits += sum(p.hits for p in plans.old.values())
             plans.old = dict(plans)

@@ -511,7 +511,7 @@ class RowChooser:
         return self._choose_layouts()
 
     def _find_rows_to_keep(self) -> list[Row]:
-        """The rows that split `keeps`, if the axis splits it in the first operand; else none."""
+        """Returns the rows that split `keeps`, if the axis splits it in the first operand."""
         first, dims, name = self.layouts[0], self.bound.inputs[0], self.keeps
         if not name or first is None or dims is None:
             return []
@@ -531,7 +531,7 @@ class RowChooser:
             splits[name] = self._order_axes(name, axes) if len(axes) > 1 else axes
 
         def lay_out(dims: Sequence[Dim], placements: Sequence[Placement | None]) -> tuple[Any, ...]:
-            """The axes of each dimension, those on which it is partial, those where invariant."""
+            """Returns the axes of each dimension, the Partial axes, and the Invariant axes."""
             held = list(zip(self.mesh.names, placements, strict=True))
             return (
                 tuple(tuple(a for n in d.names for a in splits.get(n, ())) for d in dims),

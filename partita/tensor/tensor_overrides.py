@@ -260,7 +260,7 @@ def _is_mask(x: DTensor, index: Any) -> bool:
 
 
 def _redistribute_value(value: Any, spec: Spec, x: torch.Tensor | None = None) -> Any:
-    """`value` whole on every rank, or Partial where `spec` is."""
+    """Returns `value` whole on every rank, or Partial where `spec` is."""
     layout = spec.layout
     if not isinstance(value, torch.Tensor):
         if x is None or not layout.partial:
@@ -326,7 +326,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
 
 
 def _align_value_dims(value: Any, result: list[int], added: list[int], taken: list[int]) -> Any:
-    """A value of shape `result`, as `x[...]` has it, with the dimensions of x in their order."""
+    """Returns a value with the shape of `x[...]`, with its dimensions in the order of x's."""
     if not isinstance(value, torch.Tensor):
         return value
     while value.dim() > len(result) and value.shape[0] == 1:
@@ -466,7 +466,7 @@ def _is_part_of_another(x: DTensor) -> bool:
 def _answer_if_replicated(
     answer: Function, name: str, fix: Fix, x: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`answer` where each rank has the whole value, else an error that names `name`."""
+    """Returns `answer` if each rank has the whole value; otherwise raises an error for `name`."""
     for t in (x, *args):
         if isinstance(t, DTensor) and not t._spec.is_whole:
             raise _make_piece_error(name, t, fix)
@@ -500,7 +500,7 @@ for _call, _method in _ADDRESSES.items():
 
 @implements(T.copy_)
 def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
-    """`x.copy_(src)`: src is moved into x's layout."""
+    """Run `x.copy_(src)`: redistribute src to the layout of x."""
     if not isinstance(x, DTensor):
         wire = src._spec.wire  # type: ignore[attr-defined]
         _copy_into(alias_as_invariant(x, wire), src, non_blocking)
@@ -630,7 +630,7 @@ def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
 
 
 def _copy_dtensor(x: DTensor) -> DTensor:
-    """`copy.copy(x)`, which for a plain tensor pickles it: a DTensor that shares its memory."""
+    """Returns `copy.copy(x)`: a DTensor that shares its memory."""
     rebuild, arguments = _reduce_piece(x)
     return rebuild(*arguments)
 
@@ -677,7 +677,7 @@ _installing = threading.Lock()
 
 
 def _install_read_kernels(spec: Spec) -> None:
-    """Take the operator's place where `spec` is of a number that no rank holds whole."""
+    """Replace the operator that reads numbers, if a rank does not hold a number of `spec`."""
     if spec.shape.numel() != 1 or spec.is_whole:
         return
     with _installing:

@@ -163,7 +163,7 @@ _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 
 def _clear_unwritten(made: Any) -> Any:
-    """`made`, a fresh tensor, with zeros. In a graph that is traced nothing is compared."""
+    """Returns the new tensor `made` filled with zeros; unchanged during a capture."""
     if type(made) is not torch.Tensor or made.is_quantized or HERE.trace.is_tracing:
         return made
     if not is_functorch_wrapped_tensor(made):
@@ -251,7 +251,7 @@ put_in_place_of("get_gradient_edge", _get_gradient_edge, torch.autograd.graph)
 
 
 def _refuse_piece(name: str, x: Any) -> None:
-    """Raise if `x`, of whose memory `name` makes a plain tensor, is a DTensor that is more."""
+    """Raise if `x` is a DTensor that is not whole here; `name` would use its memory alone."""
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
         raise make_layout_error(
             f"{name} of a DTensor of which this rank holds a piece",
@@ -282,7 +282,7 @@ on_first_wire(_check_new_tensors)  # each tensor of a subclass would pay for it
 
 
 def _refuse_dtensors(what: str, given: Any) -> None:
-    """Raise LayoutError if there is a DTensor among what `what` is given."""
+    """Raise LayoutError if an argument of `what` contains a DTensor."""
     if _global_view() and holds_dtensor(given):
         raise make_layout_error(
             f"{what} cannot take a DTensor",
@@ -525,7 +525,7 @@ class _TypedBackwardHook(BackwardHook):
 
 
 class _TypedNode:
-    """A node of autograd that lets its hooks see DTensors."""
+    """A node of autograd whose hooks get DTensors."""
 
     def __init__(self, node: Any, specs: Sequence[Spec | None]):
         self.node, self.specs = node, specs
@@ -726,7 +726,7 @@ def _refuse_dynamo(x: DTensor) -> Any:
 
 
 def _ignore_static_address(x: DTensor, kind: str) -> None:
-    """`mark_static_address` of a DTensor: whatever is compiled does not take it."""
+    """Ignore `mark_static_address` of a DTensor, which compiled code never gets."""
 
 
 DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_address)  # type: ignore[attr-defined]

@@ -415,7 +415,7 @@ def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tens
 
 
 class _Tie(torch.autograd.Function):
-    """The first tensor, with others behind it, whose gradients are zeros."""
+    """The identity of its first tensor; the gradients of the others are zeros."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:

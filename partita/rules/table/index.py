@@ -459,7 +459,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
 
 
 def _look_up(weight: Any, index: Any, padding_idx: Any = None) -> Any:
-    """The rows of `index`, for which torch has no second derivative where there are none."""
+    """Returns rows of the table, with a second derivative also if there are none."""
     if index.numel():
         return F.embedding(index, weight, padding_idx)
     one = F.embedding(index.new_zeros(1), weight, padding_idx)

@@ -322,7 +322,7 @@ def _make_kernel_factory(ours: int | None, theirs: int | None, result: int | Non
 def _make_differentiable_zeros(
     a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...], dtype: Any
 ) -> torch.Tensor:
-    """Zeros from a rank that has no matrix; on both factors, whose gradients are zeros."""
+    """Returns zeros of a rank that has no matrix, which depend on both factors in autograd."""
     zeros = torch.zeros(shape, dtype=dtype or a.dtype, device=a.device)
     return zeros + (a.flatten()[:0].sum() + b.flatten()[:0].sum()).to(zeros.dtype)
 

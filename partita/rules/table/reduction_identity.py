@@ -34,12 +34,12 @@ def argument_getter(place: int, name: str, default: Any) -> GetArgument:
 
 
 def _identity_of_power_sum(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """|x|**p is 0 of 0, or of infinity where p is negative."""
+    """Returns the x for which |x|**p is 0: 0, or infinity if p is negative."""
     return 0.0 if argument_getter(1, "p", 2)(args, kwargs) > 0 else math.inf
 
 
 def _identity_of_poisson_loss(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """exp(x) - 0 * x is 0 far to the left, x - 0 * log(x) next to 0, where log(x) is finite."""
+    """Returns x with loss 0: a large negative x for exp(x), else an x near 0 with a finite log."""
     return -1e4 if argument_getter(2, "log_input", True)(args, kwargs) else 1e-37
 
 

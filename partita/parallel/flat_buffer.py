@@ -95,7 +95,7 @@ class _FlatPiece:
     @property
     def is_in_order(self) -> bool:
         """True if rows of `length` elements, one per rank, are the parameter and then padding."""
-        # A run is in order where its first and its last rank are.
+        # A run is in order if its first and its last rank are.
         return all(
             run.at == run.ranks[0] * self.length
             and run.end == (run.ranks[1] - 1) * self.length + run.length
@@ -157,7 +157,7 @@ def _find_rank_spans(
         for start in range(0, mesh.size(axes[0]) * length, max(length, 1)):
             yield start, max(0, min(length, shape.numel() - start))
         return
-    # Where several axes shard a dimension, ranks in the middle may hold less.
+    # If several axes shard a dimension, ranks in the middle may hold less.
     row, first = math.prod(shape[1:]), whole.region[0][0]
     for at in product(*(range(mesh.size(a)) for a in axes)):
         there = list(whole.wire.at)
@@ -311,7 +311,7 @@ class FlatBuffer:
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Wait for the gather, write each parameter into `wholes`, and free the buffer."""
         out = self._wait_for_gather()
-        # A parameter may have another order in memory, as channels_last.
+        # A parameter may have another memory format, such as channels_last.
         flats = [w if w.is_contiguous() else new_empty(w, w.shape) for w in wholes]
         pairs = [
             pair
@@ -392,7 +392,7 @@ class FlatBuffer:
     def _sort_by_parameter(self, out: torch.Tensor) -> None:
         """Copy the gathered data in `out` to the parameters' positions in the gathered storage."""
         come = out.view(self.n, self.length).split_with_sizes(self._lengths, 1)
-        if self._rows:  # with their padding: one copy of each
+        if self._rows:  # one copy for each parameter, padding included
             torch._foreach_copy_(self._rows, come)
             return
         pairs: list[Any] = []
@@ -514,7 +514,7 @@ _storage_of = torch._C.TensorBase.untyped_storage
 class _Released:
     """The spec of a released view: every use raises, also as a part of a plan's key."""
 
-    # These may be read without an error: of the memory, and that it is gone, one may ask.
+    # These attributes may be read without an error, such as the one that the memory is gone.
     is_whole = True
     is_copy = False
 
@@ -610,5 +610,5 @@ def _kinds_of_tensors() -> set[int]:
 def _lies_in(t: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     try:
         return _storage_of(t)._cdata == storage._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, or no memory at all
+    except (NotImplementedError, RuntimeError):  # sparse, or without memory
         return False

@@ -235,7 +235,7 @@ class FsdpGroup:
         self.needed = self.may_recompute_within
         wholes = [self.zero.make_unsharded_spec(p._spec) for p in shards]
         by_kind: dict[tuple[_Dtypes, int | None], list[int]] = {}
-        # Of the largest rank, so that all decide alike what travels alone and what is small.
+        # On the largest rank, so that all ranks agree which groups are small.
         self.largest_nbytes = 0
         for i, p in enumerate(shards):
             dtypes = self.zero.precision.dtypes_of(p.dtype)
@@ -730,7 +730,7 @@ class Zero(ShardedState):
         self.options = (axes, 3, precision)
         self.persistent = self.holds_partial_gradients = False
         self.peak = 0
-        # Weak: a capture has specs of its own, which hold its wires.
+        # Weak: a capture has its own specs, which refer to its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
         self._forwards = 0
         self._hooked: set[FsdpGroup] = set()
@@ -821,7 +821,7 @@ class Zero(ShardedState):
         """Gather `group`, and prefetch the group that followed it last time."""
         if in_backward():
             if not group.alive:
-                # A region of several blocks is recomputed: each is gathered again for its backward.
+                # A recomputed region has several blocks: each is gathered again for its backward.
                 self.release()
             group.gather()
             return
@@ -837,7 +837,7 @@ class Zero(ShardedState):
 
     def _find_needed_before(self, group: FsdpGroup) -> FsdpGroup | None:
         before = self._before.get(group)
-        for _ in self.groups:  # blocks that are called in turns come before each other
+        for _ in self.groups:  # bounded, because blocks that alternate precede each other
             if before is None or before.needed:
                 return before
             before = self._before.get(before)
@@ -893,7 +893,7 @@ class Zero(ShardedState):
     def _end_backward(self, number: int) -> None:
         # An enclosing backward pass releases the groups that it uses itself.
         ended = self._passes.pop(number, BackwardPass())
-        # Not sets, whose order differs between ranks: they gather the first one here.
+        # Not sets, whose order differs between ranks: all must gather the same first one.
         around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
         with Local(), torch.no_grad():
             for group in ended.groups:

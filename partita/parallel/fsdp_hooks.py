@@ -55,7 +55,7 @@ from .fsdp_group import (
 )
 from .parameters import find_hooked
 
-# Attributes as C has them: those of a DTensor are Python, and call these.
+# torch's own attributes in C. Those of DTensor are Python and slower.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 _grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ class _BlockHooks:
         self.group = group
         self._in_graph = _GraphGather(group)
 
-    # Copied with the modules, they refer to the copy's group.
+    # When the modules are copied, so are the hooks, which then refer to the copy's group.
 
     def __getstate__(self) -> Any:
         return (self.group,)
@@ -93,20 +93,20 @@ class _BlockHooks:
         group = self.group
         group.open_forwards.append(None)
         HERE.unfinished.append(self._finish_forward)
-        # Nested: a tied weight's other module, or the same module again.
+        # A nested forward: of another module with a tied weight, or of the same module.
         holds_shards = group.depth > 0 or group.holds_shards
         if not group.depth:
             rerun = find_forward_of_rerun(group.identity)
             if holds_shards and rerun is not None and rerun.is_of_other_values:
                 raise _make_rerun_error(group)
-            # Also in backward: a rerun may have checkpoints within, which run again in their turn.
+            # Also in backward: a rerun may contain checkpoints, which run again later.
             note_forward(group.identity, is_of_other_values=not holds_shards)
         if group.depth or not holds_shards:
             group.depth += 1
             return None
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         in_inference = torch.is_inference_mode_enabled()
-        # Hidden from an enclosing region, which would take these calls for the program's.
+        # Hidden from an enclosing remat region, which would record these calls as the program's.
         with DisableTorchFunction(), counting_versions():
             group.zero.enter_forward(group)
             group.depth = 1
@@ -174,7 +174,7 @@ class _BlockHooks:
                 if forward is not None:
                     forward.call.written.update(written)
             finally:
-                # After a recompute, backward goes on with what is gathered.
+                # After a recompute, backward continues with the gathered parameters.
                 if not in_backward():
                     group.put_shards_back()
                     group.release()
@@ -257,7 +257,7 @@ class _ForwardCall:
         if (before := at_work.unwatched) is not None:
             before.release_when_complete("output")
         at_work.unwatched = None if self._to_come or self.runs_again else self
-        group.zero.enter_backward(group, self.shards)  # which finds what has been written since
+        group.zero.enter_backward(group, self.shards)  # gathers again if they were written
         group.calls_in_backward[self] = None
         if self.runs_again and not group.installed:
             if not are_same(group.shards(), self.shards):
@@ -286,7 +286,7 @@ class _ForwardCall:
             note, group = self.group.zero.pass_at_work, self.group
             t = t.view_as(t)
             t.register_hook(lambda _: note().note_gradient(self.counts, group, p))
-            # As soon as the gradient is complete, as torch accumulates those of leaves.
+            # As soon as the gradient is complete, as torch does for leaves.
             t.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[union-attr]
             return t
 
@@ -325,8 +325,8 @@ class _ForwardCall:
             at += len(flat.pieces)
             if all(g is None for g in some):
                 continue
-            # Those of other calls of the block in this forward are sent together with these; where
-            # backward does not come to the last call, by the token's backward.
+            # Gradients of all calls of the block in this forward are sent together. If backward
+            # does not reach the last call, the token's backward sends them.
             before = held.pop((group, k), None)
             is_kept = not is_last or zero.keeps_partial_gradients
             dtype = group.gradient_dtype(k, is_kept=is_kept)
@@ -381,7 +381,7 @@ class _GatherBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with Local():
-            # Frees what was gathered, before its gradients are copied.
+            # Frees gathered parameters before their gradients are copied.
             ctx.call.release_when_complete("parameters")
             ctx.call.reduce(grads)
         return empty(0), None
@@ -416,12 +416,12 @@ class _SavedTensorHooks:
         self._flats = call.group.flats
         self._have_addresses = all(flat.has_memory for flat in self._flats)
         dtypes = {flat.dtype for flat in self._flats}
-        # A tensor of the one gathered dtype can be no cast of a gathered parameter.
+        # With one gathered dtype, a tensor of that dtype is not a cast of a gathered parameter.
         self._no_cast = dtypes.pop() if len(dtypes) == 1 else None
         self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, _unpack_saved_tensor)
         self._hooks.__enter__()
-        HERE.rerunnable -= 1  # these run nothing again
+        HERE.rerunnable -= 1  # these hooks do not rerun any code
 
     def close(self) -> None:
         self._hooks.__exit__(None, None, None)
@@ -450,7 +450,7 @@ def _unpack_saved_tensor(packed: Any) -> torch.Tensor:
         return packed.tensor()  # type: ignore[no-any-return]
     t, version = packed
     with Local():
-        if t._version != version:  # with hooks, autograd does not look
+        if t._version != version:  # autograd does not check this if there are hooks
             raise modified_error(str(tuple(t.shape)), t._version, version)
     return t  # type: ignore[no-any-return]
 
@@ -504,7 +504,7 @@ class _SavedView(_SavedNote):
 
     def __init__(self, call: _ForwardCall, flat: int, t: torch.Tensor):
         super().__init__(call, t, t._version)
-        self.flat = flat  # by number: other parameters of the block may have other buffers
+        self.flat = flat  # an index: the block may have several flat buffers
         self.is_conj, self.is_neg = t.dtype.is_complex and t.is_conj(), t.is_neg()
 
     def find_parameter(self) -> int:
@@ -572,7 +572,7 @@ class _PackedOutside:
     packed: Any
 
     def tensor(self) -> torch.Tensor:
-        return self.unpack(self.packed)  # which may run a part of the program again
+        return self.unpack(self.packed)  # may run a part of the program again
 
 
 # -- a captured step -------------------------------------------------------------------------------
@@ -588,14 +588,14 @@ class _GraphGather:
     def begin(self) -> None:
         """Begin a forward of one of the block's modules."""
         self.depth += 1
-        if self.depth > 1:  # a tied weight's other module, or the same module again, within
+        if self.depth > 1:  # a nested forward: a tied weight's other module, or the same one
             return
         group = self.group
         if group.zero.keeps_partial_gradients:
             refuse_no_sync()
-        # Passes know by the reason whether the gathered value may be freed.
+        # By this reason, passes recognize gathered values that may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
-        # Others are of a module that the block has no more.
+        # Other slots belong to modules that are no longer in the block.
         taken = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
         if taken:
             group.install_wholes(

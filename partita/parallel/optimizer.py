@@ -135,7 +135,7 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 @only_entered
 def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall | None:
-    if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
+    if torch.compiler.is_dynamo_compiling():  # Dynamo never compiles a step of DTensors
         return None
     _after_step(optimizer, args, kwargs)  # cleans up after a step that failed
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -355,7 +355,7 @@ def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list
             update, name = update_spec(p), _block_of(p)
             parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
             grad: Any = p.grad
-            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
+            if grad is not None:  # Partial; whole, if a clip has reduced it; or a shard
                 part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
     reduce_pending_gradients(p for p in params if parts[p] is p)
     groups = optimizer.param_groups

@@ -119,7 +119,7 @@ def zero(
     if not is_names or not axes or len({*axes}) < len(axes):
         fix = "zero(model, mesh, stage=3)" if isinstance(axis, int) else 'zero(model, mesh, "dp")'
         raise make_argument_error("zero", "the names of mesh axes, each once, as axis", axis, fix)
-    places = sorted(wire.mesh.index(a) for a in axes)  # raises for an axis that there is not
+    places = sorted(wire.mesh.index(a) for a in axes)  # raises for an unknown axis
     axes = tuple(wire.mesh.names[i] for i in places)
     if isinstance(precision, torch.dtype):
         precision = MixedPrecision(precision)
@@ -413,7 +413,7 @@ class _Bucket:
             grads = self.grads()
             found = []
             for k, (p, g) in enumerate(zip(self.params, grads, strict=True)):
-                # A gradient with a history, or reduced since it came, is left as it is.
+                # A gradient that is part of a graph, or already reduced, is not changed.
                 is_pending = not isinstance(g, DTensor) or g._spec is p._spec.gradient
                 if g is not None and is_pending and not g.requires_grad:
                     found.append(g)
@@ -508,7 +508,7 @@ class GradReducer(ShardedState):
         if (handle := self._handles.pop(p, None)) is not None:
             handle.remove()
 
-        # Weak: the garbage collector does not look into a tensor's hooks after accumulation.
+        # Weak: Python's garbage collector cannot see a post-accumulate hook's references.
         find_self, find_bucket = ref(self), ref(bucket)
 
         def note_gradient(_: Any) -> None:
@@ -547,8 +547,8 @@ class GradReducer(ShardedState):
             bucket.wait, bucket.sent = list, []
             if not are_current:
                 return
-            # Each stays the object that the program may have read, and where it stays whole it
-            # keeps its order in memory.
+            # Each gradient stays the same object, which the program may have read. If it stays
+            # whole, it keeps its memory format.
             for p, g, total, after in zip(bucket.params, grads, sums, bucket.reduced, strict=True):
                 if self.stage == 2 or g.is_contiguous():
                     _data.__set__(g, total)
@@ -576,7 +576,7 @@ class GradReducer(ShardedState):
                     rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in now[1]]
                     now[0].flat_of(now[1]).start_gather(rows, "update")
                 if before is not None:
-                    # Through `.data`: the optimizer's own writes count, of those that it updated.
+                    # Through `.data`, so that versions count only the optimizer's own writes.
                     before[0].flat_of(before[1]).finish_gather_into([p.data for p in before[1]])
 
 
@@ -591,7 +591,7 @@ def _join_small_blocks(
     together: list[_Held] = []
     size = 0
     for name, held in blocks:
-        # The largest pieces: every rank joins the same blocks.
+        # By the largest pieces, so that all ranks join the same blocks.
         more = sum(p._spec.largest * p.element_size() for _, p in held)
         if together and size + more > _BUCKET_BYTES:
             yield " ".join(names), together

@@ -109,7 +109,7 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
     value = tagged(value, settled)
     write(value, *args, **kwargs)
     with Local():
-        # First, since on some ranks a copy that is not pending may share its source's memory.
+        # First, because on some ranks a copy that is not Partial may share its source's memory.
         T.copy_(copy, moved(value, settled, held, "write", "implicit"))
     copied, own = _before_expand(copied), copied
     source = copied.source
@@ -214,7 +214,7 @@ def copy_as_on_one_device(
             copy = T.clone(out, memory_format=mode)
         if isinstance(out, DTensor):
             copy = tagged(copy, out._spec)
-            if (made := find_origin(out)) is not None:  # as on ranks whose kernels copy
+            if (made := find_origin(out)) is not None:  # equal to that on ranks whose kernels copy
                 copy.__dict__[ORIGIN] = made
         return copy, False
     return out, False
@@ -227,7 +227,7 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
     def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return _make_meta_of_shape(value)
-        if isinstance(value, str) and value.startswith("torch."):  # a type of tensors
+        if isinstance(value, str) and value.startswith("torch."):  # "torch.FloatTensor"
             return out.dtype
         is_device = isinstance(value, (torch.device, str)) or type(value) is int
         return torch.device("meta") if is_device else value
@@ -288,8 +288,8 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
         dense = short and _fills_memory(x)
     strides = [0] * len(shape)
     inner_local = inner_global = 1
-    # From the innermost out. Of two equal strides a dimension of one element is the inner one:
-    # outside of the other it would have a longer one.
+    # From the innermost dimension outwards. Of two dimensions with equal strides, the one with a
+    # single element is the inner one; as the outer one it would have a larger stride.
     for d in sorted(range(len(shape)), key=lambda d: (local[d], sizes[d] > 1, -d)):
         if local[d] == 0:
             continue
@@ -314,7 +314,7 @@ def make_meta_twin(x: DTensor) -> torch.Tensor:
             strides = global_strides(x)
             return torch.empty_strided(x._spec.shape, strides, dtype=x.dtype, device="meta")
         args, kwargs = _convert_to_meta(copied.args), _convert_to_meta(copied.kwargs)
-        if copied.view is T.__getitem__:  # strides are alike at each place
+        if copied.view is T.__getitem__:  # strides do not depend on the index
             args = tree_map_only(torch.Tensor, lambda _: 0, args)
         part = copied.view(make_meta_twin(copied.source), *args, **kwargs)
     return part if copied.index is None else part[copied.index]

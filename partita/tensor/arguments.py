@@ -336,7 +336,7 @@ def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
     for i, value in enumerate(args):
         kinds = sizes or by_place.get(i, sizes)
         if _in_lists(kinds) and _are_numbers(kinds) and not isinstance(value, (tuple, list)):
-            sizes = kinds  # one by one, to the end
+            sizes = kinds  # sizes are passed one by one, up to the last argument
         new.append(_read_numbers_in(value, kinds))
     named = {key: _read_numbers_in(v, by_name.get(key, frozenset())) for key, v in kwargs.items()}
     return new, named
@@ -353,7 +353,7 @@ def _read_numbers_in(value: Any, kinds: Kinds) -> Any:
         return type(value)(_read_numbers_in(v, _in_lists(kinds) or kinds) for v in value)
     if type(value) is not DTensor or not _are_numbers(kinds) or value.requires_grad:
         return value
-    # A float that this rank has whole may be an input of a step that is captured: it stays one.
+    # A whole float may be an input of a captured step, and must stay a tensor.
     return read_number(value) if kinds & _INTEGERS or not value._spec.is_whole else value
 
 
@@ -403,14 +403,14 @@ def _forms_of(func: Function) -> list[Parameters]:
         arguments = [a for a in overload._schema.arguments if not a.is_out]
         if isinstance(func, types.MethodDescriptorType):  # x.polygamma(n)
             arguments.sort(key=lambda a: a.name != "self")
-        # TorchScript has operators on Python's own lists and texts.
+        # TorchScript has operators on Python lists and strings.
         if any("Tensor" in str(a.type) for a in arguments):
             forms.append([(a.name, str(a.type), not a.kwarg_only) for a in arguments])
     if not isinstance(func, types.FunctionType):
         return forms
     try:
         own = list(inspect.signature(func).parameters.values())
-    except ValueError:  # it stands for a builtin
+    except ValueError:  # a builtin has no signature
         return forms
     if all(p.annotation is p.empty for p in own):
         return forms
@@ -496,7 +496,7 @@ def admit(
         )
     if wire.mesh.size() == 1:
         return
-    if isinstance(wire, TraceWire):  # there is no value yet to compare
+    if isinstance(wire, TraceWire):  # a fake tensor has no value to compare
         wire.admit(value)
         return
     site = (call_site(), "plain", op, *where)

@@ -65,8 +65,8 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
             part = narrow_piece(part, dim, offset, length)
     part = part.contiguous()
     if part.untyped_storage()._cdata == whole.untyped_storage()._cdata:
-        # A piece that shares memory would keep the whole value alive. One without elements, which
-        # is contiguous as it is, has the strides that other ranks' pieces have.
+        # A piece that shares memory would keep the whole value alive. An empty piece gets the
+        # strides of other ranks' pieces.
         part = copy_with_room(part, spec)
     _keep_on_first(part, spec)
     return part
@@ -520,7 +520,8 @@ def local_map(
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
-                # By default the dual: it is not ambiguous, because `func` computes on pieces.
+                # By default the dual, which is not ambiguous here, because `func` computes on
+                # pieces.
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)

@@ -205,7 +205,7 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     try:
         key = op.key(*args, **kwargs)
     except TypeError:
-        # The arguments do not fit the rule's parameters: the call is run as if there were no rule.
+        # The arguments do not fit the rule's parameters, so the call runs as without a rule.
         check_call_fits_rule(call)
         return _choose_run_without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
@@ -317,7 +317,7 @@ def _operands_of_collective(name: str, given: tuple[Args, Kwargs]) -> Any:
     """
     args, kwargs = given
     holders = any(isinstance(v, _MAY_HOLD_DTENSORS) for v in (*args, *kwargs.values()))
-    if not holders and "object" not in name:  # other programs' calls cost them no more than this
+    if not holders and "object" not in name:  # plain arguments cost no more than this check
         return given
     dtensors = _collect_dtensors(given)
     if not dtensors:
@@ -447,7 +447,7 @@ def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
                 f"result type {value.dtype} can't be cast to the desired output type {into.dtype}"
             )
         if into.shape != value.shape and not isinstance(into, DTensor) and not into.numel():
-            into.resize_(value.shape)  # as torch does with memory for nothing
+            into.resize_(value.shape)  # as torch does for an empty `out`
         if into.shape != value.shape:
             raise _make_other_shape_error(func.__name__, into, value)
         into.copy_(value)

@@ -459,7 +459,7 @@ def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) ->
 
 def _run_moves(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-        with without_autocast(x.device.type):  # bytes are moved, in whatever dtype
+        with without_autocast(x.device.type):  # a redistribution must not change the dtype
             return _run_moves(moves, x, wire, op, reason)
     for move in moves.moves:
         x = wire.carry(move, x, op=op, reason=reason)
@@ -483,7 +483,7 @@ class _Moved(torch.autograd.Function):
             return None, None, None, None, None
         back = ctx.moves.transpose(ctx.wire.mesh)
         if grad.layout is not torch.strided:
-            grad = grad.to_dense()  # a sparse one, as gather(sparse_grad=True) makes it
+            grad = grad.to_dense()  # a sparse gradient, as of gather(sparse_grad=True)
         # Through apply again, so that a backward pass of the backward pass works too.
         return _move_with_gradient(grad, back, ctx.wire, ctx.op, "gradient"), None, None, None, None
 
@@ -841,7 +841,7 @@ def _make_disagreement_error(
     texts = [text for text, _, _ in gathered]
     shapes = [tuple(shape) for _, _, shape in gathered]
     by_coordinate = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
-    # Only where the ranks agree on all but the shape can the pieces say which it is.
+    # Pieces determine the shape only if the ranks agree on everything else.
     cut_alike = len({cut for _, cut, _ in gathered}) == 1
     true = _find_true_shape(shapes, layout, wire.mesh) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
@@ -899,17 +899,17 @@ def checksum(value: torch.Tensor) -> tuple[int, int, int]:
         if value.numel() == 0 or value.is_meta:
             return value.dim(), shape, 0
         flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        if flat.stride(0) != 1:  # of one element, which is contiguous whatever its stride says
+        if flat.stride(0) != 1:  # a single element is contiguous with any stride
             flat = flat.as_strided(flat.shape, (1,))
         if flat.storage_offset() * flat.element_size() % 8:
-            flat = flat.clone()  # words are read where words may begin
+            flat = flat.clone()  # 64-bit words must be aligned
         data = flat.view(torch.uint8)
         whole = data.numel() // 8 * 8
         rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
         total = (rest * 2 + 1) * 0x9E3779B97F4A7C15
         words = data[:whole].view(torch.int64)
         weights = torch.arange(1, min(_WORDS, words.numel()) + 1, device=data.device)
-        # Odd, and without a pattern that the elements of tensors have too.
+        # Odd, and without a pattern that elements of tensors may also have.
         weights = weights.mul_(-7046029254386353131).bitwise_or_(1)
         for i, part in enumerate(words.split(_WORDS)):
             total += int((part * weights[: part.numel()]).sum()) * (2 * i + 1)

@@ -86,7 +86,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
             _note_owner(grad, x)
             return grad
         spec = x._spec.gradient
-        if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
+        if grad.layout is not torch.strided:  # sparse, as of gather(sparse_grad=True)
             grad = grad.to_dense()
         if grad.requires_grad:
             typed = tagged(_alias_with_history(grad), spec)
@@ -128,7 +128,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
             note_gradient(grad, x)
         with DisableTorchFunction():
             fits = grad.shape == x.shape
-        if not fits:  # ZeRO leaves each rank a shard of it
+        if not fits:  # with ZeRO each rank has a shard of it
             store_gradient(x, grad)
             return
         _note_owner(grad, x)
@@ -240,7 +240,7 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
     try:
         _plain_backward(roots, seeds, *args, **kwargs)
     except BaseException:
-        if not in_backward():  # else the pass around this one goes on
+        if not in_backward():  # otherwise an enclosing pass continues
             for watcher in list(BROKEN_OFF.watchers):
                 watcher.reset_after_abort()
         raise
@@ -317,7 +317,7 @@ def _grad_of_each(
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
     """Returns the hook to register on `x` so that the user's `hook` gets DTensors."""
-    # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
+    # A parameter may get another layout later; the result of an op keeps its layout.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
     made = find_origin(x)
@@ -460,7 +460,7 @@ class NodeOfPieces:
         leaf = self._hook_leaf()
 
         def call_typed_hook(_: Any, grads: tuple[Any, ...]) -> Any:
-            # Under ZeRO, torch comes here for a parameter without a gradient, too.
+            # With ZeRO, torch calls this also for a parameter without a gradient.
             if grads[0] is not None or state_of(leaf).zero_layouts is None:
                 fn((), (type_gradient(grads[0], leaf._spec),))
 
@@ -557,11 +557,11 @@ def update_spec(x: DTensor) -> Spec:
 
 def store_gradient(x: DTensor, grad: DTensor) -> None:
     """Set `x.grad = grad`, also if the local shapes differ, which torch does not allow."""
-    # Hidden from modes, too: the program did not make this write.
+    # Also hidden from modes, because the program did not make this write.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         whole = x.data
         if whole.shape != grad.shape:
-            # torch looks at the shape when a gradient is set, and not again.
+            # torch checks the shape only when a gradient is set.
             x.data = whole.new_empty(grad.shape)
         _grad.__set__(x, grad)
         x.data = whole
@@ -611,19 +611,19 @@ def mark_settled(x: DTensor) -> None:
 def _watch_reduced_gradient(x: DTensor) -> None:
     if x._spec is x._spec.gradient:
         return
-    with Local():  # or each question to torch would be a function of torch's, of a DTensor
+    with Local():  # otherwise each attribute would be read through dispatch
         watch = state_of(x).reopens
         if watch is None:
             if not (x.is_leaf and (x.is_floating_point() or x.is_complex())):
                 return  # no backward pass adds to its gradient
             known = weakref.ref(x)
-            with requiring_grad(x):  # it may be frozen for a while only
+            with requiring_grad(x):  # it may be frozen only for a while
                 handle = x.register_hook(
                     lambda g: None if g is None else _restore_partial_gradient(known(), g)
                 )
             watch = own_state(x).reopens = (handle.id, hooks_of_backward(x)[handle.id])
-        # Private torch: to register a hook costs 3 microseconds for each parameter and step, a hook
-        # that is called for nothing 6.
+        # Private torch: registering a hook costs 3 microseconds for each parameter and step; a
+        # hook that is called without need would cost 6.
         number, hook = watch
         hooks_of_backward(x)[number] = hook
 
@@ -657,7 +657,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     _unmark_settled(x)
     own_state(x).reopens = None
     with Local():
-        # Torch warns of who reads it of a result.
+        # Torch warns if `.grad` of a non-leaf is read.
         grad = _grad.__get__(x) if x.is_leaf or x.retains_grad else None
         hooks = [h for h in (hooks_of_backward(x) or {}).values() if hasattr(h, "known")]
     if isinstance(grad, DTensor):
@@ -683,7 +683,7 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
     """
     if x is None:
         return None
-    # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
+    # As in autograd: add in place to an existing gradient, to which other code may refer.
     stays = not (torch.is_grad_enabled() or HERE.trace.is_tracing)
     with Local(), torch.no_grad():
         grad_now = _grad.__get__(x)
@@ -705,7 +705,7 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
             if stays:
                 if shares.shape == grad_now.shape:
                     grad_now.copy_(shares)
-                else:  # ZeRO left each rank a shard of it
+                else:  # with ZeRO each rank has a shard of it
                     _data.__set__(grad_now, shares)
                 tagged(grad_now, wanted)
             else:
@@ -785,7 +785,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     for p, g in zip(params, stored, strict=True):
         if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
             continue
-        grad: Any = p.grad  # which types it
+        grad: Any = p.grad  # as a DTensor
         if not grad._spec.is_pending:
             continue
         if grad.requires_grad and not HERE.trace.is_tracing:
@@ -809,7 +809,7 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
     for key, group in groups.items():
         wires.setdefault(key[0], []).extend(group)
     for wire, group in wires.items():
-        # By places and specs, which are alike on all ranks; what an object's number is, is not.
+        # By positions and specs, which are equal on all ranks; ids of objects are not.
         place = {id(p): i for i, p in enumerate(params)}
         key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
         if is_agreed(wire, key):
@@ -851,7 +851,7 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
 
 
 def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
-    if HERE.trace.is_tracing:  # the graph decides which gradients go together
+    if HERE.trace.is_tracing:  # a graph pass makes the buckets
         yield from ([p] for p in params)
         return
     buckets: list[list[DTensor]] = []

@@ -93,9 +93,9 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         before, after = value._spec, x._spec
         with Local(), torch.no_grad():
             alike = before.wire is after.wire and before.shape == after.shape
-            is_kept = x.requires_grad or isinstance(x, nn.Parameter)  # a frozen one, too
+            is_kept = x.requires_grad or isinstance(x, nn.Parameter)  # also a frozen parameter
             if is_kept and alike and before is not after:
-                # Its optimizer's state, its gradient and ZeRO's blocks lie as a parameter does.
+                # The optimizer's state, the gradient and ZeRO's blocks depend on its layout.
                 value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
             _data.__set__(x, value)
         own_state(x).retyped = None  # torch does not count this as a write
@@ -354,7 +354,7 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
         value = torch.full((1,) * x.dim(), value, dtype=x.dtype, device=x.device)
     value = value.to(x.dtype)
     for dim, (places, (offset, length)) in enumerate(zip(ranges, spec.region, strict=True)):
-        if isinstance(places, range) and length == spec.shape[dim]:  # not split
+        if isinstance(places, range) and length == spec.shape[dim]:  # this rank has all of it
             local.append(slice(places.start, places.stop, places.step))
             continue
         local.append(slice(None))
@@ -549,7 +549,7 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
             )
         new = tagged(_clone_piece(x.detach(), x._spec), x._spec)
         new.requires_grad_(x.requires_grad)
-        # Of a parameter torch copies no gradient.
+        # Torch does not copy the gradient of a parameter.
         if x.grad is not None and not getattr(x, "_is_param", False):
             grad = gradient_of(x)
             assert grad is not None
@@ -622,7 +622,7 @@ def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
 def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
     wire = x._spec.wire
     if not x._spec.is_whole and not is_alone(wire) and not is_beside_program(wire):
-        # A file that one rank writes alone would lack what the others hold. Where all of them write
+        # A file that only one rank writes would lack the other ranks' pieces. If all ranks write
         # one, nothing is lost. A thread that saves in the background is not compared.
         shown = f" {x.layout_over_mesh}"
         wire.exchange("pickles its piece of a tensor (torch.save):", b"", shown=shown)
@@ -645,7 +645,7 @@ DTensor.__copy__ = _copy_dtensor  # type: ignore[attr-defined]
 # each plain `x.item()` about a microsecond. A program without such DTensors, or with one rank,
 # keeps torch's own.
 
-# C++ that no operator is behind: it reads the memory of one rank.
+# These functions read memory in C++ without an operator, so only that of one rank.
 _value_held = torch._C.TensorBase.tolist
 
 
@@ -658,7 +658,7 @@ _NUMBERS = frozenset((int, float, bool, complex))
 
 
 def _read_scalar(x: Any) -> Any:
-    if type(x) in _NUMBERS:  # C++ had wrapped it, as a node saves it
+    if type(x) in _NUMBERS:  # a number that C++ has wrapped, as autograd saves it
         return x
     if is_read_in_part(x):
         return read_number(x)
@@ -686,7 +686,7 @@ def _install_read_kernels(spec: Spec) -> None:
         ON_NEW_SPEC.remove(_install_read_kernels)
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that there was a kernel before
+            warnings.simplefilter("ignore")  # torch warns that it replaces a kernel
             for key in keys_of_kernels():
                 if torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key):
                     library.impl("_local_scalar_dense", _read_scalar, key, allow_override=True)

@@ -253,7 +253,7 @@ def spec_for_write_into(spec: Spec) -> Spec:
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
     """Returns the error for a call of `op` with tensors on two meshes."""
     shown = [f"mesh {one.mesh}", f"mesh {other.mesh}"]
-    if len(set(shown)) == 1:  # they differ in what they are made for
+    if len(set(shown)) == 1:  # equal meshes of different worlds
         shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
         if one.kind == other.kind:
             shown[1] += ", made by another call"
@@ -391,7 +391,7 @@ def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     with DisableTorchFunction():
         try:
             return [x._version for x in tensors]
-        except RuntimeError:  # one was made in inference mode and has no version
+        except RuntimeError:  # a tensor made in inference mode has no version
             return [count_writes(x) for x in tensors]
 
 
@@ -407,7 +407,7 @@ def count_unseen_writes(x: torch.Tensor) -> int:
 
 def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns `count_unseen_writes` of each tensor."""
-    # Of nearly all there is nothing to count, and a step of ZeRO calls this for each gradient.
+    # Nearly all have nothing to count, and ZeRO calls this for each gradient of each step.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
         for x in tensors
@@ -427,7 +427,7 @@ def note_other_memory(x: torch.Tensor) -> None:
     if (known := state.data) is not None:
         with DisableTorchFunction():
             is_same = known.untyped_storage()._cdata == x.untyped_storage()._cdata
-        if not is_same:  # else what is written through it still counts
+        if not is_same:  # otherwise writes through `data` still count
             state.unseen_writes += count_writes(known)
             state.data = None
     state.replaced_at = count_unseen_writes(x)
@@ -560,8 +560,7 @@ HERE = _Here()
 
 
 # -- what the engine of autograd is doing ----------------------------------------------------------
-# Private torch, since there is no public way to ask: `tests/tensor/test_private_torch.py` says what
-# is expected of it.
+# Private torch, because nothing public has this. `tests/tensor/test_private_torch.py` tests it.
 
 
 backward_pass = torch._C._current_graph_task_id

@@ -118,7 +118,8 @@ class WholeValues(TorchFunctionMode):
         """Note `leaf` if it is a plain tensor that the transform has not made."""
         if not _is_plain(leaf) or self._made.get(id(leaf)) is leaf:
             return
-        # No mode intercepts what makes the results of an inner transform. Their nodes are new.
+        # Modes do not intercept the functions that make results of an inner transform, whose nodes
+        # are new.
         if leaf.grad_fn is None or leaf.grad_fn._sequence_nr() < self._first_node:
             self._entered[id(leaf)] = leaf
 
@@ -127,7 +128,7 @@ class WholeValues(TorchFunctionMode):
         return tree_map_only(DTensor, self._find_whole, value)
 
     def _find_whole(self, x: DTensor) -> torch.Tensor:
-        # Without gradients a gathered value has no history.
+        # Without gradients, a gathered value has no grad_fn.
         key = id(x), count_writes(x), torch.is_grad_enabled()
         found = self._wholes.get(key)
         if found is None:
@@ -192,7 +193,7 @@ class WholeValues(TorchFunctionMode):
         """Returns a plain result as a DTensor, if the transform has replaced any DTensor."""
         if self.wire is None or not _is_plain(leaf):
             return leaf
-        with Local():  # others may hold the tensor itself
+        with Local():  # an alias: other code may refer to the tensor itself
             return tagged(leaf.view_as(leaf), spec_of_plain(leaf, self.wire))
 
 
@@ -278,7 +279,7 @@ def _make_transform(name: str, transform: Function) -> Function:
         elif "func" in kwargs:
             kwargs = {**kwargs, "func": _with_whole_results(kwargs["func"])}
         made = run(*args, **kwargs)
-        # A function that was made before there were DTensors may be called with some later.
+        # A function made before the first DTensor may be called with DTensors later.
         if any_spec() is None and isinstance(made, types.FunctionType):
             return _run_on_wholes(name, made)
         return made

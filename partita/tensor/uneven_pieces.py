@@ -49,7 +49,7 @@ def empty_with_room(
     if not _has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     whole = torch.empty(math.prod(spec.padded_shape), dtype=dtype, device=device)
-    if type(whole) is not torch.Tensor:  # under a mode of the user's, which makes fakes
+    if type(whole) is not torch.Tensor:  # a mode of the user makes fake tensors
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     whole[spec.local_shape.numel() :] = 0
     return show_front(whole, spec.local_shape)
@@ -73,17 +73,17 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
     """True if there is padding behind this rank's piece, in memory on `device`."""
     if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
         return False
-    # What stands for tensors while a step is captured is padded itself.
+    # During a capture, the fake tensors have the padded shape already.
     return not HERE.trace.is_tracing and (device is None or torch.device(device).type != "meta")
 
 
 def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns the first elements of contiguous memory, as a tensor with a storage of that size."""
     count = math.prod(shape)
-    # Through DLPack a storage can show a part of another one's memory, which it keeps.
+    # By DLPack, a storage can refer to a part of another storage, which it keeps alive.
     front = torch.from_dlpack(to_dlpack(whole.view(-1).view(torch.uint8)[: count * whole.itemsize]))
     storage = front.untyped_storage()
-    # What is said of a storage stays with it, whichever tensor shows it.
+    # An attribute of a storage stays with it, whichever tensor uses it.
     storage.padded = whole  # type: ignore[attr-defined]
     shown = torch.empty(0, dtype=whole.dtype, device=whole.device)
     return shown.set_(storage, 0, tuple(shape), contiguous_strides(shape))
@@ -102,7 +102,7 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
         return None
     if local.numel() * local.itemsize != storage.nbytes():
         return None
-    # Memory that was moved to where other processes see it (`share_memory_`) has no room there.
+    # Memory that `share_memory_` has moved has no room for padding.
     if storage.nbytes() and storage.data_ptr() != whole.data_ptr():
         return None
     if whole.nbytes != math.prod(shape) * local.itemsize:
@@ -123,7 +123,7 @@ def give_room(x: torch.Tensor) -> None:
     if not isinstance(x, DTensor) or not x._spec.is_padded_behind:
         return
     padded = x._spec.padded_shape
-    # Memory that is made in inference mode could not be trained afterwards.
+    # A tensor made in inference mode could not be trained later.
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         if x.shape == padded or not x.is_leaf or find_padded(x, padded) is not None:
             return
@@ -233,7 +233,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
         kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
         if kinds not in known:
             found = None
-            # An index or a count of the whole may not fit a piece: then wholes are tried.
+            # A global index or count may not fit a piece. Then global shapes are tried.
             for shapes in (largest, wholes):
                 given_metas = {}
                 for path, t, shape in zip(there, given, shapes, strict=True):
@@ -271,7 +271,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
-        # Without operands the result is a leaf itself, which stays what it is (`x.to(x.dtype)`).
+        # Without operands the result is a leaf itself, as in `x.to(x.dtype)`.
         if tried is not None and tried[1] and torch.is_grad_enabled():
             operands = [get_at_path(args, kwargs, p) for p in tried[1]]
             return _tie_outputs_to_operands(out, operands, tried[0])
@@ -297,11 +297,11 @@ def _find_refusal(
                 filled = {p: fill(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
                 given, named = replace_at_paths(args, kwargs, filled)
                 run(*given, **named)
-        except torch.linalg.LinAlgError:  # of values
+        except torch.linalg.LinAlgError:  # depends on values
             return None
         except RuntimeError as error:
             refused.append(error)
-        except Exception:  # an index, a value
+        except Exception:  # may depend on an index or a value
             return None
         else:
             return None
@@ -331,7 +331,7 @@ def _run_on_meta(
     """
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
-        # Nothing of it is saved: hooks that are set (remat's, an offload's) see only the op.
+        # It saves nothing, so hooks of saved tensors (remat's, an offload's) get only the op's.
         with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:

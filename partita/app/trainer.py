@@ -314,7 +314,7 @@ def _full_value(x: Tensor) -> Tensor:
 # -- checkpoints of a run --------------------------------------------------------------------------
 
 _FIXED = ("layers", "width", "heads", "context", "seed", "batch", "data")
-"""Options that a run keeps when it goes on: another model, or other batches, would be another run.
+"""Options that must not change when a run is resumed, because model and batches depend on them.
 The mesh, and how it is used, may change."""
 
 

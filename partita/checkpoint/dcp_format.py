@@ -472,7 +472,7 @@ def _raise_listed(fact: str, problems: Iterable[str]) -> None:
 
 
 Written = tuple[str, list[int] | None, str, int, int]
-"""(name, offsets in its tensor, file, offset, bytes) of a chunk that a rank has written."""
+"""A written chunk: (name, offsets in its tensor, file, offset in the file, bytes)."""
 
 
 class Writer(FileSystemWriter):

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 DEVICES = ("auto", "cpu", "cuda")
 """Device names that a user may pass."""
 HOST = torch.device("cpu")
-"""The CPU: files are read into its memory, and values of Python live there."""
+"""The CPU: files are read into its memory, and Python values are in it."""
 empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
 """Torch's own. Those that users call write zeros once there is a mesh (`tensor/torch_patches`)."""
 

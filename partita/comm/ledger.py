@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from partita.redistribute import Move
 
 _WORTH_SAYING = 0.01
-"""The share of a rank's operations from which on repeated work is reported."""
+"""The fraction of a rank's operations above which repeated work is reported."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Enter all of `ON_CHECK`, for this thread, inside the block."""
+    """Enter the context managers in `ON_CHECK`, for this thread, inside the block."""
     with ExitStack() as entered:
         for enter in ON_CHECK:
             entered.enter_context(enter())

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from partita.redistribute import Move
 
 Step = Callable[[torch.Tensor, str], torch.Tensor]
-"""`(local tensor, op that needs the move)` to the local tensor after it."""
+"""A function of the local tensor and the op that needs the move; returns the new local tensor."""
 
 _CONTIGUOUS = torch.contiguous_format
 

@@ -32,10 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .waiting import watched_collective
 
 TorchPlacement = tuple[str, Any]
-"""`("Shard", dim)`, `("Strided", (dim, factor))`, `("Replicate", None)` or `("Partial", op)`."""
+"""A placement of torch as a pair: `("Shard", dim)`, `("Strided", (dim, factor))`, ..."""
 
 ToLocal = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
-"""`(local gradient, torch's placements of it)` to the local gradient in our layout."""
+"""A function of a local gradient and torch's placements; returns it in partita's layout."""
 
 
 def torch_mesh(mesh: Any) -> DeviceMesh | None:

@@ -306,7 +306,7 @@ where that is the only one: another thread might be about to begin what other ra
 _announces_exit = False
 _posts_lock = threading.Lock()
 _own_posts: dict[int, Post] = {}
-"""The posts of this rank's waiting threads, by id; the last of them stands in the store."""
+"""The posts of this rank's waiting threads, by id; the last of them is in the store."""
 
 
 def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
@@ -496,9 +496,9 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """Returns the posts of all ranks on which this rank depends, directly or indirectly.
+    """Returns the posts (what a rank waits for) of all ranks on which this rank depends.
 
-    The value is None for a rank that has no post.
+    Also indirectly. The value is None for a rank that has no post, because it computes.
     """
     found: dict[int, Post | None] = {me: mine}
     ahead = list(mine["ranks"])

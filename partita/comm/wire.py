@@ -125,7 +125,7 @@ class Wire(Transport):
     in Python.
     """
     kind = "of process groups"
-    """In a few words, for errors."""
+    """A few words that name this kind of wire, for errors."""
 
     def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
         if _waiting is not None:

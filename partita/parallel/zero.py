@@ -358,7 +358,7 @@ _BUCKET_BYTES = 25 << 20
 
 
 _Held = tuple[ParameterSlot, DTensor]
-"""A parameter and a place in the model that holds it."""
+"""A parameter, and a module and attribute of the model that is this parameter."""
 
 
 class _Bucket:

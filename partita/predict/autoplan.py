@@ -480,9 +480,9 @@ def _replace_strategy(way: Way, **changes: Any) -> Way:
 
 _PRODUCTS = ("matmul", "batched_matmul", "convolution", "convolution_backward")
 _LEAST_SIZE = 2
-"""Bytes of an element that is sent or computed with: no precision has fewer."""
+"""The fewest bytes of an element in any precision."""
 _KERNELS = 8
-"""Kernels to each product, guessed."""
+"""An estimate of the number of kernels for each matrix product."""
 
 
 @dataclass

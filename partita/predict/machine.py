@@ -499,7 +499,7 @@ def _as_it_is(key: str, value: Any) -> Any:
 # -- times of collectives --------------------------------------------------------------------------
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
-"""The kinds that have a formula."""
+"""The kinds of collectives that have a formula."""
 
 
 @dataclass(frozen=True)
@@ -635,7 +635,7 @@ RATES = (
     *(*_RATES, "matmul", "attention", "attention_backward"),
     *("permute", "arithmetic", "view", "number"),
 )
-"""All that a machine may have a curve of."""
+"""All rates of which a machine may have a measured curve."""
 _HOST_ONLY = ("getitem", "wait_tensor")
 _MULTIPLIED_POWERS = (2, 3)
 _THIN = 4

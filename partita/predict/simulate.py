@@ -550,7 +550,7 @@ _NEAR = 64
 """Kernels from one to the next that is fused with it, at most: a compiler's reach, and what memory
 a schedule lets it hold."""
 _BACKWARD_OF_ATTENTION = 2.5
-"""Operations of a fused attention's backward over those of its forward: five products, not two."""
+"""The ratio of operations of fused attention, backward to forward: five products to two."""
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ Of data sheets, and of operations the half that good kernels reach, in bfloat16 
 of one machine, some 50e9 operations and 1e9 bytes, it is 50.
 """
 RETYPE = 1e-7
-"""Seconds of a move that does nothing, so that of two such paths the shorter wins."""
+"""Seconds of a retype, which does nothing: above 0, so that of two paths the shorter wins."""
 
 
 def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:

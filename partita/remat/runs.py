@@ -405,9 +405,8 @@ class ForwardRecord(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run a redistribution, and keep its result if the policy says so.
-
-        It may be a part of a call.
+        """Run a redistribution, of the program or of a call, and keep its result if the policy says
+        so.
         """
         out = self._run_unwatched(run)
         if isinstance(self._kernels, KeepMode) and out is not x:

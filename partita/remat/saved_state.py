@@ -538,7 +538,7 @@ class OpaqueSaves:
 # -- named results ---------------------------------------------------------------------------------
 
 _Calls = tuple[Any, tuple[int, ...]]
-"""(function, call site): the calls of one function from one place."""
+"""(function, call site): all calls of one function from one call site."""
 
 
 class LearnedNames:

@@ -327,7 +327,7 @@ _REDUCED = {"sum": SHARES, "max": Partial("max"), "min": Partial("min")}
 
 _Dims = tuple[Dim, ...]
 WHOLE = -1
-"""In place of the dimension that a split name shards: it cannot be split."""
+"""The result of `_find_sharded_dim` for a name that cannot be split."""
 
 
 @dataclass(frozen=True)

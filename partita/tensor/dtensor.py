@@ -429,7 +429,7 @@ _NAMES_OF_DTYPES = """f64=float64 f32=float32 f16=float16 bf16=bfloat16 i64=int6
 DTYPES: dict[str, torch.dtype] = {
     short: getattr(torch, name) for short, name in (pair.split("=") for pair in _NAMES_OF_DTYPES)
 }
-"""The dtypes that have a short form, by it."""
+"""The dtypes by their short forms, such as "f32"."""
 _SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 

@@ -739,7 +739,7 @@ def _is_part_of_value(grad: DTensor) -> bool:
 # -- pending gradients are reduced -----------------------------------------------------------------
 
 BUCKET_BYTES = 64 << 20
-"""Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
+"""The most bytes of gradients in one all-reduce; a larger gradient has its own."""
 
 
 def _find_owner(grad: torch.Tensor) -> DTensor | None:

@@ -28,7 +28,7 @@ from .plan import CallPlan
 from .tensor_state import Function, spec_of
 
 _LOOKED_AT = (torch.Tensor, DTensor)
-"""The classes of tensors with values. A fake in a captured step has none."""
+"""The classes of tensors that have values. Fake tensors of a capture have none."""
 _FLOATS = frozenset((float, complex))
 
 

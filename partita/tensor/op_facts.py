@@ -200,25 +200,25 @@ _SHOW_UNSAID = frozenset(
     """_unsafe_view.default unsafe_split.Tensor unsafe_split_with_sizes.default
     unsafe_chunk.default wait_tensor.default""".split()
 )
-"""They give what they are given, or parts of it."""
+"""Operators that return their operand, or views of it."""
 _STATISTICS_UNSAID = frozenset(("native_batch_norm.default", "cudnn_batch_norm.default"))
-"""They write running statistics."""
+"""Operators that write running statistics, which their schemas do not show."""
 _COMPUTED_WHEN_READ = frozenset(
     """_conj _neg_view conj resolve_conj resolve_neg real imag view_as_real view_as_complex
     as_strided""".split()
 )
-"""Views whose elements are not those of what they are of."""
+"""Views whose elements are computed from those of their base when they are read."""
 _COPYING = frozenset(
     """cat clone copy index_select expand narrow permute reshape select slice split
     split_with_sizes squeeze stack t transpose unsqueeze view""".split()
 )
-"""They put the elements of tensors into new memory, or may do so."""
+"""Operators that copy elements of tensors into new memory, or may do so."""
 FILLS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split()
-"""They draw each element of their operand by itself."""
+"""Operators that draw each element of their operand independently."""
 _OVERWRITING = frozenset("fill zero copy".split())
 _BY_STORAGE = frozenset("as_strided as_strided_ as_strided_scatter set_ resize_".split())
 _RESIZES_UNSAID = frozenset(("resize_as_sparse_.default", "set_data.default"))
-"""They change metadata in place, though they have not the tag that says so."""
+"""Operators that change metadata in place, but lack torch's tag for this."""
 _EXACT_IN_NUMBERS = frozenset(
     """add sub rsub mul div true_divide eq ne lt le gt ge maximum minimum clamp clamp_min clamp_max
     where fill masked_fill index_fill full full_like new_full scalar_tensor""".split()
@@ -330,12 +330,12 @@ def _is_operator_drawing(name: str) -> bool:
 # -- the table by names ----------------------------------------------------------------------------
 
 VIEW_ATTRIBUTES = frozenset("T H mT mH real imag".split())
-"""Attributes that are calls all the same, and give views."""
+"""Attributes that compute like functions, and return views."""
 STATE_OF_LEAVES = """grad data requires_grad requires_grad_ retain_grad detach_ register_hook
 register_post_accumulate_grad_hook""".split()
-"""Attributes and methods of what a tensor is to autograd: another would answer for itself."""
+"""Attributes and methods of a tensor's state in autograd, which another tensor does not have."""
 ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
-"""Methods that say where a tensor's memory is."""
+"""Methods that return the address of a tensor's memory."""
 FACTS_THAT_STAY = """storage_offset is_leaf grad_fn grad _base _is_view is_shared is_inference
 is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
 """Attributes and methods of what a tensor is beside its values, the same in each call of a step."""

@@ -534,10 +534,10 @@ bool; not read; all remaining arguments.
 """
 
 KEYWORD = 8
-"""Added to a parameter that can be given by name only."""
+"""A flag that is added to the role of a keyword-only parameter."""
 
 KeyParameters = Sequence[tuple[str, int, Any]]
-"""For each parameter its name, how it enters the key, and its default."""
+"""For each parameter its name, its role in the key, and its default."""
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:

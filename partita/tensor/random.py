@@ -60,7 +60,7 @@ def random_mode(mode: str) -> Iterator[None]:
 
 
 Draw = Callable[[torch.Tensor, torch.Generator | None], torch.Tensor]
-"""Fills an empty tensor, from the common generator where it is given none."""
+"""A function that fills an empty tensor, by default from the default generator."""
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 from .trace_hooks import TraceHooks
 
 Function = Callable[..., Any]
-"""A function of torch, or what runs in its place."""
+"""A function of torch, or one that runs in its place."""
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
@@ -272,7 +272,7 @@ WRITTEN_UNSEEN = "written_unseen"
 """An attribute of a storage that may be written through a `.data`, which torch does not count."""
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE, "_origin"))
-"""Attributes of a DTensor that belong to us and are not copied as the user's own are."""
+"""Attributes of a DTensor that belong to partita. Copies get only the user's attributes."""
 
 
 @dataclass(frozen=True)
@@ -564,7 +564,7 @@ HERE = _Here()
 
 
 backward_pass = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that is at work: no two have the same. -1 if none is."""
+"""Returns the unique number of the running backward pass; -1 if none is running."""
 
 
 def in_backward() -> bool:

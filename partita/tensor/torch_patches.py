@@ -617,7 +617,7 @@ if frames_hold_inputs(_Frame):
 # what was drawn.
 
 BEGINS = name_of_checkpoint_generator(torchs)
-"""The name of what `checkpoint` calls before and after a function that it will run again."""
+"""The name of the generator that `checkpoint` runs around a function that it will rerun."""
 _begin = getattr(torchs, BEGINS)
 
 

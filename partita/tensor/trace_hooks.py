@@ -86,7 +86,7 @@ class TraceHooks:
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager in which the region keeps all results, if `keep` is True."""
+        """Returns a context manager in which the remat region keeps all results, if `keep`."""
         return nullcontext()
 
     def keep(self, x: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ CHIPS = {"h100": _OF_HOPPER, "a100": _OF_HOPPER | _OF_AMPERE}
 
 
 GPU = torch.device("cuda:0")
-"""The GPU that is not there."""
+"""The simulated GPU."""
 
 
 def believing_environment(folder: Path) -> dict[str, str]:

@@ -28,7 +28,7 @@ from .op_layouts import distribute_argument
 from .opinfo import Form, choose_samples, form_of, map_tensors
 
 OUTCOMES = ("right", "raise", "wrong", "crash", "hang")
-"""From good to bad."""
+"""The possible outcomes of a case, from best to worst."""
 
 RTOL, ATOL, LARGEST_SCALE = 1e-4, 1e-5, 1e3
 

@@ -31,7 +31,7 @@ UNSPECIFIED = {
 """Ops whose values are not specified: only shape and dtype are compared."""
 
 _DTYPES = (torch.float32, torch.int64, torch.complex64)
-"""An op is run in the first that it takes."""
+"""Dtypes of samples; an op runs in the first of these that it accepts."""
 
 _MOST_SAMPLES = 200
 """The most samples of an op that are considered."""

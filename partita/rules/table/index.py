@@ -226,7 +226,7 @@ def isin(elements: Any, test_elements: Any, *, invert: bool = False) -> str:
 # -- x[...] ----------------------------------------------------------------------------------------
 
 INDEX = "index"
-"""Stands for a tensor of integers in a pattern."""
+"""The entry of a pattern for a tensor of integers."""
 
 
 @dataclass

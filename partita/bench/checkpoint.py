@@ -154,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="partita bench checkpoint", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mib", type=int, default=128, help="of all ranks together")
+    parser.add_argument(
+        "--mib", type=int, default=128, help="size of the state on all ranks together"
+    )
     options = parser.parse_args(argv)
     found = measure(options.ranks, options.rounds, options.mib)
     on = f"{options.ranks} ranks of {bench_device().type}"

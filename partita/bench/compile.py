@@ -276,12 +276,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"parts to run: {', '.join(PARTS)} (all)"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="+", default=(), help="these ways of `train`, and `alone`")
     parser.add_argument(
-        "--backends", nargs="+", default=["inductor"], help="of `guards`: inductor, graph"
+        "--only", nargs="+", default=(), help="`train`: run only these ways, and `alone`"
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=["inductor"],
+        help="`guards`: backends to measure: inductor, graph",
     )
     bench_depth.add_options(parser)
     bench_dry.add_options(parser)

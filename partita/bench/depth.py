@@ -49,16 +49,16 @@ def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `depth`."""
     parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[4, 16, 48], help="the depths of `depth`"
+        "--blocks", type=int, nargs="+", default=[4, 16, 48], help="`depth`: numbers of blocks"
     )
     parser.add_argument(
         "--model",
         choices=("gpt", "llama", "hf-llama", "hf-llama-cache", "hf-gemma3", "hf-swin"),
         default="gpt",
-        help="of `depth`; hf: of transformers, where that is installed",
+        help="`depth`: the models; hf needs transformers",
     )
-    parser.add_argument("--width", type=int, default=32, help="of the model of `depth`")
+    parser.add_argument("--width", type=int, default=32, help="`depth`: width of the model")
     parser.add_argument(
-        "--cold", action="store_true", help="compile what `depth` captures, with nothing in a cache"
+        "--cold", action="store_true", help="`depth`: also compile, with empty caches"
     )
-    parser.add_argument("--times", type=int, default=1, help="each is measured")
+    parser.add_argument("--times", type=int, default=1, help="how often each is measured")

@@ -264,7 +264,7 @@ def _miss_time(rounds: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `partita bench dispatch`. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="partita bench dispatch", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="rounds per op (minimum is taken)")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds per op; the minimum counts")
     parser.add_argument("--calls", type=int, default=200, help="calls per round")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--no-step", action="store_true", help="leave out the training step")

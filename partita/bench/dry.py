@@ -68,8 +68,13 @@ def dry(options: argparse.Namespace) -> dict[str, float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dry`."""
-    parser.add_argument("--dry-blocks", type=int, default=80, help="of the model of `dry`")
-    parser.add_argument("--dry-width", type=int, default=8192, help="of the model of `dry`")
+    parser.add_argument("--dry-blocks", type=int, default=80, help="`dry`: number of blocks")
+    parser.add_argument("--dry-width", type=int, default=8192, help="`dry`: width of the model")
     parser.add_argument(
-        "--dry-mesh", type=int, nargs=2, default=[1024, 8], metavar=("DP", "TP"), help="of `dry`"
+        "--dry-mesh",
+        type=int,
+        nargs=2,
+        default=[1024, 8],
+        metavar=("DP", "TP"),
+        help="`dry`: the mesh",
     )

@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048, help="a layer has 4 width^2 bytes")
     parser.add_argument(
-        "--uneven", action="store_true", help="one row less, which the ranks do not divide"
+        "--uneven",
+        action="store_true",
+        help="one row less, so that the ranks do not divide the rows",
     )
     options = parser.parse_args(argv)
     options.width -= options.uneven

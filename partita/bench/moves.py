@@ -137,8 +137,12 @@ def _seconds(run: Callable[[], Any]) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `moves`."""
     parser.add_argument(
-        "--mesh-sizes", type=int, nargs="+", default=[8, 64, 512, 4096], help="ranks, of `moves`"
+        "--mesh-sizes",
+        type=int,
+        nargs="+",
+        default=[8, 64, 512, 4096],
+        help="`moves`: numbers of ranks",
     )
     parser.add_argument(
-        "--layer-width", type=int, default=8192, help="of the Llama of `moves`; 0 for none"
+        "--layer-width", type=int, default=8192, help="`moves`: width of the Llama; 0 leaves it out"
     )

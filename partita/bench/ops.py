@@ -98,16 +98,39 @@ def sweep(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita bench ops", description=__doc__)
     add = parser.add_argument
-    add("--ops", nargs="+", metavar="NAME", help="only these (a name takes its variants along)")
-    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="of arguments (all)")
-    add("--samples", type=int, default=3, help="per op, small ones first (%(default)s)")
-    add("--variants", action="store_true", help="methods, operators, in-place, out= and aliases")
-    add("--autocast", action="store_true", help="under bf16 autocast, from bf16 and float32")
-    add("--mesh", type=_mesh, default=(("dp", 2),), metavar="dp=2,tp=2", help="of ranks (dp=2)")
-    add("--inprocess", action="store_true", help="simulated ranks in one process: faster")
-    add("--jobs", type=int, default=1, help="meshes of ranks at a time (%(default)s)")
-    add("--limit", type=float, default=20, help="seconds without an answer that are a hang (20)")
-    add("--json", type=written_file, metavar="FILE", help="write all outcomes there too")
+    add("--ops", nargs="+", metavar="NAME", help="only these ops, with their variants")
+    add(
+        "--classes",
+        nargs="+",
+        choices=CLASSES,
+        default=list(CLASSES),
+        help="kinds of layouts of the arguments (all)",
+    )
+    add("--samples", type=int, default=3, help="samples per op, small ones first (%(default)s)")
+    add(
+        "--variants",
+        action="store_true",
+        help="also methods, operators, in-place, out= and aliases",
+    )
+    add(
+        "--autocast",
+        action="store_true",
+        help="run under bf16 autocast, with bf16 and float32 inputs",
+    )
+    add("--mesh", type=_mesh, default=(("dp", 2),), metavar="dp=2,tp=2", help="the mesh (dp=2)")
+    add(
+        "--inprocess",
+        action="store_true",
+        help="simulate the ranks in one process, which is faster",
+    )
+    add("--jobs", type=int, default=1, help="number of meshes that run at once (%(default)s)")
+    add(
+        "--limit",
+        type=float,
+        default=20,
+        help="seconds without an answer that count as a hang (20)",
+    )
+    add("--json", type=written_file, metavar="FILE", help="also write all outcomes to this file")
     return parser
 
 

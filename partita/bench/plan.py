@@ -163,9 +163,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench. Returns 1 if a plan's first way is more than 10 % slower than the fastest."""
     parser = argparse.ArgumentParser(prog="partita bench plan", description=__doc__)
     parser.add_argument("--examples", nargs="+", choices=list(EXAMPLES), default=list(EXAMPLES))
-    parser.add_argument("--rounds", type=int, default=9, help="in which each way is timed (9)")
-    parser.add_argument("--seed", type=int, default=0, help="of the ways at random (0)")
-    parser.add_argument("--machine", metavar="FILE", help="of 4 ranks (calibrates)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds in which each way is timed (9)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for the ways that are drawn at random (0)"
+    )
+    parser.add_argument(
+        "--machine", metavar="FILE", help="machine file for 4 ranks (default: calibrate)"
+    )
     options = parser.parse_args(argv)
     draw, slower = random.Random(options.seed), []
     for name in options.examples:

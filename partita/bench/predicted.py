@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", metavar="MODEL", choices=list(MODELS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--wide", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--samples", type=int, default=64, help="samples on all ranks together")
     options = parser.parse_args(argv)
     checks: list[Callable[[argparse.Namespace], bool]] = []
     if options.models:

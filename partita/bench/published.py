@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Takes two minutes: each model is captured whole.
     """
     parser = argparse.ArgumentParser(prog="partita bench published", description=__doc__)
-    parser.add_argument("--machine", choices=RUNS, action="append", help="(all)")
+    parser.add_argument("--machine", choices=RUNS, action="append", help="the machines (all)")
     options = parser.parse_args(argv)
     worst = max(_compare_runs(name, RUNS[name]) for name in options.machine or RUNS)
     print(

@@ -192,10 +192,12 @@ def _count_ordered(rows: Sequence[_Row]) -> tuple[int, int]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench: print each way, the errors, and the number of pairs in the right order."""
     parser = argparse.ArgumentParser(prog="partita bench simulate", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="that are timed (20)")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps that are timed (20)")
     each = "a machine file of so many ranks, such as 2=machine.toml (calibrates)"
     parser.add_argument("--machine", action="append", default=[], metavar="RANKS=FILE", help=each)
-    parser.add_argument("--peaks", action="store_true", help="peaks of memory in place of seconds")
+    parser.add_argument(
+        "--peaks", action="store_true", help="compare peaks of memory instead of seconds"
+    )
     options = parser.parse_args(argv)
     if options.peaks:
         return _print_peaks()

@@ -291,10 +291,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=MODELS, default="gpt")
-    parser.add_argument("--ranks", type=int, default=8, help="of the fake group (8)")
-    parser.add_argument("--rounds", type=int, default=5, help=f"of {_IN_A_ROW} steps in a row (5)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="(all that the device can run)")
-    parser.add_argument("--warm", action="store_true", help="use what was compiled before this run")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of the fake process group (8)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help=f"rounds, each of {_IN_A_ROW} steps (5)"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, help="the ways (all that the device can run)"
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="use code that was compiled before this run"
+    )
     parser.add_argument("--json", type=written_file, metavar="FILE")
     options = parser.parse_args(argv)
     shape, device = MODELS[options.model], bench_device()

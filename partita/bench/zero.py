@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="partita bench zero", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", nargs="+", default=(), help="these ways, beside `alone`")
+    parser.add_argument("--only", nargs="+", default=(), help="run only these ways, and `alone`")
     parser.add_argument("--json", type=written_file, metavar="FILE")
     options = parser.parse_args(argv)
     shape, found = Shape(), {}

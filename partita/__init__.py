@@ -5,6 +5,7 @@ from types import ModuleType as _Module
 from .anomaly import NanError as NanError
 from .anomaly import detect_nan as detect_nan
 from .checkpoint import RandomState as RandomState
+from .checkpoint import TrainableState as TrainableState
 from .checkpoint import async_save as async_save
 from .checkpoint import full_state_dict as full_state_dict
 from .checkpoint import is_checkpoint as is_checkpoint
@@ -13,6 +14,7 @@ from .checkpoint import load_full_state_dict as load_full_state_dict
 from .checkpoint import load_safetensors as load_safetensors
 from .checkpoint import save as save
 from .checkpoint import save_safetensors as save_safetensors
+from .checkpoint import stream_full as stream_full
 from .comm import DeviceMesh as DeviceMesh
 from .comm import check_ranks as check_ranks
 from .comm import dry_mesh as dry_mesh

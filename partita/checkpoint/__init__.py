@@ -8,13 +8,20 @@ and which parts of the files a rank on another mesh must read), `full_state` (wh
 """
 
 from .folder import is_checkpoint
-from .full_state import full_state_dict, load_full_state_dict, load_safetensors, save_safetensors
+from .full_state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_safetensors,
+    save_safetensors,
+    stream_full,
+)
 from .save_and_load import Loaded, async_save, load, save
-from .state import RandomState
+from .state import RandomState, TrainableState
 
 __all__ = [
     "Loaded",
     "RandomState",
+    "TrainableState",
     "async_save",
     "full_state_dict",
     "is_checkpoint",
@@ -23,4 +30,5 @@ __all__ = [
     "load_safetensors",
     "save",
     "save_safetensors",
+    "stream_full",
 ]

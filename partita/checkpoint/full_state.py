@@ -105,10 +105,7 @@ def full_state_dict(
         raise make_argument_error("full_state_dict", "an optimizer", optimizer, fix)
     keeps = not rank0_only or control_plane().rank == 0
     copies, tensors = _FullCopies(keeps, device), collect_model_tensors(model)
-    spread = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
-    for wire in dict.fromkeys(x._spec.wire for x in spread.values()):
-        text = ", ".join(f"{name} {x.layout_over_mesh}" for name, x in spread.items())
-        agree("whole values (pt.full_state_dict)", text, wire)
+    _agree_on_layouts(tensors, "full_state_dict")
     state = {name: copies.of(value, name) for name, value in tensors.items()}
     if optimizer is None:
         return state if keeps else {}
@@ -144,12 +141,7 @@ class _FullCopies:
     def _copy_full_tensor(self, x: torch.Tensor, name: str) -> torch.Tensor | None:
         if id(x) in self.made:
             return self.made[id(x)]
-        if x.is_meta:
-            raise LayoutError(
-                f"full_state_dict: {name} is on the meta device: it has no values",
-                place=user_line(),
-                fixes=(Fix("pt.materialize(model)"), Fix("pt.load_safetensors(model, path)")),
-            )
+        _refuse_meta(x, name, "full_state_dict")
         whole = gather_full_value(x)
         out = whole.to(self.device or whole.device, copy=True) if self.keeps else None
         self.made[id(x)] = out  # a tensor with two names is gathered once, on all ranks
@@ -161,6 +153,50 @@ def gather_full_value(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         x = x.detach()
         return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def stream_full(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor) for each entry of the model's state dict, one after the other.
+
+        for name, weight in pt.stream_full(model):
+            server.update_weight(name, weight)
+
+    Every rank iterates to the end. A tensor is gathered when it is its turn, so that a rank holds
+    one whole tensor beside its pieces. It is on the model's device, and no copy where a rank has it
+    whole: do not change it. A tensor with several names is yielded under each of them. Names are
+    those of `model.state_dict()`, without prefixes that torch.compile adds. What is no tensor is
+    left out.
+
+    Raises:
+        LayoutError: a parameter is on the meta device; ranks have other names or layouts.
+    """
+    refuse_lazy(model, "stream_full")
+    tensors = {n: x for n, x in collect_model_tensors(model).items() if torch.is_tensor(x)}
+    for name, x in tensors.items():
+        _refuse_meta(x, name, "stream_full")
+    _agree_on_layouts(tensors, "stream_full")
+    names = {id(x): [n for n, y in tensors.items() if y is x] for x in tensors.values()}
+    for x in {id(x): x for x in tensors.values()}.values():
+        whole = gather_full_value(x)
+        for name in names[id(x)]:
+            yield name, whole
+
+
+def _agree_on_layouts(tensors: Mapping[str, Any], call: str) -> None:
+    """Raise unless all ranks gather the same tensors."""
+    spread = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
+    for wire in dict.fromkeys(x._spec.wire for x in spread.values()):
+        text = ", ".join(f"{name} {x.layout_over_mesh}" for name, x in spread.items())
+        agree(f"whole values (pt.{call})", text, wire)
+
+
+def _refuse_meta(x: torch.Tensor, name: str, call: str) -> None:
+    if x.is_meta:
+        raise LayoutError(
+            f"{call}: {name} is on the meta device: it has no values",
+            place=user_line(),
+            fixes=(Fix("pt.materialize(model)"), Fix("pt.load_safetensors(model, path)")),
+        )
 
 
 # -- loading of whole values -----------------------------------------------------------------------

@@ -106,6 +106,8 @@ def open_state(
         elif isinstance(value, torch.nn.Module):
             value, load_back = _open_module(value)
             out.load_back.append(load_back)
+        elif isinstance(value, TrainableState):  # its tensors are read in place
+            value = value.state_dict()
         elif is_stateful(value):
             holder, load_back = _open_object(value, path, stored)
             out.load_back.append(load_back)
@@ -128,8 +130,8 @@ def open_state(
 
 
 def _find_modules(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, torch.nn.Module]]:
-    if isinstance(value, torch.nn.Module):
-        yield path, value
+    if isinstance(value, (torch.nn.Module, TrainableState)):
+        yield path, value.model if isinstance(value, TrainableState) else value
     elif isinstance(value, Mapping):
         for k, v in value.items():
             yield from _find_modules(v, (*path, str(k)))
@@ -169,6 +171,43 @@ def _open_object(
 
 def _allocate_plain(one: Stored) -> torch.Tensor | None:
     return None if one.size is None else torch.empty(one.size, dtype=one.dtype)
+
+
+class TrainableState:
+    """The parameters of a model that require gradients, for use in a checkpoint.
+
+        state = {"model": pt.TrainableState(model), "optimizer": optimizer}
+        pt.save(state, "adapters")
+
+    The checkpoint then has adapters and their optimizer state, not the frozen weights. Names are
+    those of a checkpoint of the whole model. `pt.load(state, path, strict="state")` reads the
+    trainable parameters of such a checkpoint, too.
+
+    Args:
+        model: its parameters may be frozen or not at each save; those that are trainable then are
+            saved. Buffers are not.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the trainable parameters by name, detached, without a copy."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {strip_wrapper_names(n): p.detach() for n, p in named if p.requires_grad}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy `state` into the trainable parameters.
+
+        Raises:
+            ValueError: names differ. Nothing has been changed.
+        """
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            other = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"one side alone has the trainable parameters {', '.join(other)}")
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
 
 
 # -- random generators -----------------------------------------------------------------------------

@@ -102,15 +102,18 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         note_other_memory(x)
         x._spec = value._spec
         return
-    fixes = (
+    fixes = [
         Fix("x.data.copy_(y)", "for a y that every rank has whole: x keeps its layout"),
         Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
         Fix("y = y.full_tensor()", "the whole value, plain"),
         Fix("y = y.to_local()", "this rank's piece"),
-    )
+    ]
+    fixes = fixes[:2] if isinstance(x, DTensor) else fixes[2:]
+    if isinstance(x, nn.Parameter):
+        fixes.append(Fix("do it before pt.zero or pt.parallelize", "if a layer gets another size"))
     raise make_layout_error(
         "x.data = y needs two DTensors or two plain tensors",
-        *(fixes[:2] if isinstance(x, DTensor) else fixes[2:]),
+        *fixes,
         reason="a tensor cannot become a DTensor, or stop being one, by its data",
     )
 

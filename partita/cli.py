@@ -49,8 +49,9 @@ from .predict.explain import explain
 from .predict.machine import Machine, MachineError, load_machine, read_link, shipped_machines
 from .predict.rehearsal import describe_raised, eager_memory, read_call, read_mesh
 from .predict.simulate import simulate, with_links
-from .predict.strategy import MODELS, Strategy, make_step
+from .predict.strategy import MODELS, ModelShape, Strategy, make_step
 from .predict.strategy import __file__ as strategy_file
+from .predict.transformers_model import TASKS, shape_of_config
 from .report import check_outputs, check_plotly, read_logs, write_report
 from .versions import __version__, describe_torch
 
@@ -465,7 +466,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a model and a machine."""
-    parser.add_argument("--model", required=True, help=", ".join(MODELS))
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help=", ".join(MODELS))
+    which.add_argument("--hf", metavar="PATH", help="config.json of a model of transformers")
+    parser.add_argument("--task", choices=TASKS, help=f"of the model of --hf ({TASKS[0]})")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of --hf alone")
     machines = ", ".join(shipped_machines())
     parser.add_argument("--machine", default="h100", help=f"{machines}, or a TOML file (h100)")
     parser.add_argument(
@@ -479,6 +484,20 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="number of blocks (as in the model)")
     kinds = "bfloat16 or float32 (bfloat16)"
     parser.add_argument("--precision", default=argparse.SUPPRESS, help=kinds)
+
+
+def _model_of(options: argparse.Namespace) -> str | ModelShape:
+    """Returns the name of the model that options say, or the shape of one of transformers.
+
+    Raises:
+        ValueError: there is no such configuration, or an option of --hf is given without it.
+    """
+    if options.hf is not None:
+        return shape_of_config(options.hf, options.task or TASKS[0], lora=options.lora)
+    for name in ("task", "lora"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} has no effect without --hf")
+    return str(options.model)
 
 
 def _strategy_of(options: argparse.Namespace) -> Strategy:
@@ -531,10 +550,11 @@ def run_simulate(options: argparse.Namespace) -> int:
         if getattr(options, "zero", 0) and "dp" not in mesh:
             raise ValueError(f"--zero has no effect on {options.mesh}: ZeRO spreads over dp")
         strategy = _share_batch(_strategy_of(options), options.batch, mesh)
-        found = simulate(options.model, mesh, _machine_of(options, mesh), strategy=strategy)
+        model = _model_of(options)
+        found = simulate(model, mesh, _machine_of(options, mesh), strategy=strategy)
         print(found, flush=True)
         if options.eager:
-            print(f"  run eagerly: {_find_eager_memory(options.model, mesh, strategy)}")
+            print(f"  run eagerly: {_find_eager_memory(model, mesh, strategy)}")
         if options.trace:
             found.save_trace(options.trace)
         if options.report:
@@ -544,7 +564,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _find_eager_memory(model: str, mesh: dict[str, int], strategy: Strategy) -> Memory:
+def _find_eager_memory(model: str | ModelShape, mesh: dict[str, int], strategy: Strategy) -> Memory:
     """Returns the memory of a named model's step that is not compiled."""
     with own_lines_shown(strategy_file):
         return eager_memory(lambda: make_step(model, mesh, strategy, dry_mesh(**mesh))[:2])  # type: ignore[arg-type]
@@ -605,7 +625,7 @@ def run_plan(options: argparse.Namespace) -> int:
             )
         with _showing_progress() as watch:
             found = autoplan(
-                options.model,
+                _model_of(options),
                 options.ranks,
                 options.memory,
                 _machine_of(options),

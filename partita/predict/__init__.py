@@ -1,10 +1,11 @@
 """Predictions of the time, memory and traffic of a step, before it runs.
 
 In reading order, for a simulation: `machine` (a rank's processor and links, and the times of
-collectives), `strategy` (models by name, and ways to distribute one), `simulate` (a graph played on
-streams, kernel by kernel). `calibrate` measures a machine. `autoplan` searches for the best way to
-distribute a model, with lower bounds. For code that is not run: `rehearsal` (a call that is only
-planned, and the memory of an eager step), `explain`. `show` draws layouts.
+collectives), `strategy` (models by name, and ways to distribute one), `transformers_model` (a model
+of transformers by its configuration), `simulate` (a graph played on streams, kernel by kernel).
+`calibrate` measures a machine. `autoplan` searches for the best way to distribute a model, with
+lower bounds. For code that is not run: `rehearsal` (a call that is only planned, and the memory of
+an eager step), `explain`. `show` draws layouts.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan
@@ -14,6 +15,7 @@ from .rehearsal import eager_memory
 from .show import Shown, show
 from .simulate import Simulation, simulate
 from .strategy import MODELS, ModelShape, Strategy, StrategyError
+from .transformers_model import shape_of_config
 
 __all__ = [
     "MODELS",
@@ -35,6 +37,7 @@ __all__ = [
     "eager_memory",
     "explain",
     "load_machine",
+    "shape_of_config",
     "shipped_machines",
     "show",
     "simulate",

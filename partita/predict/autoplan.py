@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from partita.comm.device import HOST
 from partita.layout.text import describe_value, escape_controls, human
 
 from .machine import Machine, MachineError, MeasuredCurve, load_machine, read_amount
@@ -375,8 +377,9 @@ class WaySearch:
         nearest = max(likeness.values())
         alike = [one for one, count in likeness.items() if count == nearest]
         pairs = [(self.found[one], self._guess_cost(one)) for one in alike]
-        logs = [[math.log(real[i] / said[i]) for real, said in pairs] for i in (0, 1)]
-        ratios = [math.exp(sum(each) / len(each)) for each in logs]
+        # Nothing is said of a model whose needs are not known (`_measure_needs`).
+        logs = [[math.log(real[i] / said[i]) for real, said in pairs if said[i]] for i in (0, 1)]
+        ratios = [math.exp(sum(each) / max(len(each), 1)) for each in logs]
         return seconds * ratios[0], size * ratios[1]
 
     def _guess_cost(self, way: Way) -> tuple[float, float]:
@@ -639,17 +642,17 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
 @lru_cache(maxsize=256)
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Returns the needs of a model; only its weights if it cannot run without memory."""
-    with torch.device("meta"):
+    # Of fakes a program knows not to read the values, as transformers does; of meta tensors not.
+    with FakeTensorMode(), HOST:
         module = shape.make(layers, context)
-    parameters = [*module.parameters()]
-    needs = _ModelNeeds(weights=_count_bytes(parameters))
-    try:
-        with torch.device("meta"):
+        parameters = [*module.parameters()]
+        needs = _ModelNeeds(weights=_count_bytes(parameters))
+        try:
             inputs, targets = shape.make_batch(batch, context)
             with _counting_needs(module, needs):
                 shape.loss(module(inputs), targets).backward()
-    except Exception:  # it reads a value, or calls an op without a kernel for meta tensors
-        return _ModelNeeds(weights=needs.weights)
+        except Exception:  # it reads a value, or calls an op without a kernel for fakes
+            return _ModelNeeds(weights=needs.weights)
     trained = [p for p in parameters if p.grad is not None]
     needs.state = 2 * _count_bytes(trained)
     needs.gradients = sum(float(p.numel() * _least_size(p)) for p in trained)

@@ -1,0 +1,199 @@
+"""The shape of a model of transformers, made from its configuration without weights.
+
+    from partita.predict import shape_of_config
+
+    print(pt.autoplan(shape_of_config("path/to/config.json"), ranks=8, memory="80GB"))
+
+Nothing is downloaded. The model is made on the device of the caller, as `ModelShape.make` says.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.layout import Replicate, Shard
+
+from .strategy import ModelShape, StrategyError, check_argument, refuse_if
+
+TASKS = ("causal-lm", "image-classification")
+_CONTEXT = 4096
+"""Tokens of a sequence, where the model allows more and nobody says how many."""
+
+
+def shape_of_config(config: Any, task: str = "causal-lm", *, lora: int | None = None) -> ModelShape:
+    """Returns the shape of a model of transformers, for `pt.autoplan` and `pt.simulate`.
+
+    Args:
+        config: the path of a config.json or of the folder that has it; or a configuration.
+        task: "causal-lm" learns the next token of text; "image-classification" learns a label.
+        lora: the rank of adapters of peft at all linear layers but the head. Only these are
+            trained. None: all weights are trained.
+
+    Raises:
+        StrategyError: transformers or peft is not installed; there is no such file; the model or
+            task is unknown.
+    """
+    check_argument("task", task, task in TASKS, " or ".join(TASKS))
+    found = _read_config(config)
+    text = found.get_text_config()
+    layers = _read_size(text, found, "num_hidden_layers")
+    heads = _read_size(text, found, "num_attention_heads")
+    make = partial(_make_model, found, task, lora)
+    with torch.device("meta"):
+        plan = _find_tensor_plan(make(1, 8))
+    of_text = task == "causal-lm"
+    return ModelShape(
+        make=make,
+        layers=layers,
+        width=_read_size(text, found, "hidden_size"),
+        heads=heads if plan else 1,  # without a plan no axis may divide them
+        groups=(getattr(text, "num_key_value_heads", None) or heads) if plan else 1,
+        context=min(getattr(text, "max_position_embeddings", _CONTEXT), _CONTEXT) if of_text else 1,
+        vocab=text.vocab_size if of_text else found.num_labels,
+        plan=partial(_get_plan, plan),
+        name=f"{found.model_type}{f' with LoRA of rank {lora}' if lora else ''}",
+        make_batch=partial(_make_batch if of_text else _make_pictures, found),
+        has_sequence=False,
+        sums=2 if plan else 0,
+    )
+
+
+def _read_config(config: Any) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise StrategyError("a model of transformers needs it: pip install transformers") from None
+    if isinstance(config, transformers.PretrainedConfig):
+        return config
+    check_argument("config", config, isinstance(config, (str, Path)), "a path or a configuration")
+    path = Path(config)
+    file = path / "config.json" if path.is_dir() else path
+    refuse_if(not file.is_file(), f"{file} is no file: the config.json of a model is needed")
+    try:
+        return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise StrategyError(f"{file} is no configuration of transformers: {error}") from error
+
+
+def _read_size(text: Any, whole: Any, name: str) -> int:
+    size = getattr(text, name, None) or getattr(whole, name, None)
+    refuse_if(not isinstance(size, int), f"the configuration of {whole.model_type} has no {name}")
+    return int(size)  # type: ignore[arg-type]
+
+
+class _Logits(nn.Module):
+    """A model of transformers that returns its logits alone.
+
+    Attributes:
+        model: as transformers makes it.
+    """
+
+    def __init__(self, model: nn.Module, argument: str):
+        super().__init__()
+        self.model, self._argument = model, argument
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The longest list of modules: the layers that can be recomputed in backward."""
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return max(lists, key=len)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.model(**{self._argument: inputs}).logits
+        return logits
+
+
+def _make_model(found: Any, task: str, lora: int | None, layers: int, context: int) -> nn.Module:
+    """Returns the model with so many layers; `context` tokens need no other weights."""
+    import transformers
+
+    config = copy.deepcopy(found)
+    of_text = task == "causal-lm"
+    config = config.get_text_config() if of_text else config
+    config.num_hidden_layers = layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        config.layer_types = kinds[:layers]
+    auto = transformers.AutoModelForCausalLM
+    auto = auto if of_text else transformers.AutoModelForImageClassification
+    try:
+        model = auto.from_config(config, attn_implementation="sdpa")
+    except ValueError:  # it knows no other than its own
+        try:
+            model = auto.from_config(config)
+        except ValueError as error:
+            said = f"{found.model_type} is no model for {task}: {str(error).splitlines()[0]}"
+            raise StrategyError(said) from error
+    model.config.use_cache = False
+    if lora is not None:
+        model = _add_adapters(model, lora)
+    return _Logits(model.train(), "input_ids" if of_text else "pixel_values")
+
+
+def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        import peft
+    except ImportError:
+        raise StrategyError("LoRA needs peft: pip install peft") from None
+    wanted = peft.LoraConfig(r=rank, target_modules="all-linear")
+    adapted: nn.Module = peft.get_peft_model(model, wanted)  # type: ignore[arg-type]
+    return adapted
+
+
+_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "colwise": {"weight": Shard(0), "bias": Shard(0)},
+    "colwise_rep": {"weight": Shard(0), "bias": Shard(0)},
+    "colwise_gather_output": {"weight": Shard(0), "bias": Shard(0)},
+    "rowwise": {"weight": Shard(1), "bias": Replicate()},
+    "rowwise_rep": {"weight": Shard(1), "bias": Replicate()},
+    "embedding_rowwise": {"weight": Shard(0)},
+    "replicated_with_grad_allreduce": {},
+}
+
+
+def _find_tensor_plan(model: nn.Module) -> dict[str, Any]:
+    """Returns transformers' own plan of tensor parallelism, as `pt.parallelize` takes it.
+
+    Empty where it has none, or a style that is not one of parameters.
+    """
+    inner: Any = model.model
+    styles: dict[str, str] = getattr(inner, "tp_plan", None) or {}
+    if not styles or not set(styles.values()) <= _PLACEMENTS.keys():
+        return {}
+    names = dict(inner.named_parameters(remove_duplicate=False))
+    plan: dict[str, Any] = {}
+    for pattern, style in styles.items():
+        for part, placement in _PLACEMENTS[style].items():
+            if any(_matches(name, f"{pattern}.{part}") for name in names):
+                plan[f"model.{pattern}.{part}"] = {"tp": placement}
+    return plan
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(
+        b in ("*", a) for a, b in zip(parts, wanted, strict=True)
+    )
+
+
+def _get_plan(plan: dict[str, Any], sequence: bool = False) -> dict[str, Any]:
+    return plan
+
+
+def _make_batch(found: Any, sequences: int, context: int) -> tuple[Tensor, Tensor]:
+    vocab = found.get_text_config().vocab_size
+    tokens = torch.randint(0, vocab, (sequences, context))
+    return tokens, tokens.clone()
+
+
+def _make_pictures(found: Any, pictures: int, context: int) -> tuple[Tensor, Tensor]:
+    size, channels = getattr(found, "image_size", 224), getattr(found, "num_channels", 3)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    labels = torch.randint(0, found.num_labels, (pictures,))
+    return torch.randn(pictures, channels, height, width), labels

@@ -1,0 +1,114 @@
+"""Are models of transformers priced and planned by their configuration as they run?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import partita as pt
+from partita.predict import StrategyError, shape_of_config
+from partita.predict.strategy import make_step
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {**SIZES, "intermediate_size": 48}
+TEXT = {**WIDE, "vocab_size": 96, "max_position_embeddings": 64}
+CONFIGS = {
+    "dense": lambda: transformers.LlamaConfig(**TEXT, num_key_value_heads=4),
+    "grouped heads": lambda: transformers.Qwen2Config(**TEXT, num_key_value_heads=2),
+    "experts": lambda: transformers.MixtralConfig(
+        **TEXT, num_key_value_heads=2, num_local_experts=4
+    ),
+    "tied": lambda: transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64
+    ),
+    "vision": lambda: transformers.ViTConfig(**WIDE, image_size=32, patch_size=8, num_labels=10),
+}
+
+
+def shape_of(name: str, **options):
+    config = CONFIGS[name]()
+    if name == "tied":
+        config.attn_pdrop = config.resid_pdrop = config.embd_pdrop = 0.0
+    task = "image-classification" if name == "vision" else "causal-lm"
+    return shape_of_config(config, task, **options)
+
+
+def measure_peak(mesh, shape, strategy) -> int:
+    """Bytes at the peak of a captured step on a mesh."""
+    torch.manual_seed(0)
+    step, args, _ = make_step(shape, {"dp": 2}, strategy, on=mesh)
+    compiled = pt.compile(step, backend="graph")
+    losses = [float(compiled(*args).full_tensor()) for _ in range(3)]
+    assert losses[2] < losses[0]  # it trains
+    return compiled.memory.total_peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_peak_is_that_of_the_step_that_runs(name):
+    shape, strategy = shape_of(name), pt.Strategy(precision="float32", batch=2, remat=False)
+    found = pt.simulate(shape, {"dp": 2}, strategy=strategy)
+    with pt.ranks(dp=2) as world:
+        for peak in world.run(measure_peak, shape, strategy):
+            assert abs(found.peak - peak) <= 0.01 * peak
+
+
+def test_transformers_own_plan_is_that_of_tensor_parallelism():
+    shape = shape_of("grouped heads")
+    assert shape.plan(sequence=False)["model.model.layers.*.self_attn.q_proj.bias"] == {
+        "tp": pt.Shard(0)
+    }
+    found = pt.simulate(shape, {"dp": 2, "tp": 2}, strategy=pt.Strategy(precision="float32"))
+    assert found.peak < pt.simulate(shape, {"dp": 2}, strategy=pt.Strategy()).peak * 2
+    with pytest.raises(StrategyError, match="tp=4 does not divide the 2 key and value heads"):
+        pt.simulate(shape, {"tp": 4})
+    with pytest.raises(StrategyError, match="tp=2 does not divide the 1 heads"):  # it has no plan
+        pt.simulate(shape_of("tied"), {"tp": 2})
+
+
+def test_adapters_hold_no_state_for_frozen_weights():
+    whole, adapted = shape_of("dense"), shape_of("dense", lora=2)
+    strategy = pt.Strategy(precision="float32")
+    one, other = (pt.simulate(s, {"dp": 2}, strategy=strategy).classes for s in (whole, adapted))
+    assert other["optimizer"] < one["optimizer"] / 4
+    assert other["weights"] >= one["weights"]
+
+
+@pytest.mark.slow
+def test_a_plan_is_found_within_the_memory():
+    found = pt.autoplan(shape_of("dense"), 4, "1GB", most=2)
+    assert found.best.peak < 1e9
+    assert "shape.make(2, 64)" in found.code
+
+
+@pytest.mark.slow
+def test_the_command_reads_a_folder(tmp_path):
+    CONFIGS["dense"]().save_pretrained(tmp_path)
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "partita", "simulate", "--mesh", "dp=2", *options]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    right = run("--hf", str(tmp_path), "--batch", "4")
+    assert right.returncode == 0, right.stderr
+    assert right.stdout.startswith("llama on dp=2")
+    wrong = run("--hf", str(tmp_path / "none"))
+    assert wrong.returncode == 2
+    assert "is no file" in wrong.stderr
+    assert run("--model", "gpt", "--lora", "2").returncode == 2
+
+
+def test_what_is_no_configuration_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StrategyError, match="is no configuration of transformers"):
+        shape_of_config(tmp_path)
+    with pytest.raises(StrategyError, match="task is 'chat'"):
+        shape_of_config(CONFIGS["dense"](), "chat")
+    with pytest.raises(StrategyError, match="vit is no model for causal-lm"):
+        shape_of_config(CONFIGS["vision"]())

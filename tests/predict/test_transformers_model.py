@@ -81,6 +81,18 @@ def test_adapters_hold_no_state_for_frozen_weights():
 
 
 @pytest.mark.slow
+def test_micro_batches_whose_reductions_wait_for_each_other_are_priced():
+    """Of long sequences tp reduces weights' gradients that dp has reduced."""
+    sizes = {**TEXT, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 2048}
+    sizes |= {"intermediate_size": 1024, "max_position_embeddings": 4096}
+    shape = shape_of_config(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
+    strategy = pt.Strategy(zero=2, micro_batches=2, remat=False)
+    found = pt.simulate(shape, {"dp": 4, "tp": 2}, strategy=strategy)
+    assert found.nbytes["dp"] > 0
+    assert found.nbytes["tp"] > 0
+
+
+@pytest.mark.slow
 def test_a_plan_is_found_within_the_memory():
     found = pt.autoplan(shape_of("dense"), 4, "1GB", most=2)
     assert found.best.peak < 1e9

@@ -68,8 +68,9 @@ def bucket(program: Program) -> str:
         groups.setdefault(key, []).append(node)
     least = _least_bytes(groups.values())
     joined = buckets = 0
+    # Joining moves what reads the results, members of other parts and groups too: they are sorted.
     for members in groups.values():
-        for part in _split_joinable(members, least):
+        for part in map(sorted, _split_joinable(sorted(members), least)):
             if len(part) > 1:
                 _JOIN[part[0].target](program, part)  # type: ignore[index]
                 joined, buckets = joined + len(part), buckets + 1

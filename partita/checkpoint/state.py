@@ -194,7 +194,8 @@ class TrainableState:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the trainable parameters by name, detached, without a copy."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return {strip_wrapper_names(n): p.detach() for n, p in named if p.requires_grad}
+        found = {name: p.detach() for name, p in named if p.requires_grad}
+        return {plain: found[name] for name, plain in strip_wrapper_names(found).items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy `state` into the trainable parameters.

@@ -58,6 +58,7 @@ from .ledger import user_line as user_line
 from .ledger import user_line_of_error as user_line_of_error
 from .meshes import LOOPBACK as LOOPBACK
 from .meshes import MEETING as MEETING
+from .meshes import count_ranks as count_ranks
 from .meshes import describe_saved_mesh as describe_saved_mesh
 from .meshes import find_root_mesh as find_root_mesh
 from .meshes import find_saved_wire as find_saved_wire

@@ -61,7 +61,7 @@ def init_device_mesh(
     running = running_wire()
     if running is not None:
         return _mesh_of_world(running, tuple(mesh_shape), mesh_dim_names)
-    world = _world_size()
+    world = count_ranks()
     if world is not None and world != math.prod(mesh_shape):
         wanted = math.prod(mesh_shape)
         sizes = " x ".join(map(str, mesh_shape))
@@ -87,8 +87,11 @@ def init_device_mesh(
     return mesh
 
 
-def init_mesh_of_all_ranks() -> Any:
-    """Returns a mesh of one axis over all ranks of the job, on its accelerator or on the CPU.
+def init_mesh_of_all_ranks(device_type: str | None = None) -> Any:
+    """Returns a mesh of one axis over all ranks of the job.
+
+    Args:
+        device_type: "cpu" or "cuda"; the accelerator, if there is one, or the CPU if None.
 
     Raises:
         LayoutError: there are no ranks: no process group, no torchrun, no `pt.ranks`.
@@ -96,7 +99,7 @@ def init_mesh_of_all_ranks() -> Any:
     running = running_wire()
     if running is not None:
         return _mesh_of_world(running, (running.mesh.size(),), None)
-    world = _world_size()
+    world = count_ranks()
     if world is None:
         raise LayoutError(
             "no mesh is given, and no process group is initialized",
@@ -106,8 +109,10 @@ def init_mesh_of_all_ranks() -> Any:
                 Fix("torch.distributed.init_process_group()", "before, where torchrun started it"),
             ),
         )
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return init_device_mesh(here.type if here else HOST.type, (world,))
+    if device_type is None:
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device_type = here.type if here else HOST.type
+    return init_device_mesh(device_type, (world,))
 
 
 def _check_mesh_arguments(device_type: Any, sizes: Any, names: Any) -> None:
@@ -142,8 +147,8 @@ def _mesh_of_world(wire: RankWire, sizes: tuple[int, ...], names: Sequence[str] 
     )
 
 
-def _world_size() -> int | None:
-    """Returns the number of ranks of the job; None if there is no job, which torch reports."""
+def count_ranks() -> int | None:
+    """Returns the number of ranks of the job; None if there is no job."""
     if dist.is_initialized():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "")

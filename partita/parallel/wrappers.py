@@ -8,6 +8,7 @@ wrapped model.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,10 +55,22 @@ def _refuse_to_wrap(wrapper: str, models: Sequence[nn.Module], ranks: Sequence[i
                             f"no {wrapper}",
                             "after pt.zero or pt.parallelize: train the model as it is",
                         ),
-                        Fix("accelerator.prepare(optimizer, loader)", "with accelerate: no model"),
+                        *_list_trainer_fixes(),
                         Fix(f"{wrapper} alone", "without pt.zero and pt.parallelize"),
                     ),
                 )
+
+
+def _list_trainer_fixes() -> list[Fix]:
+    """Returns the imports to write in place of those of the trainers that the program uses."""
+    trainers = {
+        "transformers.trainer": "from partita.integrations.trainer import Trainer",
+        "accelerate": "from partita.integrations.accelerate import Accelerator",
+        "lightning": "from partita.integrations.lightning import MeshStrategy",
+        "pytorch_lightning": "from partita.integrations.lightning import MeshStrategy",
+    }
+    found = {line: name for name, line in trainers.items() if name in sys.modules}
+    return [Fix(line, f"with {name.partition('.')[0]}") for line, name in found.items()]
 
 
 def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:

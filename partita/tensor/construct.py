@@ -517,9 +517,11 @@ def local_map(
         named: list[Placements] = [None] * (len(flat) - count)
         wanted = _match_placements(in_placements, count, "in_placements", name) + named
         grads = _match_placements(in_grad_placements, count, "in_grad_placements", name) + named
+        tensors = []
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
+                tensors.append(x)
                 # By default the dual, which is not ambiguous here, because `func` computes on
                 # pieces.
                 given = grads[i]

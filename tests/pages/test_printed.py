@@ -66,3 +66,34 @@ def test_the_first_script_prints_what_its_page_shows_and_resumes(tmp_path):
     (tmp_path / "alone").mkdir()
     alone = run_ranks(script, "4", ranks=1, cwd=tmp_path / "alone")
     assert_same_lines(alone, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["from_trainer", "from_accelerate"])
+def test_a_trainer_prints_the_same_with_ddp_and_with_partita_and_resumes(name, tmp_path):
+    page = (ROOT / "docs/trainers.md").read_text()
+    shown = re.search(rf"<!-- {name} -->\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    before, after = (EXAMPLES / name / f"{which}.py" for which in ("before", "after"))
+
+    def run(script, *options):
+        lines = run_ranks(script, *options, cwd=tmp_path / script.stem)
+        return [line for line in lines if re.match(r"(step|epoch) ", line)]
+
+    for script in (before, after):
+        (tmp_path / script.stem).mkdir()
+        assert_same_lines(run(script), shown.splitlines())
+    resumed = run(after, "resume")
+    assert set(resumed) <= set(shown.splitlines()) and resumed
+
+
+@pytest.mark.parametrize("name", ["from_trainer", "from_accelerate"])
+def test_the_diff_of_a_trainer_is_that_of_its_two_scripts(name):
+    page = (ROOT / "docs/trainers.md").read_text()
+    scripts = (EXAMPLES / name / f"{which}.py" for which in ("before", "after"))
+    before, after = (path.read_text().split('"""\n', 1)[1].splitlines() for path in scripts)
+    changes = {line for line in difflib.ndiff(before, after) if line[:2] in ("- ", "+ ")}
+    changes = {line[0] + line[2:] for line in changes if line[2:].strip()}
+    shown = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = [{*diff.splitlines()} for diff in shown]
+    assert any(changes == diff for diff in lines), changes
+    assert len([line for line in changes if line[0] == "-"]) <= 2

@@ -152,6 +152,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_backward_cls": _make_function,
     "_init_group": _make_optimizer,
     "_dynamo_static_input_type": _source_of("torch._dynamo.variables.builder"),
+    "_is_accelerate_prepared _models": _source_of("accelerate.accelerator"),
     "_triton_bundle": _source_of("torch._inductor.output_code"),
 }
 """By the private attributes of torch's objects that the package reads, and that no test of

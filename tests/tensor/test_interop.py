@@ -318,3 +318,17 @@ def test_local_map_runs_a_kernel_on_the_pieces(layout):
     for y, grad in each(body):
         torch.testing.assert_close(y, T**3)
         torch.testing.assert_close(grad, 3 * T**2)
+
+
+def test_local_map_cuts_whole_arguments_into_uneven_pieces():
+    def body(mesh):
+        rows = [Shard(0), Replicate()]
+        cube = pt.local_map(Cube.apply, rows, (rows,), redistribute_inputs=True)
+        x = pt.distribute_tensor(torch.arange(5.0), mesh, [Replicate(), Replicate()])
+        y = cube(x.requires_grad_())
+        y.sum().backward()
+        return y.full_tensor(), x.grad.full_tensor()
+
+    for y, grad in each(body):
+        torch.testing.assert_close(y, torch.arange(5.0) ** 3)
+        torch.testing.assert_close(grad, 3 * torch.arange(5.0) ** 2)

@@ -1,0 +1,164 @@
+"""An `Accelerator` whose `prepare` shards the model by ZeRO.
+
+    from partita.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+The rest of a script of accelerate stays. A loss and a gradient are those of all ranks' rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.checkpoint import full_state_dict, load, save
+from partita.parallel.optimizer import clip_grad_norm_
+from partita.parallel.zero import no_sync
+
+from .sharded_run import ShardedRun
+
+try:
+    import accelerate
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError(
+        "partita.integrations.accelerate needs accelerate: pip install accelerate"
+    ) from error
+
+_SHARDS = "partita"  # the folder of weights and optimizer state within a checkpoint
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
+    """accelerate's `Accelerator`, on a mesh.
+
+    accelerate itself works as in one process: `num_processes` is 1, and nothing is wrapped or sent
+    by it. `is_main_process` is true on the first rank.
+
+    Args:
+        mesh: where models live that `prepare` gets; all ranks of the job by default.
+        stage: of ZeRO, 0 to 3, for a model that is not on a mesh yet.
+        options: those of accelerate's class.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, mesh: Any = None, stage: int = 3, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._start_run(mesh, stage)
+
+    def _start_run(self, mesh: Any, stage: int) -> None:
+        self._run = ShardedRun.start(mesh, stage, self.device.type)
+        if self._run.mesh is None:
+            return
+        for state in (accelerate.PartialState(), self.state):
+            state.num_processes, state.process_index = 1, self._run.rank
+            state.local_process_index = int(os.environ.get("LOCAL_RANK", self._run.rank))
+            state.distributed_type = DistributedType.NO
+        self.dataloader_config.dispatch_batches = False
+        self.register_save_state_pre_hook(self._save_shards)
+        self.register_load_state_pre_hook(self._load_shards)
+
+    # -- prepare -----------------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """Move the model to the device and shard it. The result is the same object."""
+        return self._run.shard_model(super().prepare_model(model, *args, **options))
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
+        """Returns a loader of whole batches: those of all ranks, on each of them."""
+        if not (self.split_batches or getattr(data_loader, "_is_accelerate_prepared", False)):
+            data_loader = self._run.join_batches(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **options)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Returns a scheduler that steps as accelerate's: once for each rank's batch."""
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(prepared, AcceleratedScheduler) and not self.split_batches:
+            prepared.__class__ = _SchedulerOfAllRanks
+            prepared.batches = self._run.batches
+        return prepared
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Send no gradients in the backward passes inside the block."""
+        with no_sync(model):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip gradients by their global norm, and return the norm: a plain tensor."""
+        self.unscale_gradients()
+        norm: torch.Tensor = self._run.gather(clip_grad_norm_(parameters, max_norm, norm_type))
+        return norm
+
+    def gather(self, tensor: Any) -> Any:
+        """Returns whole plain tensors in place of DTensors. A plain tensor is whole already."""
+        return self._run.gather(tensor)
+
+    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """Returns whole plain tensors in place of DTensors: they are of all rows already."""
+        return self._run.gather(tensor)
+
+    def wait_for_everyone(self) -> None:
+        """Return once all ranks have called this."""
+        self._run.wait_for_all("accelerator.wait_for_everyone")
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Returns the model's state dict of whole plain tensors, on all ranks."""
+        return full_state_dict(model) if unwrap else model.state_dict()
+
+    def save_state(self, *args: Any, **options: Any) -> Any:
+        """Save as accelerate does, but weights and optimizer state as shards, by `pt.save`."""
+        with self._without_optimizers():
+            where = super().save_state(*args, **options)
+        self.wait_for_everyone()
+        return where
+
+    def load_state(self, *args: Any, **options: Any) -> None:
+        """Load what `save_state` has saved, on any number of ranks and for any stage."""
+        with self._without_optimizers():
+            super().load_state(*args, **options)
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        """Hide the optimizers from accelerate, which would write one rank's shards."""
+        self._sharded_optimizers, self._optimizers = self._optimizers, []
+        try:
+            yield
+        finally:
+            self._optimizers = self._sharded_optimizers
+
+    def _list_shards(self) -> dict[str, Any]:
+        optimizers = [o.optimizer for o in self._sharded_optimizers]
+        return {"models": self._models, "optimizers": optimizers}
+
+    def _save_shards(self, models: Any, weights: list[Any], folder: str) -> None:
+        weights.clear()  # so accelerate writes none
+        save(self._list_shards(), os.path.join(folder, _SHARDS))
+
+    def _load_shards(self, models: list[Any], folder: str) -> None:
+        models.clear()
+        load(self._list_shards(), os.path.join(folder, _SHARDS))
+
+
+class _SchedulerOfAllRanks(AcceleratedScheduler):  # type: ignore[misc]
+    """A scheduler that is written for one rank's batches, where a step takes those of all."""
+
+    batches = 1
+
+    def step(self, *args: Any, **options: Any) -> None:
+        for _ in range(self.batches):
+            super().step(*args, **options)

@@ -1,0 +1,63 @@
+"""TRL's fused output layer, on the rows of a rank.
+
+TRL's trainers compute log-probabilities by an `autograd.Function` that writes into plain buffers.
+Over DTensors it runs on each rank's rows, with the whole weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trl.trainer.utils
+from trl.kernels import ChunkedLogProbFunction
+
+from partita.comm import wire_of
+from partita.layout import Replicate, Shard
+from partita.parallel.batch import find_data_axes
+from partita.tensor.construct import local_map
+from partita.tensor.dtensor import DTensor
+
+_REQUESTED = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class _LogProbsOfRows:
+    """`ChunkedLogProbFunction`, whose `apply` also takes DTensors."""
+
+    @staticmethod
+    def apply(hidden: Any, weight: Any, bias: Any, targets: Any, *options: Any) -> Any:
+        if not isinstance(hidden, DTensor):
+            return ChunkedLogProbFunction.apply(hidden, weight, bias, targets, *options)
+        mesh = wire_of(hidden.device_mesh).mesh
+        data = find_data_axes(wire_of(hidden.device_mesh))
+        rows = [Shard(0) if axis in data else Replicate() for axis in mesh.names]
+        whole = [Replicate() for _ in mesh.names]
+        wanted = ("log_probs", *_REQUESTED)
+        given = [name == "log_probs" or name in options[-1] for name in wanted]
+
+        def compute(hidden: Any, weight: Any, bias: Any, targets: Any) -> tuple[Any, ...]:
+            found = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, *options)
+            return tuple(x for x, there in zip(found, given, strict=True) if there)
+
+        on_rows = local_map(
+            compute,
+            out_placements=tuple(rows for there in given if there),
+            in_placements=(rows, whole, None if bias is None else whole, rows),
+            redistribute_inputs=True,
+        )
+        found = iter(on_rows(hidden, weight, bias, _place(targets, hidden.device_mesh, whole)))
+        return tuple(next(found) if there else None for there in given)
+
+
+def _place(value: Any, mesh: Any, placements: Any) -> Any:
+    """Returns a DTensor: `value`, or a whole plain tensor as one."""
+    if isinstance(value, DTensor):
+        return value
+    return DTensor.from_local(value, mesh, placements)
+
+
+def run_head_on_rows() -> None:
+    """Let the fused output layer of TRL's trainers take DTensors. Plain tensors as before."""
+    names, name = vars(trl.trainer.utils), "_ChunkedLogProbFunction"  # theirs, and private
+    if name not in names:
+        raise ImportError(f"this version of TRL has no {name}: pip install 'trl<2'")
+    names[name] = _LogProbsOfRows

@@ -35,7 +35,6 @@ from partita.comm import (
 from partita.layout import Fix, LayoutError
 from partita.parallel.batch import find_instances, replace_instances
 from partita.parallel.fsdp_group import MixedPrecision, Zero
-from partita.parallel.fsdp_hooks import refuse_no_sync
 from partita.parallel.zero import zero
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE, make_argument_error, state_of
@@ -212,8 +211,8 @@ class FSDPModule:
         """
         state = _state_of(self)
         if state is not None:
-            if not requires_gradient_sync and HERE.trace.is_tracing:
-                refuse_no_sync()
+            if not requires_gradient_sync:
+                HERE.trace.refuse_no_sync()
             state.keeps_partial_gradients = not requires_gradient_sync
             return
         for model in _owners_of(self):

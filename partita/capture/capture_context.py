@@ -21,7 +21,9 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from partita.graph.errors import not_captured
 from partita.graph.slots import Slot
+from partita.layout import Fix
 from partita.tensor.tensor_overrides import show_same_memory
 from partita.tensor.tensor_state import HERE, saving_hooks, without_history
 from partita.tensor.trace_hooks import TraceHooks
@@ -49,6 +51,14 @@ class FakeRunHooks(TraceHooks):
         HERE.unfinished.append(gather.end)
         self.run_without_profiling(gather.begin)
         return True
+
+    def refuse_no_sync(self) -> None:
+        """Raise the error of gradients of ZeRO-3 that wait for a later micro-batch."""
+        raise not_captured(
+            "no_sync under stage 3 of ZeRO",
+            "in a graph the transpose of a gather reduce-scatters the gradient at once",
+            Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
+        )
 
     def end_block(self, gather: Any) -> bool:
         if HERE.unfinished and HERE.unfinished[-1] == gather.end:

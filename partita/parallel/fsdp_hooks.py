@@ -592,7 +592,7 @@ class _GraphGather:
             return
         group = self.group
         if group.zero.keeps_partial_gradients:
-            refuse_no_sync()
+            HERE.trace.refuse_no_sync()
         # By this reason, passes recognize gathered values that may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
         # Other slots belong to modules that are no longer in the block.
@@ -669,12 +669,3 @@ class _Gather(torch.autograd.Function):
         back = ctx.moves.transpose(wire.mesh)
         grad = carry_all(back, grad.to(sent).to(summed), wire, ctx.name, "gradient")
         return grad.to(ctx.own), None, None, None, None, None
-
-
-def refuse_no_sync() -> None:
-    """Raise CaptureError: in a graph, gradients of ZeRO-3 cannot wait for a later micro-batch."""
-    raise not_captured(
-        "no_sync under stage 3 of ZeRO",
-        "in a graph the transpose of a gather reduce-scatters the gradient at once",
-        Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
-    )

@@ -52,7 +52,7 @@ from partita.tensor.uneven_pieces import with_room
 from .batch import find_data_axes, tensors_in
 from .flat_buffer import FlatBuffer
 from .fsdp_group import MixedPrecision, ShardedState, Zero
-from .fsdp_hooks import refuse_no_sync, register_hooks
+from .fsdp_hooks import register_hooks
 from .parameters import Blocks, ParameterSlot, find_blocks
 from .wrappers import refuse_wrapped
 
@@ -318,8 +318,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if state is None:  # Partial gradients accumulate, and are reduced in the step
         yield
         return
-    if HERE.trace.is_tracing and isinstance(state, Zero):
-        refuse_no_sync()
+    if isinstance(state, Zero):
+        HERE.trace.refuse_no_sync()
     with state.keeping_partial_gradients():
         yield
 

@@ -94,3 +94,6 @@ class TraceHooks:
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
         """Raise if remat regions of `title` cannot have a budget of bytes here."""
+
+    def refuse_no_sync(self) -> None:
+        """Gradients of ZeRO-3 wait for a later micro-batch; raises where they cannot."""

@@ -65,15 +65,6 @@ class FakeRunHooks(TraceHooks):
             HERE.unfinished.pop()()
         return True
 
-    def keep_missing_gradients(self, ctx: Any) -> None:
-        """Pass None to the function for a gradient that does not exist.
-
-        A block is one node of a graph, and some of its parameters may not affect the loss. An
-        optimizer skips a parameter without a gradient, but not one with a gradient of zeros. The
-        graph is the same for all ranks.
-        """
-        ctx.set_materialize_grads(False)
-
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         # `module.to(...)` swaps fake parameters, which the weak references of a tracer forbid. It
         # means what `p.data = ...` means in eager.

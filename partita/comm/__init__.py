@@ -69,7 +69,9 @@ from .meshes import join as join
 from .meshes import ranks_of_mesh as ranks_of_mesh
 from .meshes import sizes_of_mesh as sizes_of_mesh
 from .meshes import wire_of as wire_of
+from .move_steps import has_empty as has_empty
 from .move_steps import identity_of_reduction as identity_of_reduction
+from .move_steps import zeros_signed_as as zeros_signed_as
 from .ranks import ranks as ranks
 from .ranks import run_in_one_process as run_in_one_process
 from .torch_distributed import Piece as Piece

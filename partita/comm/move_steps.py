@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.layout import Layout, LayoutError, Mesh
+from partita.layout import NEUTRAL_SHARE, Layout, LayoutError, Mesh
 from partita.redistribute.move import count_common_axes
 
 from .collective import Axes, Request, Splits, Transport
@@ -242,17 +242,29 @@ def _make_mask_step(move: Move, transport: Transport) -> Step:
     # The max and the min of equal values are the value itself: only a sum needs the zeros.
     if first or move.op != "sum":
         return lambda x, op: x.clone(memory_format=_CONTIGUOUS)
-    return lambda x, op: torch.zeros_like(x, memory_format=_CONTIGUOUS)
+    return lambda x, op: zeros_signed_as(x).contiguous()
 
 
 def _make_retype_step(move: Move, transport: Transport) -> Step:
     return lambda x, op: x.view_as(x)
 
 
+def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
+    """Returns zeros with the signs of `x`: shares that are neutral in a sum with `x`.
+
+    They stay neutral if all shares are multiplied by a number, whatever its sign.
+    """
+    if x.is_complex():
+        return torch.view_as_complex(zeros_signed_as(torch.view_as_real(x.resolve_conj())))
+    if not x.is_floating_point() or x.itemsize == 1:  # 8-bit floats have no kernel
+        return torch.zeros_like(x)
+    return torch.copysign(x.new_zeros(()), x)
+
+
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
-    """Returns the identity element of `reduce_op`: 0 for a sum, -inf for a max."""
+    """Returns the identity element of `reduce_op`: -0.0 for a sum, -inf for a max."""
     if reduce_op == "sum":
-        return 0
+        return NEUTRAL_SHARE if dtype.is_floating_point or dtype.is_complex else 0
     least = reduce_op == "max"
     if dtype == torch.bool:
         return not least

@@ -51,6 +51,7 @@ from .move_steps import (
     places_of,
     prepare,
     span,
+    zeros_signed_as,
 )
 from .wire import Wire
 
@@ -493,7 +494,7 @@ def _keep_on_first(x: torch.Tensor, move: Move, wire: TraceWire) -> torch.Tensor
     if move.op != "sum":
         return x.clone(memory_format=torch.contiguous_format)
     first = wire.place(move.axes).to(x.device) == 0
-    return torch.where(first, x, x.new_zeros(())).contiguous()
+    return torch.where(first, x, zeros_signed_as(x)).contiguous()
 
 
 def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:

@@ -10,6 +10,7 @@ and tables as users read them).
 
 from .layout import Layout as Layout
 from .layout import chunk as chunk
+from .placement import NEUTRAL_SHARE as NEUTRAL_SHARE
 from .placement import Coordinate as Coordinate
 from .placement import Invariant as Invariant
 from .placement import Mesh as Mesh

@@ -189,6 +189,10 @@ class Partial(Placement):
         return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"
 
 
+NEUTRAL_SHARE = -0.0
+"""The share of a sum that changes no value: 0.0 would turn -0.0 into 0.0."""
+
+
 @dataclass(frozen=True)
 class Invariant(Placement):
     """Every rank holds the whole value and computes the same with it. The gradient is Invariant."""

@@ -194,7 +194,8 @@ class FsdpGroup:
         self.fit_buffers(self.shards())
 
     def _begin_with(self, zero: Zero, block: Block) -> None:
-        self.zero, self.name, self.slots = zero, block.name, block.slots
+        self.zero: Zero = zero
+        self.name, self.slots = block.name, block.slots
         self.modules = block.modules
         self.depth = 0
         self.calls_in_backward: dict[Any, None] = {}
@@ -215,13 +216,23 @@ class FsdpGroup:
         self.identity = object()
         self.open_forwards: list[Any] = []
 
-    # A copied or unpickled model has its own groups over its own modules, with nothing gathered.
+    # A copied or unpickled model has groups of its own over its own modules, at rest. The copy of a
+    # block does not take the model along: until the model's state adopts it, it has one of its own.
 
     def __getstate__(self) -> Any:
-        return self.zero, Block(self.name, self.modules, self.slots)
+        zero = self.zero
+        options = zero.axes, zero.precision, zero.persistent
+        return options, [*self.shards()], Block(self.name, self.modules, self.slots)
 
     def __setstate__(self, state: Any) -> None:
-        self._begin_with(*state)
+        (axes, precision, persistent), shards, block = state
+        zero = self.__dict__.get("zero")
+        if zero is None:
+            zero = Zero.__new__(Zero)
+            zero._begin_with(block.modules[0], axes, precision)
+            zero.persistent, zero.groups = persistent, [self]
+            zero.adopt_parameters(shards)
+        self._begin_with(zero, block)
 
     def fit_buffers(self, shards: Sequence[DTensor]) -> None:
         """Make new flat buffers if `shards` do not fit the existing ones, as after `model.to()`."""
@@ -775,6 +786,8 @@ class Zero(ShardedState):
         begun, persistent, self.groups, parameters = state
         self._begin_with(*begun)
         self.persistent = persistent
+        for group in self.groups:
+            group.zero = self
         self.adopt_parameters(parameters)
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:

@@ -657,7 +657,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any, reason: str
     ) -> torch.Tensor:
         ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
-        HERE.trace.keep_missing_gradients(ctx)
+        ctx.set_materialize_grads(False)
         return carry_all(moves, p.to(dtypes[0]), spec.wire, name, reason)
 
     @staticmethod

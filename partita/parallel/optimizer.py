@@ -278,9 +278,10 @@ def _step_as_plain(
         shapes = {p: p.shape for p in params}
         _run_step(optimizer, originals or {}, args, kwargs)
     finally:
-        # Fused kernels do not count versions, by which results made from parameters are kept.
+        # Fused kernels do not count versions, by which results made from parameters are kept. What
+        # has no gradient is not written: a backward pass that is under way may have saved it.
         if any(group.get("fused") for group in optimizer.param_groups):
-            increment_version(tensors)
+            increment_version([p for p in params if _grad(p) is not None])
         for t in tensors:
             t.__class__ = typed
     for p in params:

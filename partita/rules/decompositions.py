@@ -165,21 +165,19 @@ def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
 # -- softmax ---------------------------------------------------------------------------------------
 
 
-def _subtract_max(x: Any, dim: Dim) -> tuple[Any, Any]:
-    """Returns `(x - top, top)`, where top is the maximum of all pieces."""
-    top = reduced(partial_max(x, dim, True))
-    top = top.masked_fill(top.abs() == math.inf, 0)
-    return subtract_reduced(x, top), top
+def _subtract_max(x: Any, dim: Dim) -> Any:
+    """`x` minus the maximum of all pieces."""
+    return subtract_reduced(x, reduced(partial_max(x, dim, True)))
 
 
 def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    shifted, _ = _subtract_max(widen(x if dtype is None else x.to(dtype)), dim)
+    shifted = _subtract_max(widen(x if dtype is None else x.to(dtype)), dim)
     e = shifted.exp()
     return (e / e.sum(dim, keepdim=True)).to(dtype or x.dtype)
 
 
 def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
-    shifted, _ = _subtract_max(widen(x if dtype is None else x.to(dtype)), dim)
+    shifted = _subtract_max(widen(x if dtype is None else x.to(dtype)), dim)
     out = subtract_reduced(shifted, shifted.exp().sum(dim, keepdim=True).log())
     return out.to(dtype or x.dtype)
 
@@ -187,8 +185,11 @@ def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
 def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
     if not x.is_floating_point():
         x = x.to(torch.get_default_dtype())
-    shifted, top = _subtract_max(widen(x), dim)
-    out = (shifted.exp().sum(dim, keepdim=True).log() + top).to(x.dtype)
+    x, dtype = widen(x), x.dtype
+    top = reduced(partial_max(x, dim, True))
+    top = top.masked_fill(top.abs() == math.inf, 0)  # unlike softmax, which is nan there
+    shifted = subtract_reduced(x, top)
+    out = (shifted.exp().sum(dim, keepdim=True).log() + top).to(dtype)
     return out if keepdim else out.squeeze(Names.of(x.ndim).dims(dim))
 
 
@@ -241,13 +242,25 @@ def vector_norm(
     if math.isinf(ord):
         norm = amax(wide.abs(), dim, keepdim, 1 if ord > 0 else -1)
     elif ord == 0:
-        # 1 where x is not 0, with the gradient that torch gives it: zeros.
-        norm = torch.where(wide != 0, 1.0, wide * 0).sum(dims, keepdim=keepdim)
+        count = (wide != 0).sum(dims, keepdim=keepdim).to(wide.dtype.to_real())
+        norm = _NoGradient.apply(count, x)  # which torch's has neither
     elif ord == 1:
         norm = wide.abs().sum(dims, keepdim=keepdim)
     else:
         norm = root_of(power_sum(wide, ord, dim, keepdim), ord)
     return norm.to(x.dtype.to_real())
+
+
+class _NoGradient(torch.autograd.Function):
+    """The first tensor, as a function of the second, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Any, x: Any) -> Any:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None, None
 
 
 def root_of(total: Any, order: float = 2) -> Any:

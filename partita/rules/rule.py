@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from partita.layout import Fix, LayoutError
+from partita.layout import NEUTRAL_SHARE, Fix, LayoutError
 
 from .sentence import Names, Sentence, SentenceError, parse
 
@@ -417,10 +417,10 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
     return x.narrow(dim, offset, length)
 
 
-def connected_zeros(input: Any, shape: Sequence[int]) -> Any:
-    """Returns zeros that depend on `input` in autograd, so its gradient is zeros and not None."""
-    out = input.new_zeros(shape)
-    return out + input.flatten()[:0].sum() if input.requires_grad else out
+def make_connected_shares(input: Any, shape: Sequence[int]) -> Any:
+    """Returns neutral shares with `input` in their graph: its gradient is zeros and not None."""
+    out = input.new_full(shape, NEUTRAL_SHARE)
+    return out - input.flatten()[:0].sum() if input.requires_grad else out
 
 
 def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:

@@ -32,6 +32,7 @@ from .arguments import is_index_of_view
 from .dtensor import DTensor, moved, tagged
 from .origins import ORIGIN, find_origin
 from .tensor_state import (
+    HERE,
     Args,
     CopiedView,
     Function,
@@ -180,6 +181,15 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
 
+def _has_short_pieces(spec: Spec) -> bool:
+    """True if some ranks' pieces have fewer than two elements in a dimension where others have
+    more: their strides may show another order in memory."""
+    mesh = spec.wire.mesh
+    first = spec.layout.local_shape(mesh, (0,) * mesh.ndim)
+    last = spec.layout.local_shape(mesh, tuple(n - 1 for n in mesh.sizes))
+    return any(n < 2 and n != m for n, m in zip(last, first, strict=True))
+
+
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
@@ -206,8 +216,14 @@ def copy_as_on_one_device(
             _convert_options_to_meta(arguments, out) if of_type else _convert_to_meta(arguments)
         )
         there = func(alike, *others, **named)
-        if _share_memory(there, alike):
-            return out, moved or not shared
+        views = _share_memory(there, alike)
+    if moved and _has_short_pieces(source._spec) and not HERE.trace.is_tracing:
+        # All ranks mark the result, or none does. The first one's piece shows the strides best.
+        views = bool(
+            source._spec.wire.gather_ints((views,), f"whether {func.__name__} copies")[0][0]
+        )
+    if views:
+        return out, moved or not shared
     if shared:
         with Local():
             mode = modes[0] if modes else torch.contiguous_format

@@ -23,12 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partita.comm import (
     Wire,
     agree,
+    has_empty,
     is_uneven,
     local_of_torch_dtensor,
     make_torch_dtensor,
     read_torch_dtensor,
     torch_mesh,
     wire_of,
+    zeros_signed_as,
 )
 from partita.layout import Fix, Partial, Placement, own_placement, split_factors
 from partita.layout.text import explain_calls
@@ -41,6 +43,7 @@ from .dtensor_gradients import type_accumulate_hook, type_hook, update_spec
 from .origins import note_origin
 from .random import run_with_generator_check
 from .tensor_state import (
+    HERE,
     OURS,
     Function,
     Spec,
@@ -76,7 +79,8 @@ def _keep_on_first(local: torch.Tensor, spec: Spec) -> None:
     """Zero the shares of a Partial sum on all ranks but the first, which keeps its values."""
     summed = [axis for axis, op in spec.layout.partial if op == "sum"]
     if summed:
-        local.masked_fill_(~spec.wire.is_first_along([summed], local.device)[0], 0)
+        is_first = spec.wire.is_first_along([summed], local.device)[0]
+        local.copy_(torch.where(is_first, local, zeros_signed_as(local)))
 
 
 def distribute_tensor(
@@ -522,14 +526,14 @@ def local_map(
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
                 tensors.append(x)
-                # By default the dual, which is not ambiguous here, because `func` computes on
-                # pieces.
+                # By default the dual: it is not ambiguous, because `func` computes on pieces.
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
-        lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
         args, kwargs = pytree.tree_unflatten(flat, shape_of_call)
+        functions = HERE.rerunnable
         results, shape_of_results = pytree.tree_flatten(func(*args, **kwargs))
-        if lacks_elements:
+        may_lack = HERE.rerunnable != functions or any(map(_has_empty_piece, tensors))
+        if may_lack and torch.is_grad_enabled() and not HERE.trace.is_tracing:
             results = _tie_lost_operands(results, flat)
         listed = _list_per_result(out_placements)
         placed = _match_placements(listed, len(results), "out_placements", name)
@@ -540,10 +544,22 @@ def local_map(
     return run_local_map
 
 
+def _has_empty_piece(x: DTensor) -> bool:
+    """True if the piece of `x` is empty on a rank."""
+    mesh, layout = x._spec.wire.mesh, x._spec.layout
+    return any(
+        has_empty(size, [mesh.size(a) for a in axes])
+        for size, axes in zip(layout.shape, layout.shards, strict=True)
+        if axes
+    )
+
+
 def _tie_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
-    """The results of a rank with an empty piece, with all operands in their autograd graph: torch's
-    kernels may have left some out that are in it on other ranks, and an `autograd.Function` may
-    have no gradient for one."""
+    """The results with all operands in their autograd graph, where ranks may differ.
+
+    Torch's kernels may leave operands out of it on a rank with an empty piece, and an
+    `autograd.Function` may have no gradient for one.
+    """
     operands = [t for t in locals_ if isinstance(t, torch.Tensor) and t.requires_grad]
     return [
         tie_to_operands(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -57,6 +58,7 @@ from .tensor_state import (
     HERE,
     Function,
     Spec,
+    count_unseen_writes,
     current,
     make_argument_error,
     make_layout_error,
@@ -472,9 +474,8 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str) -> Any:
         ctx.moves, ctx.wire, ctx.op = moves, wire, op
-        if not x.is_floating_point() and not x.is_complex():
-            ctx.set_materialize_grads(False)
-        HERE.trace.keep_missing_gradients(ctx)
+        # A gradient that does not exist, as of a Function that returns None, exists on no rank.
+        ctx.set_materialize_grads(False)
         return _carry_to_write(moves, x, wire, op, reason)
 
     @staticmethod
@@ -532,12 +533,82 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
             return _move_with_gradient(x, moves, before.wire, op, reason)
 
 
+_Memory = tuple[int, torch.Size, tuple[int, ...]]
+"""The offset, sizes and strides of a tensor in its storage."""
+
+
+class _MovedCopy(NamedTuple):
+    """A leaf, or a view of it, in another layout: autograd may have saved it in place of the leaf.
+
+    Attributes:
+        storage: of the copy.
+        source, copy: what was moved, in the leaf's storage; and the copy, in its own.
+        before, after: their specs.
+        writes: how often the leaf had been written unseen.
+    """
+
+    storage: weakref.ref[Any]
+    source: _Memory
+    copy: _Memory
+    before: Spec
+    after: Spec
+    writes: int
+
+
+_MOVED_COPIES = "moved_copies"
+"""The attribute of a leaf's storage with its `_MovedCopy`s."""
+
+
+def _memory_of(x: torch.Tensor) -> _Memory:
+    return x.storage_offset(), x.size(), x.stride()
+
+
+def note_moved_copy(x: DTensor, after: Spec, value: torch.Tensor) -> None:
+    """Note that an op takes `value`, which is `x` in the layout `after`, and may save it."""
+    if HERE.trace.is_tracing or not (x.is_floating_point() or x.is_complex()):
+        return
+    with Local():
+        leaf: Any = x._base if x._is_view() else x
+        if not leaf.is_leaf:
+            return
+        storage = vars(x.untyped_storage())
+        copies: list[_MovedCopy] = storage.setdefault(_MOVED_COPIES, [])
+        if len(copies) % 64 == 63:
+            copies[:] = [one for one in copies if one.storage() is not None]
+        own = weakref.ref(value.untyped_storage())
+        memory, writes = (_memory_of(x), _memory_of(value)), count_unseen_writes(leaf)
+        copies.append(_MovedCopy(own, *memory, x._spec, after, writes))
+
+
+def renew_moved_copies() -> None:
+    """Move leaves again that were written through `.data` since autograd saved a copy of them.
+
+    On one device autograd has saved the leaf itself, and backward computes with what it holds. What
+    `x.data = y` replaces stays saved there, too.
+    """
+    HERE.data_read = [one for one in HERE.data_read if one() is not None]
+    for x in [one() for one in HERE.data_read]:
+        with Local(), torch.no_grad():
+            storage: Any = x.untyped_storage()
+            copies = vars(storage).get(_MOVED_COPIES, [])
+            writes = count_unseen_writes(x) if copies else 0
+            for i, one in enumerate(copies):
+                held = one.storage()
+                if held is None or one.writes == writes:
+                    continue
+                source, copy = (torch.empty(0, dtype=x.dtype, device=x.device) for _ in range(2))
+                source.set_(storage, *one.source)
+                now = moved(source, one.before, one.after, "backward", "implicit")
+                copy.set_(held, *one.copy).copy_(now)
+                copies[i] = one._replace(writes=writes)
+
+
 class _NoView(torch.autograd.Function):
     """The identity, whose result autograd does not treat as a view."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        HERE.trace.keep_missing_gradients(ctx)
+        ctx.set_materialize_grads(False)
         return x.detach()
 
     @staticmethod
@@ -557,7 +628,7 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
         ctx.on_gradient, ctx.args = on_gradient, args
-        HERE.trace.keep_missing_gradients(ctx)
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod

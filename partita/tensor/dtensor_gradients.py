@@ -35,7 +35,7 @@ from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
 from .arguments import admit
-from .dtensor import DTensor, carry_all, moved, tagged
+from .dtensor import DTensor, carry_all, moved, renew_moved_copies, tagged
 from .op_facts import enter_function, find_getter, implements
 from .origins import ORIGIN, find_origin, note_gradient
 from .tensor_state import (
@@ -249,6 +249,8 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
     """The roots of a backward pass as plain tensors, and the local gradient that each starts
     from."""
+    if HERE.data_read:
+        renew_moved_copies()
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     given += [None] * (len(roots) - len(given))
@@ -323,11 +325,11 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     made = find_origin(x)
 
     def call_typed_hook(grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            # An autograd node of ours gave none, as for a parameter that no block has used. Only
-            # torch's hooks of several tensors count such calls.
-            return hook(None) if hook.__module__ == "torch.autograd.graph" else None
         leaf = None if known[0] is None else known[0]()
+        if grad is None:
+            # Torch's hooks of several tensors count all calls.
+            is_torchs = hook.__module__ == "torch.autograd.graph"
+            return hook(None) if is_torchs or not _may_be_unused(leaf) else None
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
         typed = tagged(_alias_with_history(grad), now.gradient)
         if made is not None:
@@ -374,13 +376,12 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns the hook to register on the leaf `x` for the user's `hook` after accumulation.
 
-    The engine also calls such hooks if one of our autograd nodes returned no gradient, as for a
-    parameter that no block used. The user's hook is called only if there is a gradient.
+    The engine also calls such hooks if a node gave no gradient (see `_may_be_unused`).
     """
     came = [False]
 
     def note_gradient(grad: torch.Tensor | None) -> None:
-        came[0] = grad is not None
+        came[0] = grad is not None or not _may_be_unused(x)
 
     def call_accumulate_hook(x: Any) -> Any:
         return hook(x) if came[0] else None
@@ -389,6 +390,16 @@ def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[
         call_accumulate_hook.note = x.register_hook(note_gradient)  # type: ignore[attr-defined]
     call_accumulate_hook.hook = hook  # type: ignore[attr-defined]
     return call_accumulate_hook
+
+
+def _may_be_unused(leaf: Any) -> bool:
+    """True if a missing gradient of `leaf` may mean that the program has not used it.
+
+    In a process without ZeRO the engine calls hooks with None if a Function returned None, and does
+    not call them if the leaf was not used. Stage 3 has one node for all leaves, used or not.
+    """
+    layouts = state_of(leaf).zero_layouts if leaf is not None else None
+    return layouts is not None and layouts.update is leaf._spec
 
 
 @contextmanager
@@ -460,8 +471,7 @@ class NodeOfPieces:
         leaf = self._hook_leaf()
 
         def call_typed_hook(_: Any, grads: tuple[Any, ...]) -> Any:
-            # With ZeRO, torch calls this also for a parameter without a gradient.
-            if grads[0] is not None or state_of(leaf).zero_layouts is None:
+            if grads[0] is not None or not _may_be_unused(leaf):
                 fn((), (type_gradient(grads[0], leaf._spec),))
 
         return self.node.register_hook(call_typed_hook)
@@ -475,7 +485,7 @@ class NodeOfPieces:
         leaf = self._hook_leaf()
 
         def call_typed_hook(grads: tuple[Any, ...]) -> Any:
-            if grads[0] is None and state_of(leaf).zero_layouts is not None:
+            if grads[0] is None and _may_be_unused(leaf):
                 return None
             out = fn((type_gradient(grads[0], leaf._spec),))
             return out and (_lay_out_as_dual(out[0], leaf._spec, "hook"),)

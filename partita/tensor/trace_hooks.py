@@ -70,13 +70,6 @@ class TraceHooks:
         """End the forward of a block. Returns True if the gather is a part of the graph."""
         return False
 
-    def keep_missing_gradients(self, ctx: Any) -> None:
-        """Set how the autograd function of `ctx` treats missing gradients of its results.
-
-        In eager code they become zeros, so that a rank without a gradient takes part in the
-        collectives of the others.
-        """
-
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Swap the contents of two tensors, as `torch.utils.swap_tensors`. Returns True if done."""
         return False

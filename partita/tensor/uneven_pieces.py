@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import to_dlpack
@@ -207,6 +209,8 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     refuses if there are elements, such as a dtype without a kernel, is also refused here. Otherwise
     this rank would continue alone. Ranks whose pieces have elements do none of this.
 
+    Backward runs on the "meta" tensors, too: an operand that gets no gradient there gets none here.
+
     Args:
         kernel: the kernel for pieces with elements; None for the function itself.
         plan: of the call; its kernel is not set yet.
@@ -224,9 +228,9 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     whole = form.local or call.func
     is_users = _is_of_users(form)
     checks_refusal = not (is_users or facts_of_function(form.name).draws)
-    known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
+    known: dict[tuple[Any, ...], _MetaRun | None] = {}
 
-    def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
+    def try_with_elements(args: Any, kwargs: Any) -> _MetaRun | None:
         there = [locate_in_call(p, names, args, kwargs) for p in inputs]
         given = [get_at_path(args, kwargs, p) for p in there]
         graded = not (form.inplace or torch.is_inference_mode_enabled())
@@ -266,15 +270,15 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
             tried = try_with_elements(args, kwargs)
             if tried is None:
                 raise
-            outs = [_make_empty_output(t, i, bound, choice, wire) for i, t in enumerate(tried[0])]
+            outs = [_make_empty_output(t, i, bound, choice, wire) for i, t in enumerate(tried.outs)]
             if any(t is None for t in outs):
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
-        # Without operands the result is a leaf itself, as in `x.to(x.dtype)`.
-        if tried is not None and tried[1] and torch.is_grad_enabled():
-            operands = [get_at_path(args, kwargs, p) for p in tried[1]]
-            return _tie_outputs_to_operands(out, operands, tried[0])
+        # Without operands the result is a leaf itself, which stays what it is (`x.to(x.dtype)`).
+        if tried is not None and tried.operands and torch.is_grad_enabled():
+            operands = [get_at_path(args, kwargs, p) for p in tried.operands]
+            return _tie_outputs_to_operands(out, operands, tried)
         return out
 
     return run_in_place if form.inplace else run_on_empty_pieces
@@ -322,17 +326,27 @@ def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class _MetaRun:
+    """A run of an op on "meta" tensors as large as pieces with elements.
+
+    Attributes:
+        outs: its outputs.
+        operands: the operands that are differentiable, by their paths.
+    """
+
+    outs: list[torch.Tensor]
+    operands: dict[Path, torch.Tensor]
+
+
 def _run_on_meta(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
-) -> tuple[list[torch.Tensor], list[Path]] | None:
-    """Returns the outputs for pieces with elements, and the paths of differentiable operands.
-
-    None if the function needs values.
-    """
+) -> _MetaRun | None:
+    """Returns the run for pieces with elements; None if the function needs values."""
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
-        # It saves nothing, so hooks of saved tensors (remat's, an offload's) get only the op's.
-        with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
+        # Hooks that are set (remat's, an offload's) see only the op.
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, _unpack_meta):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
         # What torch's ops say may be of sizes that are not the first rank's. A user's op may be
@@ -340,8 +354,9 @@ def _run_on_meta(
         if is_users and "meta" not in str(error).lower():
             raise
         return None
-    reached = _nodes_behind(outs, [m for m in metas.values() if m.requires_grad])
-    return outs, [p for p, m in metas.items() if m.requires_grad and _node_of_tensor(m) in reached]
+    graded = {p: m for p, m in metas.items() if m.requires_grad}
+    reached = _nodes_behind(outs, graded.values())
+    return _MetaRun(outs, {p: m for p, m in graded.items() if _node_of_tensor(m) in reached})
 
 
 def _is_of_users(form: Form) -> bool:
@@ -352,8 +367,8 @@ def _is_of_users(form: Form) -> bool:
     return not module.startswith(("torch", "partita"))
 
 
-def _save_nothing(_: Any) -> Any:
-    return None
+def _unpack_meta(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 def _node_of_tensor(t: torch.Tensor) -> Node:
@@ -363,7 +378,7 @@ def _node_of_tensor(t: torch.Tensor) -> Node:
 def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> set[Node]:
     """Returns the autograd nodes between `operands` and `outs`, including their own."""
     ends = {_node_of_tensor(t) for t in operands}
-    ahead = [t.grad_fn for t in outs if t.grad_fn is not None]
+    ahead = [_node_of_tensor(t) for t in outs if t.requires_grad]
     seen: set[Node] = set()
     while ahead:
         node = ahead.pop()
@@ -387,9 +402,7 @@ def _make_empty_output(
     return torch.empty(local, dtype=t.dtype, device=wire.device)
 
 
-def _tie_outputs_to_operands(
-    out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]
-) -> Any:
+def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _MetaRun) -> Any:
     """`out`, with all `operands` in its autograd graph.
 
     Those that are in it already, too: where there is nothing to compute, a kernel's backward may
@@ -397,32 +410,87 @@ def _tie_outputs_to_operands(
     node of a leaf is found behind it (`register_multi_grad_hook`).
     """
     outs = collect_tensors(out)
-    if len(outs) != len(like):
+    if len(outs) != len(tried.outs):
         return out
     storages = {o.untyped_storage()._cdata for o in operands}
-    for i, (t, there) in enumerate(zip(outs, like, strict=True)):
+    metas = list(tried.operands.values())
+    for i, (t, there) in enumerate(zip(outs, tried.outs, strict=True)):
         if there.requires_grad and t.untyped_storage()._cdata not in storages:
-            outs[i] = tie_to_operands(t, operands)
+            # All gradients are zeros, which torch's kernels may be unable to compute of nothing.
+            plain = t if t.numel() else t.detach()
+            outs[i] = _Tie.apply(plain, (there, metas), *operands)
     if isinstance(out, torch.Tensor):
         return outs[0]
     return type(out)(*outs) if hasattr(out, "_fields") else type(out)(outs)
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Returns `t` connected to `operands` in autograd, so that each gets a gradient of zeros."""
-    tied: torch.Tensor = _Tie.apply(t, *operands)
+    """`t` with all of `operands`, which require grad, in its autograd graph; each gets a gradient
+    of zeros."""
+    tied: torch.Tensor = _Tie.apply(t, None, *operands)
     return tied
 
 
 class _Tie(torch.autograd.Function):
-    """The identity of its first tensor; the gradients of the others are zeros."""
+    """The first tensor, with others behind it, whose gradients are zeros.
+
+    `metas` are the same tensors of a run with elements. An operand that gets no gradient there gets
+    none here, and a gradient of zeros has the history that it has there.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        out: torch.Tensor,
+        metas: tuple[torch.Tensor, list[torch.Tensor]] | None,
+        *operands: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        # Not saved: nothing of them is read.
+        ctx.metas, ctx.operands = metas, operands
         ctx.likes = [(o.shape, o.dtype, o.device) for o in operands]
         return out.clone()  # not a view: it may be written to
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        zeros = [torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.likes]
-        return grad, *zeros
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        nones = [None] * len(ctx.operands)
+        if grad is None:
+            return None, None, *nones
+        zeros: list[Any] = [torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.likes]
+        found = None if ctx.metas is None else _differentiate_meta(*ctx.metas, grad.requires_grad)
+        if found is None:
+            return grad, None, *zeros
+        seed, grads = found
+        metas, behind = [seed, *ctx.metas[1]], [grad, *ctx.operands]
+        for i, there in enumerate(grads):
+            if there is None:
+                zeros[i] = None
+            elif there.requires_grad:
+                reached = _nodes_behind([there], [m for m in metas if m.requires_grad])
+                some = [
+                    k
+                    for k, m in enumerate(metas)
+                    if m.requires_grad and _node_of_tensor(m) in reached
+                ]
+                pair = there, [metas[k] for k in some]
+                with Local():
+                    zeros[i] = _Tie.apply(zeros[i], pair, *[behind[k] for k in some])
+        return grad, None, *zeros
+
+
+def _differentiate_meta(
+    out: torch.Tensor, operands: list[torch.Tensor], seed_has_history: bool
+) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]] | None:
+    """Returns a gradient of `out` and the operands' gradients; None if backward needs values."""
+    seed = torch.empty_like(out).requires_grad_(seed_has_history)
+    hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
+    again = torch.is_grad_enabled()
+    try:
+        with _disable_current_modes(), hooks:
+            return seed, torch.autograd.grad(
+                out, operands, seed, retain_graph=True, create_graph=again, allow_unused=True
+            )
+    except (RuntimeError, TypeError) as error:
+        if "derivative" in str(error):  # the text where torch has none, on ranks with elements, too
+            raise
+        return None

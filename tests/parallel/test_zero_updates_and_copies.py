@@ -112,6 +112,48 @@ def test_a_frozen_model_is_copied_and_both_are_trained_on(frozen, way, stage):
     run(program, stage)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))], ids=["copy", "pickle"]
+)
+def test_a_block_is_copied_without_its_model_and_both_are_trained_on(way, stage):
+    def program(model, spread, _):
+        loss_of(model, spread(X)).backward()
+        block = way(model[0])
+        optimizer = torch.optim.Adam(block.parameters(), 0.1)
+        for x in (X, Y):
+            optimizer.zero_grad()
+            loss_of(block, spread(x)).backward()
+            optimizer.step()
+        size = len(pickle.dumps(model[1])) / len(pickle.dumps(model))
+        model[1] = block  # it may be a part of a model again
+        again = copy.deepcopy(model)
+        loss_of(again, spread(Y)).backward()
+        loss_of(model, spread(Y)).backward()
+        return gradients_of(model), gradients_of(again), parameters_of(model), size < 0.6
+
+    run(program, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_in_a_hook_leaves_alone_what_backward_comes_to_later(fused, stage):
+    def program(model, spread, _):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=fused)
+
+        def step(p):
+            optimizer.step()
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for x in (X, Y):
+            loss_of(model, spread(x)).backward()
+        return parameters_of(model)
+
+    run(program, stage)
+
+
 # -- other memory ----------------------------------------------------------------------------------
 
 

@@ -139,3 +139,22 @@ def test_ranks_with_short_pieces_move_the_value_that_the_others_move():
     with pt.ranks(dp=3) as world:
         for norms, wanted in world.run(body):
             assert norms == pytest.approx([wanted] * 2)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("place", [pt.Shard(0), pt.Shard(1)], ids=str)
+def test_ranks_mark_a_reshaped_value_alike_whatever_their_strides_show(place, mode, rows):
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(4, 1, batch_first=True).double().eval()
+    x = torch.randn(rows, 3, 4, dtype=torch.float64)
+
+    def attend(x):
+        with mode():
+            out = attention(x, x, x, need_weights=False)[0]
+            return out.full_tensor() if isinstance(out, pt.DTensor) else out
+
+    with pt.ranks(a=2) as world:
+        found = world.run(lambda mesh: attend(pt.distribute_tensor(x, mesh, [place])))
+    for one in found:
+        torch.testing.assert_close(one, attend(x))

@@ -292,3 +292,53 @@ def test_an_operand_that_was_moved_is_given_as_it_is_now(way: str) -> None:
             ran += 1
     assert ran
     print(f"{ran} cases")
+
+
+# -- between forward and backward ------------------------------------------------------------------
+# Autograd has saved a leaf, or a copy of it in another layout. On one device backward sees a write
+# through `.data`, and no other memory (`x.data = y`).
+
+BEHIND_AUTOGRAD: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda w: w.data.mul_(2),
+    "data, twice": lambda w: (w.data.mul_(2), w.data.add_(1)),
+    "another's data": lambda w: w.data.copy_(w.data * 3),
+    "other memory": lambda w: setattr(w, "data", w.data * 2),
+    "other memory, written": lambda w: (setattr(w, "data", w.data * 2), w.data.mul_(2)),
+    "a row": lambda w: w.data[0].zero_(),
+}
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": torch.nn.functional.linear,
+    "matmul": lambda x, w: x @ w.t(),
+    "sum": lambda x, w: (x @ w.t()) + w.sum(1),
+    "in two ops": lambda x, w: (x @ w.t()) * (x.square() @ w.t()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", BEHIND_AUTOGRAD)
+def test_backward_computes_with_what_a_leaf_holds_now(way: str, use: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (4096, 5)]
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        out = USES[use](x, w)
+        BEHIND_AUTOGRAD[way](w)
+        loss = out.square().mean()
+        loss.backward(retain_graph=True)
+        w.data.mul_(0.5)
+        loss.backward()
+        return x.grad, w.grad, w.detach()
+
+    leaves = [t.clone().requires_grad_() for t in whole]
+    right = program(*leaves)
+
+    def body(mesh: Any) -> Any:
+        x, w = (pt.distribute_tensor(t, mesh, [pt.Shard(0)]).requires_grad_() for t in whole)
+        with pt.ledger() as log:
+            USES[use](x, w)
+        assert log.count("all_gather") > 0  # of the weight, which backward needs
+        return [t.full_tensor() for t in program(x, w)]
+
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, list(right))

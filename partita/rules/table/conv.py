@@ -172,4 +172,7 @@ def im2col(
 @rule(F.fold)
 def col2im(input: Arg, output_size: Any, kernel_size: Any) -> str | None:
     k, (h, w) = math.prod(_as_pair(kernel_size)), _as_pair(output_size)
-    return f"+ n% (c k={k}) l! -> n% c h={h}! w={w}!" if input.ndim == 3 else None
+    if input.ndim != 3:
+        return None
+    one = input.shape[1] == k  # channel: the elements of its window stay together
+    return f"+ n% {f'k={k}!' if one else f'(c k={k})'} l! -> n% {'1' if one else 'c'} h={h}! w={w}!"

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from partita.layout import NEUTRAL_SHARE
+
 from ..rule import (
     Arg,
     Decomposition,
     Kernel,
     KernelCall,
     KernelRule,
-    connected_zeros,
     decomposed,
     index_in_piece,
+    make_connected_shares,
     own_op,
 )
 from ..rule import table_rule as rule
@@ -46,10 +48,10 @@ def index_select(input: Arg, dim: int, index: Arg) -> KernelRule | None:
         def run(input: Any, dim: int, index: Any) -> Any:
             if not input.shape[i]:
                 shape = [*input.shape[:i], index.numel(), *input.shape[i + 1 :]]
-                return connected_zeros(input, shape)
+                return make_connected_shares(input, shape)
             at, away = index_in_piece(index, call.pieces[name])
             away = away.view(-1, *[1] * (input.ndim - i - 1))
-            return torch.index_select(input, i, at).masked_fill(away, 0)
+            return torch.index_select(input, i, at).masked_fill(away, NEUTRAL_SHARE)
 
         return run if call.is_split(name) else None
 
@@ -72,9 +74,9 @@ def _derive_gather(
     def local(call: KernelCall) -> Kernel | None:
         def read_own_elements(input: Any, index: Any) -> Any:
             if not input.shape[i]:
-                return connected_zeros(input, index.shape)
+                return make_connected_shares(input, index.shape)
             at, away = index_in_piece(index, call.pieces["x"])
-            return torch.gather(input, i, at).masked_fill(away, 0)
+            return torch.gather(input, i, at).masked_fill(away, NEUTRAL_SHARE)
 
         return picked(read_own_elements) if call.is_split("x") else None
 
@@ -343,7 +345,7 @@ def make_pick_kernel(
     here = not traced and all(0 <= at < length for _, at, length in places)
 
     def pick(input: Any, *_: Any, **__: Any) -> Any:
-        return input[tuple(index)] if here else connected_zeros(input, call.outputs[0])
+        return input[tuple(index)] if here else make_connected_shares(input, call.outputs[0])
 
     def pick_traced(input: Any, *_: Any, **__: Any) -> Any:
         away: Any = None
@@ -352,7 +354,7 @@ def make_pick_kernel(
             other = (at < 0) | (at >= length)
             away = other if away is None else away | other
             input = input.index_select(dim, at.clamp(0, length - 1).reshape(1))
-        return input[tuple(index)].masked_fill(away, 0)
+        return input[tuple(index)].masked_fill(away, NEUTRAL_SHARE)
 
     return pick_traced if traced else pick
 
@@ -445,10 +447,10 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
     def make_tensor_index_kernel(call: KernelCall) -> Kernel | None:
         def run(input: Any, _pattern: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
-                return connected_zeros(input, call.outputs[0])
+                return make_connected_shares(input, call.outputs[0])
             at, away = index_in_piece(index, call.pieces[name], from_end=True)
             out = input[tuple(at if isinstance(e, str) else e for e in full)]
-            return out.masked_fill(away.view([*away.shape, *[1] * after]), 0)
+            return out.masked_fill(away.view([*away.shape, *[1] * after]), NEUTRAL_SHARE)
 
         return run if call.is_split(name) else None
 
@@ -471,7 +473,7 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     offset, length, size = piece
     at, away = index_in_piece(index, piece)
     if not length:
-        return connected_zeros(weight, (*index.shape, weight.shape[1]))
+        return make_connected_shares(weight, (*index.shape, weight.shape[1]))
     if padding_idx is None:
         rows = _look_up(weight, at)
     elif isinstance(offset, torch.Tensor):
@@ -481,7 +483,7 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     else:
         row = padding_idx % size - offset
         rows = _look_up(weight, at, row if 0 <= row < length else None)
-    return rows.masked_fill(away.unsqueeze(-1), 0)
+    return rows.masked_fill(away.unsqueeze(-1), NEUTRAL_SHARE)
 
 
 def _renormalize_first(lookup: Kernel) -> Decomposition:

@@ -533,7 +533,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
             return _move_with_gradient(x, moves, before.wire, op, reason)
 
 
-_Memory = tuple[int, torch.Size, tuple[int, ...]]
+_Memory = tuple[Any, torch.Size, tuple[int, ...]]
 """The offset, sizes and strides of a tensor in its storage."""
 
 
@@ -587,7 +587,8 @@ def renew_moved_copies() -> None:
     `x.data = y` replaces stays saved there, too.
     """
     HERE.data_read = [one for one in HERE.data_read if one() is not None]
-    for x in [one() for one in HERE.data_read]:
+    leaves: list[Any] = [one() for one in HERE.data_read]
+    for x in leaves:
         with Local(), torch.no_grad():
             storage: Any = x.untyped_storage()
             copies = vars(storage).get(_MOVED_COPIES, [])

@@ -74,6 +74,18 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
         return t.view_as(t)
 
 
+def _lie_as(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`grad` with the strides of `x` in dimensions of one element, where autograd leaves any.
+
+    Other ranks may have more elements there, and the strides of the whole follow from these.
+    """
+    strides = x.stride()
+    if grad.stride() == strides or grad.shape != x.shape:
+        return grad
+    pairs = zip(grad.shape, grad.stride(), strides, strict=True)
+    return grad.as_strided(x.shape, strides) if all(n < 2 or a == b for n, a, b in pairs) else grad
+
+
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """The gradient of this tensor, as a DTensor. Repeated reads return the same object."""
@@ -92,7 +104,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
             typed = tagged(_alias_with_history(grad), spec)
             note_gradient(typed, x)
             return typed
-        typed = tagged(grad.detach(), spec)
+        typed = tagged(_lie_as(grad.detach(), x), spec)
         _note_owner(typed, x)
         note_gradient(typed, x)
         _grad.__set__(x, typed)

@@ -32,7 +32,7 @@ from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_cal
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
-from .tensor_state import HERE, Function, Spec, count_holders
+from .tensor_state import HERE, Function, Spec, count_holders, saving_hooks
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # On every rank the memory of parameters, their gradients and optimizer state is as large as the
@@ -416,8 +416,9 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
     metas = list(tried.operands.values())
     for i, (t, there) in enumerate(zip(outs, tried.outs, strict=True)):
         if there.requires_grad and t.untyped_storage()._cdata not in storages:
-            # All gradients are zeros, which torch's kernels may be unable to compute of nothing.
-            plain = t if t.numel() else t.detach()
+            # All gradients are zeros. What torch's kernels give of nothing may have a history that
+            # ranks with elements lack. A checkpoint reruns where backward reads what they saved.
+            plain = t if t.numel() or saving_hooks() is not None else t.detach()
             outs[i] = _Tie.apply(plain, (there, metas), *operands)
     if isinstance(out, torch.Tensor):
         return outs[0]
@@ -457,7 +458,9 @@ class _Tie(torch.autograd.Function):
         if grad is None:
             return None, None, *nones
         zeros: list[Any] = [torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.likes]
-        found = None if ctx.metas is None else _differentiate_meta(*ctx.metas, grad.requires_grad)
+        if ctx.metas is None:
+            return grad, None, *zeros
+        found = _differentiate_meta(ctx.metas[0], ctx.metas[1], grad.requires_grad)
         if found is None:
             return grad, None, *zeros
         seed, grads = found

@@ -243,7 +243,10 @@ class Guards:
         return PlaceContent(key, walk.changeable[before:], frozenset(walk.others[others:]))
 
     def knows_no(self, tensors: Iterable[int]) -> bool:
-        """True if no tensor of these ids was read that is no leaf of the call."""
+        """True if none of the tensors with these ids was found in Python state at capture.
+
+        Such a tensor was no leaf of that call. As an argument of this call it would be one.
+        """
         return all(ids.isdisjoint(tensors) for ids in self._others.values())
 
     def hold_by_identity(self) -> bool:

@@ -218,7 +218,9 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of what was reached, and so existed before the step."""
+        """Returns the ids of the objects, classes and namespaces that the step has reached by
+        reading. Capture takes them to be older than the step.
+        """
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
@@ -228,7 +230,11 @@ class ReadRecord(PlaceRecord):
 
     @property
     def sees_calls(self) -> bool:
-        """False if another profiler listens."""
+        """True if functions are recorded when they run.
+
+        False if another profiler was set when recording began: functions are then recorded when
+        they are reached.
+        """
         return not self._reads_ahead
 
     def values_reached(self) -> Iterator[tuple[Any, str]]:
@@ -378,7 +384,12 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_dict(known.name, owner))
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
-        """Record that an attribute of a class is read; its value, or MISSING."""
+        """Record that the step reads attribute `name` of the class `kind`.
+
+        Returns:
+            Its value. MISSING, with nothing recorded, if the class has none, or if the name is a
+            special one that is not in `WITH_FIELDS`.
+        """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
         place = place_of_class_attribute(kind, name)
@@ -692,7 +703,11 @@ class ReadRecord(PlaceRecord):
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Note names that code may read from reached objects, classes and modules."""
+        """Record these attributes of all objects, classes and modules that the step has reached,
+        and of those that it reaches later.
+
+        Code that ran has these names, and its reads are not seen one by one.
+        """
         new = names - self._names_asked
         self._names_asked |= new
         for value, name in [*self._described.values()]:

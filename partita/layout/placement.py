@@ -117,7 +117,10 @@ class Placement:
         return False
 
     def is_invariant(self) -> bool:
-        """True if every rank holds the whole value and does the same computation with it."""
+        """True if every rank holds the whole value and does the same computation with it.
+
+        So its gradient is whole and equal on every rank. That of a Replicate value is Partial.
+        """
         return False
 
 

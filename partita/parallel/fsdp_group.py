@@ -60,7 +60,8 @@ class MixedPrecision:
     Attributes:
         param_dtype: the dtype of gathered parameters, when sent and when used. None: the
             parameter's own dtype.
-        grad_dtype: the dtype in which gradients are sent. None: `param_dtype`.
+        grad_dtype: the dtype to which gradients are rounded before they are sent. None:
+            `param_dtype`.
         reduce_dtype: the dtype in which gradients are summed. None: the parameter's own dtype.
         output_dtype: the dtype to which floating-point outputs of the model are cast. None: they
             are not cast.

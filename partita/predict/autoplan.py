@@ -252,7 +252,7 @@ def read_bytes(text: float | str) -> float:
 # -- the search ------------------------------------------------------------------------------------
 
 FITS, TOO_BIG, BOUND = "fit", "too big", "too big by weights and optimizer"
-RULED_OUT = "hold more than one that is too big"
+RULED_OUT = "need more than a way that is too big"
 SLOW, LEFT = "too slow by bound", "not looked at"
 OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
 """The possible outcomes of a way. Each way has exactly one."""

@@ -251,11 +251,12 @@ class Machine:
         return Link(link.latency, link.bandwidth * self.efficiency["link"])
 
     def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """Returns the slowest link that rings over these axes of a mesh use.
+        """Returns the slowest link on the way of a collective over these axes of a mesh.
 
-        A collective has as many rings to the next host as it has ranks on a host. Each uses the
-        network port of another rank: eight ports of 25 GB/s were measured to carry 192 GB/s
-        (github.com/NVIDIA, issue 812 of the library of collectives).
+        It is `host` if each collective stays within a host. Otherwise a collective runs one ring
+        for each rank that it has on a host, over that rank's own network port. So its bandwidth is
+        that many times that of `network`, but not more than that of `host`: eight ports of 25 GB/s
+        were measured to carry 192 GB/s (github.com/NVIDIA, issue 812 of the collectives' library).
 
         Args:
             axes: the axes of the collective.

@@ -117,12 +117,15 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class LikeRule:
-    """A rule for a new tensor in the operand's layout, whose values do not depend on the operand.
+    """A rule for a new tensor whose values do not depend on the operand, as of `ones_like`.
 
-    A Partial axis becomes Replicate, because `ones_like` of each share would be summed over ranks.
-    If `pending` is True it stays Partial, because the memory is overwritten at once (`new_empty`).
-    `shape` is the global shape; if it differs from the operand's, the result is whole. In the
-    `KernelCall` passed to `local`, pieces have the names of `Arg.names`.
+    Attributes:
+        shape: the global shape of the result. If it is the operand's, the result has the operand's
+            layout, otherwise it is Replicate on all axes.
+        pending: False: a Partial axis becomes Replicate, because a Partial tensor of ones would sum
+            to the number of ranks. True: it stays Partial (`new_empty`, whose memory is overwritten
+            at once).
+        local: gets a `KernelCall` whose `pieces` have the names of `Arg(shape).names`.
     """
 
     shape: tuple[int, ...]

@@ -243,6 +243,8 @@ def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
 
         view_sentence((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
 
+    The `+` says that a view is linear. `(a=3 b)` is the dimension of 12, as 3 x 4.
+
     Raises:
         ValueError: the shapes have different numbers of elements.
     """
@@ -458,12 +460,15 @@ class Bound:
     """A sentence that is bound to the shapes of a call.
 
     Attributes:
-        operands: the shape of each term's operand; None or a number if it is no tensor.
-        inputs: each operand's dimensions; None if it is absent or a number.
+        operands: for each term the global shape of its operand; `NUMBER` for a Python number; None
+            if it is absent.
+        inputs: for each term the `Dim`s of its operand, which name its dimensions; None if it is
+            absent or a number.
         outputs: each output's dimensions.
         sizes: the size of each name that an operand has or the sentence gives. The size of a name
             that only an output has is known only from the local result.
         rows: every legal row. Whether an axis can split a name depends on its size (`can_split`).
+        even: the names that can only be split evenly.
     """
 
     sentence: Sentence

@@ -240,10 +240,21 @@ def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepC
 _done: WeakKeyDictionary[Optimizer, dict[int, Any]] = WeakKeyDictionary()
 
 
-def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
+def _restore_own_hooks(optimizer: Optimizer) -> None:
     own = _done.pop(optimizer, None)
     if own:
         optimizer._optimizer_step_pre_hooks.update(own)
+
+
+def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
+    _restore_own_hooks(optimizer)
+    if HERE.trace.is_tracing or type(optimizer).__module__.startswith("torch.optim."):
+        return
+    # Kernels of other libraries write parameters by their addresses, and count no versions.
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    with Local():
+        written = [p for p in params if isinstance(p, DTensor) and _grad(p) is not None]
+        increment_version([p for p in written if not p.is_inference()])
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:

@@ -74,8 +74,36 @@ from .watched_calls import (
 
 _NO_MODE = nullcontext()
 
-Read = tuple[int, "weakref.ref[torch.Tensor]", int]
-"""(index among the call's tensors, the tensor outside the region that was read, its version)."""
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A tensor from outside of a region that a call of its first run read.
+
+    Attributes:
+        number: among the call's tensors.
+        source: the tensor that holds the values at rest; `version`: of that.
+        values: an alias of it, which keeps its memory as autograd would; None of a parameter, which
+            the call's key tells from others.
+    """
+
+    number: int
+    source: weakref.ref[torch.Tensor]
+    version: int
+    values: torch.Tensor | None
+
+    def has_values_of(self, t: torch.Tensor) -> bool:
+        """True if `t`, which is another tensor, has the values that were read."""
+        mine, its = self.values, make_local_alias(t)
+        if mine is None or type(mine) is not torch.Tensor or type(its) is not torch.Tensor:
+            return True  # nothing to compare: a parameter, or a tensor without memory
+        if mine.is_meta or its.is_meta or mine.layout is not torch.strided:
+            return True
+        if mine.shape != its.shape or mine.dtype != its.dtype:
+            return True  # as a piece that ZeRO has gathered
+        if not mine.is_inference() and mine._version != self.version:
+            return False
+        with torch.no_grad():
+            return bool(((mine == its) | ((mine != mine) & (its != its))).all())
 
 
 @dataclass(eq=False, slots=True)
@@ -308,7 +336,8 @@ class ForwardRecord(_RegionRun):
         for i, t in enumerate(tensors):
             if self.producers.find(t) is None:
                 held, version = _find_source(t)
-                event.reads += ((i, weakref.ref(held), version),)
+                values = None if isinstance(held, nn.Parameter) else make_local_alias(held)
+                event.reads += (Read(i, weakref.ref(held), version, values),)
         return event
 
     def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
@@ -442,7 +471,7 @@ class ForwardRecord(_RegionRun):
             with Local():
                 base = one._base
             reads = chain.from_iterable(event.reads for event in self.events.values())
-            if base is not None and any(ref() is base for _, ref, _ in reads):
+            if base is not None and any(read.source() is base for read in reads):
                 self._note_write(base)  # a call of this run has read it
         kept = self._kept.get(storage_id(one))
         if kept is not None:
@@ -738,11 +767,23 @@ class Recomputation(_RegionRun):
         autograd, and what the region itself writes is restored for the second run.
         """
         forward = self.forward
-        for i, ref, before in event.reads:
-            held, now = _find_source(tensors[i])
-            if now == before or ref() is not held or forward.ambient.writes.has(held):
+        for read in event.reads:
+            t, before = tensors[read.number], read.version
+            held, now = _find_source(t)
+            if forward.ambient.writes.has(held):
                 continue
-            name = _name_of(tensors[i], forward.region.module) or f"tensor {i}"
+            name = _name_of(t, forward.region.module) or f"tensor {read.number}"
+            if read.source() is not held:
+                if read.has_values_of(held):
+                    continue
+                raise self._make_error(
+                    "reads another tensor than its forward read",
+                    f"{name} of {event}",
+                    "reads a tensor with other values in its place",
+                    reason="gradients would be of values that forward did not have",
+                )
+            if now == before:
+                continue
             raise RematError(
                 f"the recompute of {self._title} reads a tensor that was written in place "
                 "since its forward read it",

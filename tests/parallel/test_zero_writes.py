@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -152,6 +155,40 @@ def test_averages_that_are_swapped_in_through_data_are_what_is_evaluated(persist
 
     options = {"persistent": persistent} if stage == 3 else {}
     run(program, stage, mlp, **options)
+
+
+class ByAddress(torch.optim.Optimizer):
+    """SGD as a kernel of another library: it writes by address, and counts no versions."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in params:
+                if p.numel():
+                    numbers = ctypes.POINTER(ctypes.c_double)
+                    held = numpy.ctypeslib.as_array(
+                        ctypes.cast(p.data_ptr(), numbers), (p.numel(),)
+                    )
+                    held -= 0.1 * p.grad.detach().reshape(-1).numpy()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_whose_kernels_count_no_versions_trains(persistent, stage):
+    def program(model, spread):
+        optimizer, losses = ByAddress(model.parameters()), []
+        for x in (X, Y, X):
+            optimizer.zero_grad()
+            loss = loss_of(model, spread(x))
+            loss.backward()
+            optimizer.step()
+            losses.append(whole(loss))
+        return losses
+
+    run(program, stage, mlp, **({"persistent": persistent} if stage == 3 else {}))
 
 
 def test_a_data_that_is_read_keeps_no_block_from_being_gathered_ahead():

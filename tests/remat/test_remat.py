@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,60 @@ def test_a_recompute_that_takes_another_way_is_an_error_that_names_both_calls() 
         loss.backward()
     said = str(caught.value)
     assert "tanh" in said and "sigmoid" in said and "test_remat.py:" in said
+
+
+class Masked(nn.Module):
+    """A block whose mask its model sets as an attribute before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mask: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.mask)
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+def test_a_tensor_that_was_exchanged_since_forward_is_an_error(keeps_first: bool) -> None:
+    block = pt.remat(Masked())
+    x = torch.randn(3, 4)
+    block.mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    kept = block.mask if keeps_first else None
+    first = block(x).sum()
+    block.mask = torch.tensor([0.0, 1.0, 1.0, 1.0])  # of the next micro-batch
+    second = block(x).sum()
+    with pytest.raises(pt.RematError, match="reads another tensor than its forward read"):
+        (first + second).backward()
+    del kept
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_tensor_of_equal_values_may_stand_in_the_place_of_another(nan: bool) -> None:
+    def gradient(remat: bool) -> Tensor | None:
+        torch.manual_seed(0)
+        block = Masked()
+        run = pt.remat(block) if remat else block
+        outs = []
+        for _ in range(2):
+            block.mask = torch.tensor([1.0, float("nan") if nan else -torch.inf, 0.5, 1.0])
+            outs.append(run(torch.ones(3, 4)).nan_to_num().sum())
+        sum(outs).backward()  # type: ignore[union-attr]
+        return block.linear.weight.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False), equal_nan=True)
+
+
+def test_a_mask_that_dies_after_its_forward_is_freed_with_the_graph() -> None:
+    block = pt.remat(Masked())
+    block.mask = torch.ones(4)
+    gone = weakref.ref(block.mask.untyped_storage())
+    loss = block(torch.ones(3, 4)).sum()
+    block.mask = torch.ones(4)
+    loss.backward()
+    del loss
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_exception_in_either_run_leaves_the_region_usable() -> None:

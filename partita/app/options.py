@@ -242,7 +242,7 @@ class Options:
         if self.sp and "tp" not in axes and axes:
             raise ValueError(f"--sp splits the sequence over tp, and {shown} has none")
         if self.compile and self.detect_nan:
-            raise ValueError("--detect-nan looks into modules, of which a --compile step has none")
+            raise ValueError("--detect-nan checks modules, and a --compile step has none")
         if self.cuda_graphs and not self.compile:
             raise ValueError("--cuda-graphs records a step that is one graph: add --compile")
         if self.batch % self.accumulate:

@@ -425,8 +425,8 @@ def _pickle_value(name: str, value: Any) -> bytes:
         torch.save(value, stream, pickle_module=_PICKLE)
     except _HoldsDTensor:
         raise ValueError(
-            f"{name}: a DTensor in a {type(value).__name__}, of which one rank's piece would be "
-            "written; put it in a list or dict"
+            f"{name}: a DTensor in a {type(value).__name__} would be written as one rank's piece; "
+            "put it in a list or dict"
         ) from None
     except Exception as error:
         raise ValueError(f"{name} cannot be saved: {error}") from error

@@ -258,7 +258,7 @@ class _OutputsHook:
         extra = len(each) - len(self.wanted)
         if extra < 0 or (extra and not self.open):
             raise LayoutError(
-                f"{self.name} returned {len(each)} values; its plan speaks of {len(self.wanted)}",
+                f"{self.name} returned {len(each)} values; its plan has {len(self.wanted)}",
                 place=user_line(),
                 fixes=(Fix("Outputs(...) with one for each", "None leaves one as it is"),),
             )

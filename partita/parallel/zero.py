@@ -241,7 +241,7 @@ def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
                     f"{name}  {p._spec.layout.brief()} on {p._spec.wire.mesh}",
                     f"zero on {wire.mesh}",
                 ),
-                reason="moves are planned along the axes of one mesh, of which a sub-mesh is none",
+                reason="moves are planned along the axes of one mesh; a sub-mesh is another mesh",
                 fixes=(
                     Fix(
                         "parallelize(model, mesh, plan); zero(model, mesh, 'dp')",

@@ -339,7 +339,7 @@ def _check_mesh(
     refuse_if(not held, f"{said} on a mesh: {how}")
     more = " ".join(axis for axis in sizes if axis not in held)
     is_part = all(is_part_of_mesh(wire.device_mesh, mesh) for wire in program.wires)
-    how = "Say that one, or give the mesh itself of which it is a part, not its sizes"
+    how = "Pass that one, or the mesh object that contains it, not its sizes"
     refuse_if(not is_part, f"{said} along {more}: the step's mesh is {_format_mesh(held)}. {how}")
 
 

@@ -326,7 +326,7 @@ def _operands_of_collective(name: str, given: tuple[Args, Kwargs]) -> Any:
     if not parted:
         return given if "object" in name else tree_map_only(DTensor, _alias_plainly, given)
     raise make_layout_error(
-        f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
+        f"torch.distributed: {name} cannot take a DTensor that is not whole on each rank",
         Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
         Fix("x.full_tensor()", "the whole value, on every rank"),
         Fix(f"{name}(x.to_local(), ...)", "if it is meant for the pieces"),

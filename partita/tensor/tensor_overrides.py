@@ -485,7 +485,7 @@ def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
     spec = x._spec
     held = "share" if spec.is_pending else "piece"
     return make_layout_error(
-        f"{name} of a DTensor of which this rank holds a {held}",
+        f"{name} of a DTensor: this rank holds only a {held} of it",
         Fix("pt.full_state_dict(model)", "a model's whole values, for files of other programs"),
         Fix("x.full_tensor()", "one whole value"),
         fix,

@@ -254,7 +254,7 @@ def _refuse_piece(name: str, x: Any) -> None:
     """Raise if `x` is a DTensor that is not whole here; `name` would use its memory alone."""
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
         raise make_layout_error(
-            f"{name} of a DTensor of which this rank holds a piece",
+            f"{name} of a DTensor: this rank holds only a piece of it",
             Fix("x.detach()", "another tensor of the same values"),
             Fix("x.full_tensor()", "the whole value, plain"),
             Fix("x.to_local()", "this rank's piece, plain"),

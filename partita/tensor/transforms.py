@@ -205,7 +205,7 @@ def _is_plain(value: Any) -> bool:
 
 def _make_write_error(name: str) -> LayoutError:
     return make_layout_error(
-        f"torch.func: {name} writes into a DTensor of which a rank holds a part",
+        f"torch.func: {name} writes into a DTensor that is not whole on each rank",
         Fix("y = x.clone()", "and write into y, which the function returns"),
         reason="the function runs on whole values, which are gathered copies of it",
     )

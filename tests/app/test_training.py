@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_is_refused_with_its_name(toml, said, tmp_path, ca
         ("--zero 3 --tp 4", "--zero 3 shards over dp, and --mesh tp=4 has none"),
         ("--sp --mesh dp=2", "--sp splits the sequence over tp, and --mesh dp=2 has none"),
         ("--accumulate 3", "--batch 16 does not divide into --accumulate 3"),
-        ("--compile --detect-nan", "--detect-nan looks into modules"),
+        ("--compile --detect-nan", "--detect-nan checks modules"),
         ("--resume", "--resume goes on from the checkpoint in --save DIR"),
         ("--tp 3", "--tp 3 does not divide 4 ranks"),
         ("--mesh dp=2,tp=2 --tp 4", "--mesh dp=2,tp=2 contradicts --tp 4"),

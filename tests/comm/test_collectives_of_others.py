@@ -157,7 +157,7 @@ def give_dtensors_by_other_names(rank):
 def test_collectives_that_a_program_imported_before_refuse_a_part_of_a_dtensor():
     for rank, (told, got) in enumerate(run_ranks(give_dtensors_by_other_names, 2)):
         for name, text in told.items():
-            assert f"{name} cannot take a DTensor of which a rank holds a part" in text
+            assert f"{name} cannot take a DTensor that is not whole on each rank" in text
         assert torch.equal(got, torch.full((2,), 1.0 - rank))
 
 

@@ -405,7 +405,7 @@ def test_several_results_are_laid_out_each_as_it_should() -> None:
         one, two = model(pt.distribute_tensor(torch.ones(4, 4), mesh))
         assert one.placements[1] == pt.Replicate() and two.placements[1] == pt.Shard(1)
         wrong = pt.parallelize(Pair(), mesh, {"": pt.Outputs({"tp": pt.Shard(1)})})
-        with pytest.raises(pt.LayoutError, match="returned 2 values; its plan speaks of 1"):
+        with pytest.raises(pt.LayoutError, match="returned 2 values; its plan has 1"):
             wrong(pt.distribute_tensor(torch.ones(4, 4), mesh))
 
     ranks_run(ranks)

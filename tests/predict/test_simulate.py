@@ -562,7 +562,7 @@ class TestTheMeshOfAStep:
             found, alone = (pt.simulate(step, mesh, UNIT, args) for mesh in (whole, part))
             assert found.mesh == {"dp": 2, "tp": 4} and alone.mesh == {"dp": 2}
             assert found.seconds == alone.seconds and found.nbytes == alone.nbytes
-            with pytest.raises(ValueError, match="give the mesh itself of which it is a part"):
+            with pytest.raises(ValueError, match="the mesh object that contains it"):
                 pt.simulate(step, {"dp": 2, "tp": 4}, UNIT, args)
 
     def test_parts_that_have_all_axes_together_are_on_all_of_them(self):

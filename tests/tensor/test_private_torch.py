@@ -973,6 +973,7 @@ ASKED_OF_KERNELS = {
         "reads writes reads_and_writes",
     ),
     "a result of it": (lambda kernel: kernel.get_outputs()[0], "users get_mutations"),
+    "all kernels": (lambda kernel: kernel.scheduler, "mutation_real_name name_to_fused_node"),
     "who reads that": (lambda kernel: kernel.get_outputs()[0].users[0], "get_name"),
     "a part of it": (lambda kernel: kernel.get_nodes()[0].node, "get_origins"),
 }

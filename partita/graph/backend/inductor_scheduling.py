@@ -255,9 +255,9 @@ def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
     """
     if not any(node.is_gpu() for node in order):
         return order
-    order = _delay_updates(order, needs)
     summed = [n for n in order if type(n).__name__ == "FusedMixOrderReductions"]
     parts = {name for node in summed for name in node.get_buffer_names()}
+    order = _delay_updates(order, needs, parts)
     last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
     combined: list[Any] = []
     group, behind = list[Any](), list[Any]()  # kernels, and what takes no kernel and follows
@@ -293,24 +293,21 @@ def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
     return combined
 
 
-def _delay_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
+def _delay_updates(order: list[Any], needs: dict[Any, list[Any]], parts: set[str]) -> list[Any]:
     """Returns the order in which updates wait for later ones, where that does not raise the peak.
 
     The gradients that they read wait with them.
+
+    Args:
+        parts: as for `_can_combine`.
     """
     last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
-    made = {name for node in order for name in node.get_buffer_names()}
-    held, live = 0, list[int]()
-    for i, node in enumerate(order):
-        held += _count_allocated_bytes(node)
-        live.append(held)
-        ends = (d for d in node.read_writes.reads if last[d.name] == i and d.name in made)
-        held -= _count_bytes(node.scheduler, {d.name: d for d in ends}.values())
+    live = _list_live_bytes(order)
     peak, more = max(live), 0
     found, waiting = list[Any](), dict[Any, None]()
     for i, node in enumerate(order):
         is_needed = not waiting.keys().isdisjoint(needs[node])
-        if node.is_gpu() and _is_update(node) and not is_needed:
+        if _is_update(node) and _can_combine(node, parts) and not is_needed:
             written = {name for b in node.get_outputs() for name in b.get_mutations()}
             ends = (d for d in node.read_writes.reads if last[d.name] == i)
             more += _count_bytes(node.scheduler, {d for d in ends if d.name not in written})
@@ -321,6 +318,25 @@ def _delay_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
             waiting, more = {}, 0
         found.append(node)
     return [*found, *waiting]
+
+
+def _list_live_bytes(order: list[Any]) -> list[int]:
+    """Returns for each kernel the bytes of buffers that are allocated while it runs."""
+    same = order[0].scheduler.mutation_real_name  # a buffer has a new name where it was written
+    last, held, live = dict[str, int](), dict[str, int](), list[int]()
+    for i, node in enumerate(order):
+        last.update({same.get(d.name, d.name): i for d in node.read_writes.reads})
+    ends: dict[int, list[str]] = {}
+    for name, i in last.items():
+        ends.setdefault(i, []).append(name)
+    total = 0
+    for i, node in enumerate(order):
+        made = _find_allocated(node)
+        held |= made
+        total += sum(made.values())
+        live.append(total)
+        total -= sum(held.pop(name, 0) for name in ends.get(i, ()))
+    return live
 
 
 def _list_arguments(node: Any) -> set[str]:
@@ -379,13 +395,18 @@ def _count_freed_bytes(node: Any, last: dict[str, int], place: int) -> int:
 
 
 def _count_allocated_bytes(node: Any) -> int:
-    """Returns the bytes of its results that others read, without those in older memory."""
+    return sum(_find_allocated(node).values())
+
+
+def _find_allocated(node: Any) -> dict[str, int]:
+    """Returns the bytes of its results that others read, by name, without those in older memory."""
     there = MutationLayoutSHOULDREMOVE, NonOwningLayout
     inside = node.get_operation_names()
     is_inside = node.scheduler.can_buffer_be_removed_through_fusion
     results = (b for b in node.get_outputs() if not isinstance(b.node.layout, there))
     made = {b.get_name() for b in results if not is_inside(b.get_name(), inside)}
-    return _count_bytes(node.scheduler, (d for d in node.read_writes.writes if d.name in made))
+    writes, size_of = node.read_writes.writes, node.scheduler.dep_size_hint
+    return {d.name: size_of(d) for d in writes if d.name in made}
 
 
 def _as_in_graph(nodes: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:

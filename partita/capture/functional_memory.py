@@ -11,6 +11,8 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.graph.errors import CaptureError, UnsureOfWrites, not_captured
 from partita.graph.fake_values import call_without_memory
-from partita.graph.graph_nodes import NOTE, add_call, note_of
+from partita.graph.graph_nodes import NOTE, add_call, copy_node, note_of
 from partita.graph.shared_memory import (
     last_element_offset,
     lie_alike,
@@ -342,3 +344,73 @@ def _make_view_error(node: fx.Node) -> CaptureError:
 
 
 # -- results that overlap --------------------------------------------------------------------------
+
+
+# -- gathered parameters ---------------------------------------------------------------------------
+
+_GATHERS = ("gather", "persistent")
+"""Reasons of the moves that gather a parameter of ZeRO."""
+
+
+def refresh_gathered(graph: fx.Graph) -> None:
+    """Gather a parameter again where it was written since, and its gathered value is still read.
+
+    In one process both are one memory: backward reads what was written through `.data`. A value
+    that is gathered has its own memory. It is written before the first read that follows.
+    """
+    memory: dict[fx.Node, fx.Node] = {}  # by node, the one that made the memory that it shows
+    moved_from: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose elements a value has
+    gathered: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # by input: values by memory
+    stale: dict[fx.Node, fx.Node] = {}  # values by memory, of parameters that were written since
+    for node in [n for n in graph.nodes if n.op in ("placeholder", "call_function")]:
+        shown, _ = shown_operand(node)
+        memory[node] = node if shown is None else memory[shown]
+        writes = operands_written(node)
+        for read in node.all_input_nodes if shown is None or writes else ():
+            if (value := stale.pop(memory[read], None)) is not None:
+                with graph.inserting_before(node):
+                    _gather_again(graph, value, note_of(node).phase)
+        if node.op == "placeholder":
+            moved_from[node] = {node}
+        elif _only_moves(node):
+            reads = (moved_from.get(n, ()) for n in node.all_input_nodes)
+            moved_from[node] = set(chain.from_iterable(reads))
+        if note_of(node).reason in _GATHERS:
+            for given in moved_from[node]:
+                gathered.setdefault(given, {})[memory[node]] = node
+            continue
+        for given in {memory[n] for n in writes} & gathered.keys():
+            for at, value in gathered[given].items():
+                if not _is_cut_from(node, at, memory):
+                    stale[at] = value
+
+
+def _only_moves(node: fx.Node) -> bool:
+    facts = facts_of(node.target)
+    return node.op == "call_function" and bool(note_of(node).move or facts.moves or facts.casts)
+
+
+def _is_cut_from(write: fx.Node, made: fx.Node, memory: Mapping[fx.Node, fx.Node]) -> bool:
+    """True if a call writes a part of the value that `made` made, as a block that has written its
+    gathered parameter does."""
+    if write.target is not _aten.copy_.default:
+        return False
+    value: Any = write.args[1]
+    while memory.get(value) is not made and _only_moves(value):
+        value = value.all_input_nodes[0]
+    return memory.get(value) is made
+
+
+def _gather_again(graph: fx.Graph, value: fx.Node, phase: str) -> None:
+    """Write into a gathered value what the parameter holds now."""
+    moves, waiting = {value}, [value]
+    while waiting:
+        found = [n for n in waiting.pop().all_input_nodes if _only_moves(n) and n not in moves]
+        moves.update(found)
+        waiting += found
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in sorted(moves):
+        copies[node] = copy_node(graph, node, lambda n: copies.get(n, n))
+        copies[node].meta[NOTE] = replace(note_of(node), phase=phase)
+    written = add_call(graph, _aten.copy_.default, (value, copies[value]))
+    written.meta.update(copies[value].meta)

@@ -47,6 +47,7 @@ from .capture_context import attribute_set, set_for_capture, slots_swapped, taki
 from .differentiate import make_seeds_inputs
 from .fakes import is_symbolic
 from .fold import StepBlocks
+from .functional_memory import refresh_gathered
 from .functionalize import functionalize_graph
 from .graph_inputs import GraphInputs, TensorFacts
 from .graph_outputs import GraphOutputs, program_of_trace
@@ -287,6 +288,7 @@ class Tracer:
                 _disable_torch_fn_metadata_mode=True,
             )()
         _drop_unused_numbers(made.graph)
+        refresh_gathered(made.graph)
         return made
 
     def _trace(self, run: Callable[[], Sequence[Any]]) -> list[Any]:

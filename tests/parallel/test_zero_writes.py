@@ -435,3 +435,115 @@ def test_a_frozen_parameter_that_is_given_other_data_keeps_its_layout(stage, set
         return model
 
     run(program, stage, make)
+
+
+# -- in a captured step ----------------------------------------------------------------------------
+
+
+def scale_data(p):
+    p.data.mul_(0.5)
+
+
+def scale_a_list(p):
+    torch._foreach_mul_([p.data], 0.5)
+
+
+def copy_data(p):
+    p.data.copy_(p.data * 0.5)
+
+
+def replace_data(p):
+    p.data = p.data * 0.5
+
+
+def write_all(model, x, write):
+    loss = loss_of(model, x)
+    for p in model.parameters():
+        write(p)
+    return loss
+
+
+def write_after_a_call_of_a_part(model, x, write):
+    loss = model[1](model[1](x)).square().mean()
+    write(model[1][0].weight)
+    return loss
+
+
+def write_after_each_call(model, x, write):
+    for _ in range(3):
+        x = torch.tanh(model[1](x))
+        write(model[1][0].weight)
+    return x.square().mean()
+
+
+def write_in_backward(model, x, write):
+    y = model(x)
+    y.register_hook(lambda g: write(model[1][0].weight))
+    return y.square().mean()
+
+
+def write_and_restore(model, x, write):
+    loss = loss_of(model, x)
+    old = [p.data.clone() for p in model.parameters()]
+    for p in model.parameters():
+        write(p)
+    loss = loss + loss_of(model, x)
+    for p, before in zip(model.parameters(), old, strict=True):
+        p.data.copy_(before)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("forward", "write", "persistent"),
+    [
+        (write_all, scale_data, False),
+        (write_all, copy_data, True),
+        (write_after_a_call_of_a_part, scale_a_list, False),
+        (write_after_a_call_of_a_part, replace_data, False),
+        (write_after_each_call, scale_data, True),
+        (write_in_backward, scale_data, False),
+        (write_and_restore, copy_data, False),
+    ],
+)
+def test_a_captured_backward_reads_what_was_written_since_its_forward(forward, write, persistent):
+    def program(model, spread):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = forward(model, x, write)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = pt.compile(step, backend="graph") if type(spread(X)) is pt.DTensor else step
+        losses = [whole(step(spread(x))) for x in (X, Y, X)]
+        return losses, [whole(p) for p in model.parameters()]
+
+    run(program, 3, mlp, ranks=2, persistent=persistent)
+
+
+def test_a_captured_average_that_is_written_after_backward_gathers_nothing():
+    def body(mesh, averages):
+        model, other = pt.zero(mlp(), mesh), pt.zero(mlp(), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = (model(x) - other(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            for a, p in zip(other.parameters(), model.parameters(), strict=True):
+                if averages:
+                    a.data.mul_(0.5).add_(p.data, alpha=0.5)
+            return loss
+
+        captured = pt.compile(step, backend="graph")
+        x = pt.distribute_tensor(X, mesh, [pt.Shard(0)])
+        captured(x)
+        with pt.ledger() as log:
+            captured(x)
+        return [(r.kind, r.op) for r in log.moves]
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(lambda mesh: body(mesh, True)) == world.run(lambda mesh: body(mesh, False))

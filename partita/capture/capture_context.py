@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from partita.graph.errors import not_captured
-from partita.graph.slots import Slot
+from partita.graph.slots import Slot, is_no_tuple
 from partita.layout import Fix
 from partita.tensor.tensor_overrides import show_same_memory
 from partita.tensor.tensor_state import HERE, saving_hooks, without_history
@@ -211,7 +211,7 @@ def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iter
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):
-            slot.put(pytree.tree_map(stand_in, value))
+            slot.put(pytree.tree_map(stand_in, value, is_leaf=is_no_tuple))
         yield [slot.value for slot in slots]
     finally:
         for slot, value in zip(slots, before, strict=True):

@@ -362,7 +362,7 @@ def refresh_gathered(graph: fx.Graph) -> None:
     moved_from: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose elements a value has
     gathered: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # by input: values by memory
     stale: dict[fx.Node, fx.Node] = {}  # values by memory, of parameters that were written since
-    for node in [n for n in graph.nodes if n.op in ("placeholder", "call_function")]:
+    for node in [n for n in graph.nodes if n.op != "output"]:
         shown, _ = shown_operand(node)
         memory[node] = node if shown is None else memory[shown]
         writes = operands_written(node)
@@ -376,7 +376,7 @@ def refresh_gathered(graph: fx.Graph) -> None:
             reads = (moved_from.get(n, ()) for n in node.all_input_nodes)
             moved_from[node] = set(chain.from_iterable(reads))
         if note_of(node).reason in _GATHERS:
-            for given in moved_from[node]:
+            for given in moved_from.get(node, ()):
                 gathered.setdefault(given, {})[memory[node]] = node
             continue
         for given in {memory[n] for n in writes} & gathered.keys():

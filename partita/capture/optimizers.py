@@ -234,6 +234,10 @@ class CapturedOptimizers:
             updates: makes the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
+        lists = [(groups, [*groups]) for *_, groups in before]
+        held: dict[
+            int, tuple[dict[str, Any], dict[str, Any]]
+        ] = {}  # groups by id, and as they were
         fused = [o for o in self.optimizers.values() if vars(o).get(_UNSCALES) and _is_of_torch(o)]
         modes = _find_modes()
 
@@ -245,8 +249,8 @@ class CapturedOptimizers:
                 recorder.updating = True
                 if _is_of_torch(optimizer):
                     HERE.trace.run_without_profiling(_check_state_is_apart, optimizer)
-                if not any(optimizer is o for o in self.optimizers.values()):
-                    self._set_up_made_optimizer(optimizer)
+                if _is_of_torch(optimizer) or optimizer in self._held:
+                    self._set_up_groups(optimizer)
                 if _leaves_state_to_torch(optimizer):
                     # The step has made the optimizer, or deleted state. A closure makes gradients.
                     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -292,10 +296,11 @@ class CapturedOptimizers:
                     by_stand_in[stand_in(p)] = dict(entries)
                     self._held[optimizer][stand_in(p)] = dict(entries)
                 optimizer.state = by_stand_in
-                optimizer.param_groups = [
-                    self._stand_in_group(name, i, group, stand_in, number)
-                    for i, group in enumerate(groups)
-                ]
+                # In place: the step may hold a group, or the list of them, under another name.
+                for i, group in enumerate(groups):
+                    if id(group) not in held:  # optimizers may share their groups
+                        held[id(group)] = group, dict(group)
+                        group.update(self._stand_in_group(name, i, group, stand_in, number))
             updates.note_parameters()
             if updates.has_blocks:
                 recorder.step, recorder.updates_blocks = step_in_blocks, True  # type: ignore[method-assign]
@@ -306,6 +311,11 @@ class CapturedOptimizers:
             self._restore_settings()
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
+            for groups, was in lists:
+                groups[:] = was
+            for group, own in held.values():
+                group.clear()
+                group.update(own)
             for optimizer in fused:
                 vars(optimizer)[_UNSCALES] = True
 
@@ -327,19 +337,18 @@ class CapturedOptimizers:
                 return type(value)(stand_in_for(v, *path, i) for i, v in enumerate(value))
             return stand_in(value)
 
-        now = {key: stand_in_for(value, key) for key, value in group.items()}
-        return now | {name: _CAPTURED[name] for name in _CAPTURED.keys() & group.keys()}
+        return {key: stand_in_for(value, key) for key, value in group.items()}
 
-    def _set_up_made_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer that the step has made update like those that exist before."""
-        if _is_of_torch(optimizer):
-            for group in optimizer.param_groups:
-                own = {name: group[name] for name in _CAPTURED if name in group}
-                self._settings.append((group, own))
-                group.update({name: _CAPTURED[name] for name in own})
+    def _set_up_groups(self, optimizer: Optimizer) -> None:
+        """Have an optimizer update as it is captured, until `_restore_settings`. The step may read
+        its own settings before and after."""
+        for group in optimizer.param_groups:
+            own = {name: group[name] for name in _CAPTURED if name in group}
+            self._settings.append((group, own))
+            group.update({name: _CAPTURED[name] for name in own})
 
     def _restore_settings(self) -> None:
-        for group, settings in self._settings:
+        for group, settings in reversed(self._settings):  # one optimizer may step within another
             group.update(settings)
         self._settings.clear()
 

@@ -12,6 +12,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 
+def is_no_tuple(value: Any) -> bool:
+    """True for what a slot's tuple holds as one: tuples within it are exchanged with it."""
+    return not isinstance(value, tuple)
+
+
 class SlotHome:
     """An object's parts, read and written as the items of a dictionary or list."""
 

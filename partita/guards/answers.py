@@ -53,11 +53,12 @@ class PlainNumbers:
 
     Attributes:
         why: the reason if none is traced; "" otherwise.
-        zeros: names of zeros that the step reads or compares with something, and its line.
+        named: names of floats that stay numbers, and the user's line: zeros that the step reads or
+            compares with something, and what code may compare by `is`.
     """
 
     why: str = ""
-    zeros: dict[str, str] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
 
 
 class CapturedNumbers:
@@ -85,7 +86,7 @@ class CapturedNumbers:
             given: the input that it becomes.
         """
         self.met.append((given, value))
-        if self.plain.why or not _is_traceable(value, given, self.plain.zeros):
+        if self.plain.why or not _is_traceable(value, given, self.plain.named):
             return value
         mode = get_proxy_mode()
         assert mode is not None
@@ -111,8 +112,14 @@ class CapturedNumbers:
             for given, value in self.met
             if value == 0 and id(given) in lines
         }
-        self.plain.zeros.update(found)
+        self.plain.named.update(found)
         return bool(found)
+
+    def keep_plain(self, numbers: Sequence[Input]) -> bool:
+        """Have these floats stay numbers from the next run on; True if some are traced now."""
+        traced = [given for given in numbers if any(given is g for g in self.traced.values())]
+        self.plain.named.update({given.name: user_line() for given in traced})
+        return bool(traced)
 
     def _list_asked(self) -> list[tuple[Input, str]]:
         """Returns the inputs of floats that were compared or read, and the first line that does."""
@@ -152,7 +159,7 @@ class CapturedNumbers:
             found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
         for given, value in self.met:
             if id(given) not in traced:
-                line = self.plain.zeros.get(given.name)
+                line = self.plain.named.get(given.name)
                 why = f"it was {value} at the capture" if line else self.plain.why
                 text = f"{given.name} is read as a number ({why or f'{value} cannot be traced'})"
                 found.append(Condition(text, line or user_line(), (given,), (value,), None))
@@ -168,16 +175,18 @@ def _make_finite_condition(numbers: list[Input], values: list[float]) -> Conditi
     return Condition(said, user_line(), tuple(numbers), tuple(values), code, symbols)
 
 
-def _is_traceable(value: float, given: Input, zeros: Container[str]) -> bool:
+def _is_traceable(value: float, given: Input, plain: Container[str]) -> bool:
     """True if a float can be traced. Not NaN, infinities and -0.0, which symbolic numbers lack.
 
     Nor a zero among an optimizer's settings, except the learning rate: the optimizer branches on
     those.
     """
+    if given.name in plain:
+        return False
     if value != 0:
         return math.isfinite(value)
     asked = type(given.home) is ParamGroup and given.path[0] != "lr"
-    return math.copysign(1, value) > 0 and not asked and given.name not in zeros
+    return math.copysign(1, value) > 0 and not asked
 
 
 def _is_value(expr: Any) -> bool:

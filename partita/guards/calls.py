@@ -118,6 +118,8 @@ _REFUSED = {
     **{inspect.unwrap(f).__code__: (_SEEDS, name) for name, f in _SEED_SETTERS},
     **{f.__code__: (_SHARES, f"{f.__module__}.{f.__qualname__}") for f in _SHARING_FUNCTIONS},
 }
+_WHOLE_READS = ("__reduce_ex__", "__reduce__", "__getstate__")
+"""Methods of C that read all attributes of their object."""
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _HASH = torch.Tensor.__hash__.__code__  # sets and dictionaries find a tensor by it
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
@@ -318,6 +320,8 @@ class Calls:
             _refuse(self._record, _SET_FOR_CAPTURE, f"{owner.__name__}.{name}")  # type: ignore[union-attr]
         if isinstance(owner, functools._lru_cache_wrapper) and name == "cache_info":
             _refuse(self._record, _COUNTS_CALLS, name)
+        if name in _WHOLE_READS:
+            self._record.read_all_attributes(owner)
         if _is_setting_of_c(function):
             _read_setting(self._record, f"{name}()", function)
         if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
@@ -329,6 +333,8 @@ class Calls:
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
         """Handle a function of C that Python's library calls, if it does so for the user."""
+        if function.__name__ in _WHOLE_READS:  # as copies and pickles do
+            self._record.read_all_attributes(function.__self__)
         name, is_setting = _name_of_external_function(function), _is_setting_of_c(function)
         if not (name or is_setting) or (caller := _find_user_frame(frame)) is None:
             return

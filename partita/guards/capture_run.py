@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from partita.graph.errors import (
     UnsureOfWrites,
     explain_error,
     is_of_number,
+    not_an_input,
     not_captured,
     user_line_of,
 )
@@ -84,11 +86,21 @@ from .outputs import (
     is_held,
     make_left_error,
     unrepeated_write_error,
+    walk_reachable,
 )
 from .predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
 from .record import exclusive_access
 from .slot_homes import PlaceAsItem
-from .values import HUGE, MISSING, PLAIN, count_items, has_type, is_container, items_of
+from .values import (
+    HUGE,
+    MISSING,
+    PLAIN,
+    count_items,
+    has_type,
+    is_container,
+    items_of,
+    walk_containers,
+)
 
 # -- runs until one is complete --------------------------------------------------------------------
 
@@ -181,8 +193,8 @@ def capture_step(
                 except LayoutError as error:
                     _note_guards(error, run)
                     raise
-            _attach_guards(run, program)
-            return program
+            if _attach_guards(run, program):
+                return program
         run.undo()
         unmarked |= run.read_marks
 
@@ -220,13 +232,21 @@ def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
             raise run.make_unrepeated_write_error(write)
 
 
-def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
-    """Give a program its guards, read as things were before the step, and its writes."""
+def _attach_guards(run: CaptureRun, program: CapturedProgram) -> bool:
+    """Give a program its guards, read as things were before the step, and its writes.
+
+    Returns:
+        False if code may compare a float by `is` with one that is traced: it stays a number from
+        the next run on.
+    """
     run.undo()
     program.guards = run.guards()
+    if run.numbers.keep_plain(program.guards.find_shared_numbers()):
+        return False
     for write in run.writes:
         write.redo()
     program.writes = run.writes
+    return True
 
 
 # -- one run ---------------------------------------------------------------------------------------
@@ -297,7 +317,7 @@ class CaptureRun:
         self.numbers = CapturedNumbers(numbers, plain)
         self.attributes = ModuleAttributes(state)
         self._input_attributes = InputAttributes(self.record)
-        self.meets_unknown_tensors = False
+        self.meets_unknown_tensors = self._returns_unknown_tensor = False
         self.other_tensors: list[tuple[torch.Tensor, str]] = []
 
     def program(self) -> CapturedProgram | None:
@@ -592,13 +612,18 @@ class CaptureRun:
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
         if not refused:
             leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
-            written = frozenset(id(w.place.home) for w in (*self.writes, *self._tensor_writes))
+            homes = [w.place.home for w in (*self.writes, *self._tensor_writes)]
+            # A container that is left somewhere is left there itself, whatever it holds.
+            left = chain.from_iterable(walk_reachable(w.after) for w in self.writes)
+            written = frozenset(map(id, (*homes, *filter(is_container, left))))
         inputs = ReadInputs(leaves, slots, numbers, written)
         with without_function_modes():  # which would intercept reads of tensors
             return self.record.make_guards(inputs, self.state.guarded_places())
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if such a tensor is an input now."""
+        """Raise CaptureError if such a tensor is an input now, or a result."""
+        if self._returns_unknown_tensor:
+            raise not_an_input("")
         leaves = {id(t) for t in self.inputs.leaves if isinstance(t, torch.Tensor)}
         name = next((name for t, name in self.other_tensors if id(t) in leaves), None)
         if name is not None:
@@ -617,7 +642,7 @@ class CaptureRun:
         that is no input.
         """
         codes, hashed = self.record.codes.values(), self.record.hashed
-        asks = any(map(asks_which_object, codes))
+        asks = self.record.asks_which_object
         # Where no call is seen, a hash is not.
         asks = asks or (not self.record.sees_calls and any(map(compares_objects, codes)))
         if not (asks or hashed):
@@ -629,26 +654,13 @@ class CaptureRun:
         reads: no fake stands there. Called while fakes stand in slots."""
         # Fakes of inputs have their attributes.
         attributes = {id(given.tensor.__dict__) for given in self.inputs.all}
-        ahead = [
-            (place.value, place.name)
-            for place in self.record.places.values()
-            if place.identity not in self.record.places_by_name
-            and not (id(place.home) in attributes and has_type(place.value, torch.Tensor))
-        ]
-        seen = set[int]()
-        while ahead:
-            value, name = ahead.pop()
-            if has_type(value, torch.Tensor):
-                if not has_type(value, FakeTensor):
-                    yield value, name
-            elif is_container(value) and id(value) not in seen and count_items(value) <= HUGE:
-                seen.add(id(value))
-                keys, values = items_of(value)
-                for key, v in zip(
-                    range(len(values)) if keys is None else keys, values, strict=False
-                ):
-                    if type(v) not in PLAIN:
-                        ahead.append((v, f"{name}[{key!r}]"))
+        for place in self.record.places.values():
+            value = place.value
+            if id(place.home) in attributes and has_type(value, torch.Tensor):
+                continue
+            for t, name in walk_containers(value, place.name):
+                if _is_real(t):
+                    yield t, name
 
     def undo(self) -> None:
         """Undo what the step has written into Python objects."""
@@ -704,6 +716,8 @@ class CaptureRun:
         """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
         outputs = self.outputs
         leaves, structure = flatten_call(result, self._is_returned_as_itself)
+        self._returns_unknown_tensor = any(map(_is_real, leaves))
+        self.meets_unknown_tensors |= self._returns_unknown_tensor
         outputs.add_result(leaves, structure, self._check_result)
         self._trained = list_trained(self.inputs)
         self.tracer.collect_state()
@@ -724,6 +738,11 @@ class CaptureRun:
     def _check_result(self, leaf: Any) -> None:
         if not self._is_returned_as_itself(leaf):
             check_result(leaf, self._known)
+
+
+def _is_real(value: Any) -> bool:
+    """True for a tensor with values."""
+    return has_type(value, torch.Tensor) and not has_type(value, FakeTensor)
 
 
 def _must_be_kept(write: Write, known: set[int]) -> bool:

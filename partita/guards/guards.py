@@ -17,6 +17,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, compress, cycle, islice, repeat
 from operator import call, getitem, is_, is_not
@@ -85,6 +86,8 @@ class Guards:
             objects: none of the read names may be added or removed.
         owners: name and object of which attributes were read: its `__dict__`, the home of these
             places, must stay the same one.
+        compared: identities of the places whose values code may compare by `is` or `id`; None if no
+            code does.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class Guards:
         classes: Sequence[type] = (),
         namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str] | None]] = (),
         owners: Sequence[tuple[str, Any]] = (),
+        compared: Set[tuple[int, Any]] | None = None,
     ):
-        self._arguments = (places, types, inputs, huge, classes, namespaces, owners)
+        self._arguments = (places, types, inputs, huge, classes, namespaces, owners, compared)
+        self._compared = compared
         self._places, self._classes = places, classes
         self._inputs = inputs or ReadInputs()
         self._huge = {id(value): value for value in huge}
@@ -133,7 +138,8 @@ class Guards:
         self._of_leaves = {at for at, last in last_leaves.items() if last >= 0}
         self._choose_comparisons()
         self._expect_objects(found, walk, set())
-        self._sharing = self._find_sharing({})
+        self._sharing, self._first_met = self._find_sharing({})
+        self._shared_by_numbers = self._find_shared_by_numbers()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -164,7 +170,7 @@ class Guards:
         """
         moved = self._find_moved()
         if not moved and are_the_same and self._have_same_names():
-            return True
+            return self._find_shared_by_numbers() == self._shared_by_numbers
         if self._list_other_names():
             return False
         walk = self._make_walk(find_first_leaves(leaves))
@@ -178,28 +184,77 @@ class Guards:
             found[at] = self._look_at(at, walk)
             if found[at].key != self._keys[at]:
                 return False
-        if moved and self._find_sharing(found) != self._sharing:
+        if not self._holds_sharing(found if moved else {}):
             return False
         self._expect_objects(found, walk, {at for at in moved if found[at].parts})
         return True
 
     def _make_walk(self, leaves: Mapping[int, int]) -> ContentWalk:
         inputs = self._inputs
-        return ContentWalk(False, inputs.find_numbers(), leaves, self._huge, inputs.written)
+        walk = ContentWalk(False, inputs.find_numbers(), leaves, self._huge, inputs.written)
+        walk.compared = None if self._compared is None else []
+        return walk
 
-    def _find_sharing(self, found: Mapping[int, PlaceContent]) -> dict[int, tuple[int, ...]]:
-        """Returns for each place the numbers of its parts: equal if two are one object.
+    def _holds_sharing(self, found: Mapping[int, PlaceContent]) -> bool:
+        """True if what was one object is one, and what was two objects is two. `found` holds what
+        some places hold now."""
+        sharing, first_met = (
+            self._find_sharing(found) if found else (self._sharing, self._first_met)
+        )
+        if sharing != self._sharing:
+            return False
+        self._first_met = first_met
+        return self._find_shared_by_numbers() == self._shared_by_numbers
+
+    def _find_shared_by_numbers(self) -> list[int]:
+        """Returns for each number that is an input of the graph what else is the same object.
+
+        That is its number in `_find_sharing`; or -2 - i for the variable of the number i, if the
+        step reads both; -1 if there is none.
+        """
+        if self._compared is None:
+            return []
+        first: dict[int, int] = {}
+        found = []
+        for i, given in enumerate(self._inputs.numbers):
+            try:
+                value = given.number(())
+            except (LookupError, AttributeError, ValueError):  # its place is gone
+                found.append(-1)
+                continue
+            shared = self._first_met.get(id(value), -1)
+            if shared < 0 and not given.path and given.place in self._compared:
+                other = first.setdefault(id(value), i)
+                shared = -1 if other == i else -2 - other
+            found.append(shared)
+        return found
+
+    def find_shared_numbers(self) -> list[Input]:
+        """Returns the graph inputs that code may compare with another place of the same number."""
+        numbers = self._inputs.numbers
+        found = {i: None for i, shared in enumerate(self._shared_by_numbers) if shared != -1}
+        found |= {-2 - shared: None for shared in self._shared_by_numbers if shared < -1}
+        return [numbers[i] for i in found]
+
+    def _find_sharing(
+        self, found: Mapping[int, PlaceContent]
+    ) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+        """Returns for each place the numbers of what it holds: equal if two are one object.
 
         Args:
             found: what some places hold now; the others hold what they held.
+
+        Returns:
+            The numbers; and the number of each object by id.
         """
         first: dict[int, int] = {}
         met = {**self._met, **{at: content.met for at, content in found.items()}}
-        return {
+        sharing = {
             at: tuple([first.setdefault(part, len(first)) for part in met[at]])
             for at in sorted(met)
             if met[at]
         }
+        return sharing, first
 
     def differences(self, leaves: Sequence[Any] | None, most: int = 3) -> list[str]:
         """Returns up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
@@ -216,6 +271,8 @@ class Guards:
             differs = find_difference(was, self._look_at(at, walk).key)
             if differs is not None:
                 found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
+        if not found and self._compared is not None:
+            found.append("two places hold one object, and held two, or the other way round")
         return found[:most]
 
     def _list_other_names(self) -> list[str]:
@@ -239,8 +296,14 @@ class Guards:
     def _look_at(self, at: int, walk: ContentWalk) -> PlaceContent:
         """Returns what a place holds now. What is expected stays as it is, for it may differ."""
         place, before, others = self._places[at], len(walk.changeable), len(walk.others)
+        first = len(walk.compared or ())
         key = walk.make_part(place.value, place.home, place.key)
-        return PlaceContent(key, walk.changeable[before:], frozenset(walk.others[others:]))
+        parts = walk.changeable[before:]
+        if walk.compared is None or self._compared is None:
+            met = [id(part) for part, _ in parts]
+        else:
+            met = walk.compared[first:] if place.identity in self._compared else []
+        return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def knows_no(self, tensors: Iterable[int]) -> bool:
         """True if none of the tensors with these ids was found in Python state at capture.
@@ -361,16 +424,13 @@ class PlaceContent(NamedTuple):
     Attributes:
         parts: the objects that may change in place, each with its key, as they were met.
         others: ids of tensors that are no leaves of the call.
+        met: ids of the parts; or of all that code may compare by `is`.
     """
 
     key: Any
     parts: Sequence[tuple[Any, Any]]
     others: frozenset[int]
-
-    @property
-    def met(self) -> tuple[int, ...]:
-        """The ids of the parts."""
-        return tuple([id(part) for part, _ in self.parts])
+    met: tuple[int, ...]
 
 
 def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str]:
@@ -396,7 +456,11 @@ class ReadInputs:
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
         """Returns the index of each number, by the identity of its current place."""
-        return {given.place: i for i, given in enumerate(self.numbers)}
+        found = {}
+        for i, given in enumerate(self.numbers):
+            with suppress(LookupError):  # an optimizer may have fewer groups now
+                found[given.place] = i
+        return found
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:

@@ -19,6 +19,7 @@ import collections
 import contextvars
 import enum
 import functools
+import gc
 import itertools
 import operator
 import sys
@@ -38,7 +39,7 @@ from torch.utils import _pytree as pytree
 
 from partita.capture.whose_code import codes_within
 from partita.graph.errors import not_captured
-from partita.graph.slots import Slot
+from partita.graph.slots import Slot, is_no_tuple
 from partita.layout import Fix
 
 from .arguments import flatten_call
@@ -51,11 +52,13 @@ from .values import (
     count_items,
     dict_of,
     has_type,
+    is_container,
     is_read_as_base,
     items_of,
     read_field,
     results_of_cache,
     slots_of,
+    walk_containers,
 )
 
 SlotsByPath = weakref.WeakValueDictionary[str, Slot]
@@ -99,8 +102,13 @@ class State:
         """The exception to raise where new state is at places that a run has read; else None."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
-        found = self.search([*self.reached, *places])
-        if not found.identities_found() - self.identities_found():
+        now = {place.identity: place for place in places}
+        names = {place.name for place in now.values()}
+        # An object on the path to a place may have been exchanged: the one before is dropped.
+        kept = [p for p in self.reached if p.identity in now or p.name not in names]
+        known = self.identities_found()  # before a search gives slots of this state other homes
+        found = self.search([*kept, *now.values()])
+        if not found.identities_found() - known:
             return None
         found.searches = self.searches + 1
         return ReachedMore(found)
@@ -208,7 +216,7 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
         if isinstance(value, torch.Tensor):
             found.append(value)
         else:
-            found += pytree.tree_leaves(value)
+            found += pytree.tree_leaves(value, is_leaf=is_no_tuple)
     return found + flatten_call((args, kwargs))[0]
 
 
@@ -216,7 +224,7 @@ def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[s
     """Name and kind of each that `tensors_of_call` finds."""
     found = []
     for slot in slots:
-        count = 1 if isinstance(slot.value, torch.Tensor) else len(pytree.tree_leaves(slot.value))
+        count = len(pytree.tree_leaves(slot.value, is_leaf=is_no_tuple))
         names = [slot.name] if count == 1 else [f"{slot.name}[{i}]" for i in range(count)]
         found += [(name, slot.kind) for name in names]
     count = len(flatten_call((args, kwargs))[0])
@@ -366,8 +374,9 @@ class _Search:
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
-        """Search the cells, globals, class attributes, context variables, members of enums and
-        objects of `threading.local` that functions were seen to read."""
+        """Search the places that functions were seen to read: for what may hold tensors the cells,
+        globals, class attributes, context variables, members of enums and objects of
+        `threading.local`; all others for tensors, modules and optimizers in containers."""
         known = {slot.identity for slot in self.state.slots}
         for place in places:
             home, value = place.home, place.value
@@ -380,10 +389,14 @@ class _Search:
             elif has_type(home, (contextvars.ContextVar, threading.local, enum.Enum)):
                 home = PlaceAsItem(place)
             elif not has_type(home, dict) or not {"__builtins__", "__import__"} & home.keys():
-                continue
+                if not _holds_state(value):
+                    continue
+                home = place.home if place.get is None else PlaceAsItem(place)
             known.add(place.identity)
             before, slots = self.count_found(), len(self.state.slots)
-            self.value(place.name, value, self._slot(place.name, "value", home, place.key))
+            is_written = place.get is None or place.put is not None
+            slot = self._slot(place.name, "value", home, place.key) if is_written else None
+            self.value(place.name, value, slot)
             if any(isinstance(slot.value, FakeTensor) for slot in self.state.slots[slots:]):
                 del self.state.slots[slots:]  # an object that the run has made
             if self.count_found() > before:
@@ -456,13 +469,17 @@ class _Search:
                         self.value(at.name, v, at)
                 if dict_of(value) is not None:  # of a class of the user's
                     self._search_attributes(f"{name}.", value, lambda _, v: True)
+        elif has_type(value, types.MappingProxyType):
+            self.value(name, gc.get_referents(value)[0], None)
         elif has_type(value, tuple):
-            held = items_of(value)[1]
-            if not any(has_type(v, torch.Tensor) for v in held):
-                for i, v in enumerate(held):
-                    self.value(f"{name}[{i}]", v, None)
-            elif slot is not None:
+            found = pytree.tree_leaves(value, is_leaf=is_no_tuple)
+            if any(v is value for v in found):  # of a class that pytrees do not know
+                found = items_of(value)[1]
+            elif slot is not None and any(has_type(v, torch.Tensor) for v in found):
                 self.state.slots.append(slot)
+            for i, v in enumerate(found):
+                if not has_type(v, torch.Tensor):
+                    self.value(f"{name}[{i}]", v, None)
         elif has_type(value, float):
             if slot is not None and not name.startswith("__"):
                 self.state.values.append(slot)
@@ -559,14 +576,20 @@ def _unused_name(name: str, used: Container[str]) -> str:
 
 
 def _holds_tensor(value: Any, but_parameters: bool) -> bool:
-    """True for a list or dictionary with a tensor, other than parameters if `but_parameters`."""
-    kinds = (list, dict, collections.deque)
-    if not has_type(value, kinds) or count_items(value) > _SEARCHED:
+    """True for a container with a tensor, other than parameters if `but_parameters`."""
+    if not is_container(value) or count_items(value) > _SEARCHED:
         return False
-    held = items_of(value)[1]
     others = nn.Parameter if but_parameters else ()
     # A gathered weight is a parameter by `_is_param`, which `isinstance` reads.
-    return any(has_type(v, torch.Tensor) and not isinstance(v, others) for v in held)
+    return any(
+        has_type(v, torch.Tensor) and not isinstance(v, others) for v, _ in walk_containers(value)
+    )
+
+
+def _holds_state(value: Any) -> bool:
+    """True for a tensor, a module or an optimizer, and for a container with such."""
+    kinds = (torch.Tensor, nn.Module, Optimizer)
+    return any(has_type(v, kinds) for v, _ in walk_containers(value))
 
 
 def _may_hold_tensors(value: Any) -> bool:

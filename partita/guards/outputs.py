@@ -195,12 +195,22 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if it is a list or dictionary whose tensors all stand at known places."""
-    if not has_type(value, (list, dict, collections.deque)):
+    """True if it is a container whose tensors all stand at known places."""
+    if not has_type(value, (list, dict, tuple, collections.deque)):
         return False
-    keys, values = items_of(value)
-    items = enumerate(values) if keys is None else zip(keys, values, strict=True)
-    return all((id(value), key) in known or not is_filled(v) for key, v in items)
+    ahead, seen = [value], {id(value)}
+    while ahead:
+        held = ahead.pop()
+        keys, values = items_of(held)
+        for key, v in enumerate(values) if keys is None else zip(keys, values, strict=True):
+            if (id(held), key) in known or not is_filled(v):
+                continue
+            if not has_type(v, (list, dict, tuple, collections.deque)):
+                return False
+            if id(v) not in seen:
+                seen.add(id(v))
+                ahead.append(v)
+    return True
 
 
 def _find_filled_keys(home: dict[str, Any]) -> list[str]:
@@ -216,7 +226,7 @@ def is_filled(value: Any) -> bool:
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # as nearly all attributes of modules
-    return any(map(_stands_in, _walk_reachable(value, _in_container)))
+    return any(map(_stands_in, walk_reachable(value)))
 
 
 def holds_made(value: Any, known: Container[int]) -> bool:
@@ -229,20 +239,8 @@ def holds_made(value: Any, known: Container[int]) -> bool:
     def list_held(held: Any) -> Iterable[Any]:
         return () if id(held) in known else _in_object(held)
 
-    found = _walk_reachable(value, list_held)
+    found = walk_reachable(value, list_held)
     return any(_stands_in(v) or is_text_of_unknown(v) for v in found if id(v) not in known)
-
-
-def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """`value` and all that it holds, each once."""
-    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
-    waiting = [value]
-    while waiting and len(seen) < _MOST_OBJECTS:
-        found = waiting.pop()
-        if id(found) not in seen:
-            seen[id(found)] = found
-            yield found
-            waiting += held_by(found)
 
 
 def _in_container(value: Any) -> Iterable[Any]:
@@ -253,6 +251,20 @@ def _in_container(value: Any) -> Iterable[Any]:
     if dataclasses.is_dataclass(kind):
         return [read_field(value, f.name) for f in dataclasses.fields(kind)]
     return ()
+
+
+def walk_reachable(
+    value: Any, held_by: Callable[[Any], Iterable[Any]] = _in_container
+) -> Iterator[Any]:
+    """`value` and all that it holds, each once; by default in containers."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
+    waiting = [value]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        found = waiting.pop()
+        if id(found) not in seen:
+            seen[id(found)] = found
+            yield found
+            waiting += held_by(found)
 
 
 def _in_object(value: Any) -> Iterable[Any]:

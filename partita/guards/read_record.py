@@ -41,6 +41,7 @@ from partita.capture.whose_code import is_recorded, is_user_module
 from partita.tensor.dtensor_gradients import select_user_hooks
 
 from .bytecode import (
+    asks_which_object,
     dotted_names,
     global_names,
     imported_names,
@@ -121,14 +122,14 @@ class _ReachedObject:
     Attributes:
         attributes: its `__dict__` as it was when it was reached.
         slots: the descriptors of its `__slots__`.
-        names: the attributes that were read.
+        names: the attributes that were read; True if the user's code has read it.
     """
 
     value: Any
     name: str
     attributes: dict[str, Any]
     slots: dict[str, Any]
-    names: dict[str, None] = field(default_factory=dict)
+    names: dict[str, bool] = field(default_factory=dict)
 
 
 class ReadRecord(PlaceRecord):
@@ -272,7 +273,27 @@ class ReadRecord(PlaceRecord):
                 if type(o) is dict or dict_of(o) is not None  # slots are places
             ],
             [(name, o) for name, o in objects if dict_of(o) is not None],
+            self._list_compared(),
         )
+
+    @property
+    def asks_which_object(self) -> bool:
+        """True if code that ran compares objects by `is` or `id`."""
+        return any(map(asks_which_object, self.codes.values()))
+
+    def _list_compared(self) -> frozenset[tuple[int, Any]] | None:
+        """Returns the identities of the places that code may compare by `is`; None if none does.
+
+        A library's own reads of the defaults of its optimizers compare nothing.
+        """
+        if not self.asks_which_object:
+            return None
+        defaults = {
+            (id(dict_of(known.value)), "defaults")
+            for known in self._objects.values()
+            if has_type(known.value, torch.optim.Optimizer) and not known.names.get("defaults")
+        }
+        return frozenset(self.places.keys() - defaults)
 
     def _names_asked_of(self, space: Any, asked: frozenset[str]) -> frozenset[str] | None:
         """Returns the names that code may read from a namespace; None for all."""
@@ -297,11 +318,13 @@ class ReadRecord(PlaceRecord):
                     self._read_of_module(owner, name)
             return
         known = self._objects[id(owner)]
-        if name in known.names:
+        if known.names.get(name):
             return
-        known.names[name] = None
         frame = sys._getframe(2)
         by_user = is_recorded(frame.f_code.co_filename)
+        if name in known.names and not by_user:
+            return
+        known.names[name] = by_user
         if name == "__dict__" and not by_user and not reads_for_user(frame):
             # Torch's own code looks parameters up there, which is no read of all attributes.
             del known.names[name]
@@ -731,11 +754,12 @@ class ReadRecord(PlaceRecord):
             if key == "__subclasses__" and has_type(value, type):
                 at = f"{name}.{key}()"
                 get = functools.partial(type.__subclasses__, value)  # a new list each time
-                self.read_place(Place(at, value, key, get), shallow=True)
+                for kind in self.read_place(Place(at, value, key, get), shallow=True):
+                    self.reach_value(kind, at)
             elif key != "__subclasses__":
                 place = place_of_special_attribute(f"{name}.{key}", value, key)
                 with self.reaching_by_name():
-                    self.read_place(place, shallow=has_type(value, type))
+                    self.read_place(place, shallow=key in _BASES)
 
     def _enter_function(self, f: types.FunctionType, name: str) -> None:
         self._enter_code(f.__code__, f.__globals__)
@@ -919,9 +943,10 @@ _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ _
     __qualname__ __module__ __signature__""".split()
 
 
-_SPECIAL_ATTRIBUTES = frozenset(
+_BASES = frozenset(("__mro__", "__bases__", "__base__"))
+_SPECIAL_ATTRIBUTES = _BASES.union(
     (*_CLASS_ATTRIBUTES, *_FUNCTION_ATTRIBUTES, "__subclasses__", "__wrapped__", "__closure__")
-) | {"__mro__", "__bases__", "__base__"}
+)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -203,6 +203,10 @@ class PlaceRecord:
         """Record that an attribute is read."""
         raise NotImplementedError
 
+    def read_all_attributes(self, owner: Any) -> None:
+        """Record that all attributes of an object are read."""
+        raise NotImplementedError
+
     def reach_by_kind(self, value: Any, name: str) -> None:
         """Record what `value`, which is reached for the first time, leads to."""
         raise NotImplementedError
@@ -268,6 +272,7 @@ class _Copied:
 
     Attributes:
         is_settings: whether attributes are a user's object's, which a graph may write.
+        is_ordered: whether the order of a dictionary counts.
     """
 
     name: str
@@ -275,6 +280,7 @@ class _Copied:
     before: Any
     owner: Any = None
     is_settings: bool = True
+    is_ordered: bool = True
 
     def find_writes(self) -> Iterator[Write]:
         """Yields the changes since."""
@@ -290,12 +296,24 @@ class _Copied:
                 if not _is_same_value(was, now) and not (dotted and key in INSIDE):
                     name = f"{self.name}.{key}" if dotted else f"{self.name}[{key!r}]"
                     yield Write(Place(name, value, key), was, now, is_attribute=dotted)
+            if self.is_ordered and not dotted:
+                yield from self._find_new_order()
         elif not self.has_content(value):
             is_set = has_type(value, set)
             now = _copy(value)
             repeatable = before <= now if is_set else len(now) == len(before)
             get, put = partial(_copy, value), partial(_refill, value)
             yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
+
+    def _find_new_order(self) -> Iterator[Write]:
+        """Yields the change of the order in which a dictionary has the keys that it had before."""
+        value = self.value
+        now = list(base_of_container(value).keys(value))
+        kept = [key for key in self.before if dict.__contains__(value, key)]
+        if kept != now[: len(kept)]:
+            put = partial(_reorder, value)
+            place = Place(f"the order of {self.name}", value, None, lambda: now, put)
+            yield Write(place, [*self.before], now, is_repeatable=False)
 
     def _find_set_names(self) -> Iterator[Write]:
         """Yields the names set in a class, module or function, or in an object of a library."""
@@ -341,7 +359,7 @@ class Snapshots:
             self._containers[id(held)] = _Copied(name, held, before, value)
             for inside in INSIDE if has_type(value, nn.Module) else ():
                 if inside in held:  # a module sets its submodules there without reading it by name
-                    self.snapshot_container(held[inside], f"{name}.{inside}")
+                    self.snapshot_container(held[inside], f"{name}.{inside}", is_ordered=False)
         for key, descriptor in slots_of(type(value)).items():
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
@@ -377,12 +395,13 @@ class Snapshots:
         copied = self._containers.get(id(home))
         return (home if copied is None else copied.before).get(key, MISSING)
 
-    def snapshot_container(self, value: Any, name: str) -> None:
+    def snapshot_container(self, value: Any, name: str, is_ordered: bool = True) -> None:
         """Copy the items of a container, if it is mutable."""
         if has_type(value, types.SimpleNamespace):
             self.snapshot_object(value, name)
         elif has_type(value, _MUTABLE):
-            self._containers.setdefault(id(value), _Copied(name, value, _copy(value)))
+            copied = _Copied(name, value, _copy(value), is_ordered=is_ordered)
+            self._containers.setdefault(id(value), copied)
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
         """Copy a container or object that capture has made, and those in it, not in `known`."""
@@ -522,6 +541,14 @@ def _is_same_value(a: Any, b: Any) -> bool:
     if has_type(a, tuple):
         return len(a) == len(b) and all(map(_is_same_value, a, b))
     return has_type(a, (*PLAIN, frozenset)) and bool(a == b)
+
+
+def _reorder(container: Any, keys: list[Any]) -> None:
+    """Put the items of a dictionary in the order of `keys`."""
+    base, held = base_of_container(container), _copy(container)
+    for key in keys:
+        base.pop(container, key, None)
+        base.__setitem__(container, key, held[key])
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -29,7 +29,7 @@ import logging
 import sys
 import threading
 import types
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, repeat
@@ -62,6 +62,7 @@ MISSING = _Missing()
 _BY_REPR = (float, complex)  # whose text has all bits, the sign of a zero too
 _BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range)
 PLAIN = (*_BY_REPR, *_BY_EQUALITY, slice)
+_SIMPLE = frozenset(PLAIN) - {slice}
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
 _CONTAINERS = (
@@ -177,7 +178,7 @@ def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
     if kind in _BY_EQUALITY:
         return (kind, value)
     if kind is slice:
-        return (kind, *map(content_key, (value.start, value.stop, value.step)))
+        return (kind, *[content_key(v, walk) for v in (value.start, value.stop, value.step)])
     return (ContentWalk() if walk is None else walk).make_key(value)
 
 
@@ -196,6 +197,8 @@ class ContentWalk:
             for each visit.
         shared: ids of those that were visited more than once.
         others: ids of tensors that were met and are no leaves.
+        compared: ids of all that was met but numbers that are inputs; None if no code may compare
+            them.
     """
 
     is_whole: bool = False
@@ -206,10 +209,11 @@ class ContentWalk:
     changeable: list[tuple[Any, Any]] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
     others: list[int] = field(default_factory=list)
+    compared: list[int] | None = None
     # By id, of values that stay alive: those that are being walked over, with their numbers, and
     # those that were, with their keys, and whether they are changeable.
     _open: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    _met: dict[int, tuple[Any, Any, bool, list[int]]] = field(default_factory=dict)
+    _met: dict[int, tuple[Any, Any, bool, list[int], list[int]]] = field(default_factory=dict)
 
     def make_key(self, value: Any) -> Any:
         """Returns the key of a value that is not plain."""
@@ -230,8 +234,10 @@ class ContentWalk:
             self.changeable.append((value, key))  # so that what holds it counts as changeable
             return key
         if id(value) in self._met:
-            _, key, parts, others = self._met[id(value)]
+            _, key, parts, others, compared = self._met[id(value)]
             self.others += others
+            if self.compared is not None:
+                self.compared += compared
             if parts:
                 self.shared.add(id(value))
                 self.changeable.append((value, key))
@@ -239,13 +245,15 @@ class ContentWalk:
         if sort in ("container", "raw") or (sort == "object" and dataclasses.is_dataclass(kind)):
             self._open[id(value)] = value, len(self._open)
             before, others_before = len(self.changeable), len(self.others)
+            compared_before = len(self.compared or ())
             key = self._make_changeable_key(value, sort)
             if not issubclass(kind, (tuple, frozenset)) or len(self.changeable) > before:
                 self.changeable.append((value, key))
             if not self.is_whole:
                 del self._open[id(value)]
                 others = self.others[others_before:]
-                self._met[id(value)] = value, key, len(self.changeable) > before, others
+                compared = (self.compared or [])[compared_before:]
+                self._met[id(value)] = value, key, len(self.changeable) > before, others, compared
             return key
         if sort == "view" and (under := dict_of_view(value)) is not None:
             return (kind, ByIdentity(value), self.make_key(under))
@@ -260,7 +268,11 @@ class ContentWalk:
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
         """Returns the key of `value`, which stands in `home` at `key`."""
         number = self.numbers.get((id(home), key)) if self.numbers else None
-        return content_key(value, self) if number is None else ByType(value, number)
+        if number is not None:
+            return ByType(value, number)
+        if self.compared is not None and type(value) not in (bool, types.NoneType):
+            self.compared.append(id(value))
+        return content_key(value, self)
 
     def _make_changeable_key(self, value: Any, sort: str) -> Any:
         """Returns the key of a container, or of an array or its like."""
@@ -375,6 +387,25 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
     if base is types.SimpleNamespace:
         return list(dict_of(value)), list(dict_of(value).values())
     return None, list(base.__iter__(value))
+
+
+def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
+    """Yields what a value holds in containers and slices, with names; the value itself if it is
+    neither. No plain values."""
+    ahead, seen = [(value, name)], set[int]()
+    while ahead:
+        value, name = ahead.pop()
+        if has_type(value, slice):
+            held = value.start, value.stop, value.step
+            ahead += [(v, f"a bound of {name}") for v in held]
+        elif is_container(value):
+            if id(value) not in seen and count_items(value) <= HUGE:
+                seen.add(id(value))
+                keys, values = items_of(value)
+                named = zip(range(len(values)) if keys is None else keys, values, strict=False)
+                ahead += [(v, f"{name}[{k!r}]") for k, v in named if type(v) not in _SIMPLE]
+        elif type(value) not in _SIMPLE:
+            yield value, name
 
 
 def count_items(value: Any) -> int:
@@ -851,9 +882,12 @@ def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
 _OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 # Modules of Python whose objects hold no settings, or have guards of another kind.
 _WITHOUT_SETTINGS = frozenset(
-    """abc ast asyncio builtins contextlib contextvars copyreg decimal datetime dis enum fractions
+    """abc ast asyncio builtins contextvars copyreg decimal datetime dis enum fractions
     functools importlib inspect io numbers operator os pathlib pdb random re runpy traceback typing
-    unittest uuid warnings weakref""".split()
+    uuid warnings weakref""".split()
+)
+_TORCH_WITH_SETTINGS = tuple(
+    f"torch.{name}" for name in ("optim", "amp", "nn", "distributions", "utils.data")
 )
 WITH_FIELDS = ("__dataclass_fields__",)  # special names that are guarded like other attributes
 INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
@@ -937,7 +971,7 @@ def has_settings(kind: type) -> bool:
         return True
     root = kind.__module__.split(".")[0]
     if root == "torch":
-        return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
+        return kind.__module__.startswith(_TORCH_WITH_SETTINGS)
     pythons = root in sys.stdlib_module_names and not root.startswith("_")
     return is_user_module(root) or (pythons and root not in _WITHOUT_SETTINGS)
 

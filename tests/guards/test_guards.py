@@ -25,6 +25,7 @@ from tests.programs.changes import (  # noqa: F401 (entries)
     calls,
     containers,
     functions,
+    identities,
     libraries,
     modules,
     numbers,

@@ -88,8 +88,8 @@ def a_number_in_a_tensor_of_a_namespace():
     return Change(step, lambda: setattr(held, "total", torch.tensor(5.0)))
 
 
-@refused
-def a_number_in_a_tensor_that_nothing_finds():
+@change
+def a_number_in_a_view_of_a_dictionary():
     held = [types.MappingProxyType({"total": torch.zeros(())})]
 
     def step(x):

@@ -1,0 +1,322 @@
+"""Programs in which two places come to hold one object, or one that held it holds another."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import datetime
+import fractions
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from .containers import Plain
+from .state import CHANGES, Change, change, refused
+
+# -- two places that hold one object ---------------------------------------------------------------
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "floats": lambda: float("1.5"),
+    "ints": lambda: int("1000"),
+    "texts": lambda: "".join(["a", "b"]),
+    "bytes": lambda: bytes([1, 2]),
+    "tuples": lambda: (*[1, 2],),
+    "frozen_sets": lambda: frozenset([1, 2]),
+    "lists": lambda: [1],
+    "dicts": lambda: {"a": 1},
+    "byte_arrays": lambda: bytearray(b"a"),
+    "arrays": lambda: np.ones(2),
+    "fractions": lambda: fractions.Fraction(1, 3),
+    "dates": lambda: datetime.date(2020, 1, 1),
+    "paths": lambda: pathlib.Path("a"),
+    "objects": lambda: Plain(a=1),
+    "tensors": lambda: torch.ones(3),
+    "complex_numbers": lambda: complex("1+2j"),
+    "slices": lambda: slice(1, 2),
+}
+
+
+def compared(kind: str, becomes_one: bool) -> None:
+    """Two items of a list, or two attributes, that are compared by `is`."""
+    make = KINDS[kind]
+
+    def in_a_list() -> Change:
+        one = make()
+        held = [one, make() if becomes_one else one]
+        new = one if becomes_one else make()
+        step = lambda x: x * (2 if held[0] is held[1] else 3)  # noqa: E731
+        return Change(step, lambda: held.__setitem__(1, new))
+
+    def in_attributes() -> Change:
+        one = make()
+        held = Plain(a=one, b=make() if becomes_one else one)
+        new = one if becomes_one else make()
+        step = lambda x: x * (2 if held.a is held.b else 3)  # noqa: E731
+        return Change(step, lambda: setattr(held, "b", new))
+
+    how = "become_one" if becomes_one else "become_two"
+    CHANGES[f"{kind}_in_a_list_that_{how}"] = in_a_list
+    CHANGES[f"{kind}_in_attributes_that_{how}"] = in_attributes
+
+
+for kind in KINDS:
+    compared(kind, True)
+    compared(kind, False)
+
+
+# -- tensors and settings in objects of libraries --------------------------------------------------
+
+
+def of_library(
+    name: str, make: Callable[[], Any], read: Callable[..., Any], write: Callable[[Any], Any]
+) -> None:
+    """An object of torch's or Python's library that a step reads, or whose methods it calls."""
+
+    def build() -> Change:
+        held = make()
+        return Change(lambda x: read(held, x), lambda: write(held))
+
+    CHANGES[name] = build
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.arange(12.0).reshape(4, 3))
+
+
+def normal() -> Any:
+    return torch.distributions.Normal(torch.zeros(3), torch.ones(3))
+
+
+def setting(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda held: setattr(held, name, value)
+
+
+ONES = (torch.ones(4, 3),)
+of_library("the_rows_of_a_dataset", rows, lambda d, x: x * d[1][0], setting("tensors", ONES))
+of_library("a_row_written_in_place", rows, lambda d, x: x * d[1][0], lambda d: d.tensors[0].mul_(7))
+of_library(
+    "the_indices_of_a_subset",
+    lambda: Subset(rows(), [1, 2]),
+    lambda d, x: x * d[0][0],
+    setting("indices", [3]),
+)
+of_library(
+    "a_dataset_among_others",
+    lambda: ConcatDataset([rows()]),
+    lambda d, x: x * d[1][0],
+    lambda d: d.datasets.__setitem__(0, TensorDataset(torch.ones(4, 3))),
+)
+of_library("a_mean", normal, lambda d, x: d.log_prob(x), setting("loc", torch.ones(3)))
+of_library("a_mean_written", normal, lambda d, x: d.log_prob(x), lambda d: d.loc.add_(1))
+of_library(
+    "a_distribution_within",
+    lambda: torch.distributions.Independent(normal(), 1),
+    lambda d, x: x * d.log_prob(x)[:, None],
+    lambda d: setattr(d.base_dist, "loc", torch.ones(3)),
+)
+of_library(
+    "a_float_of_a_transform",
+    lambda: torch.distributions.AffineTransform(0.0, 2.0),
+    lambda t, x: t(x),
+    setting("scale", 3.0),
+)
+of_library("what_is_returned", normal, lambda d, x: d.loc, setting("loc", torch.ones(3)))
+
+
+def entered(context: Any, x: Any) -> Any:
+    with context as scale:
+        return x * scale
+
+
+of_library(
+    "what_a_context_gives",
+    lambda: contextlib.nullcontext(2.0),
+    entered,
+    setting("enter_result", 3.0),
+)
+of_library(
+    "a_scale_that_a_context_gives",
+    lambda: contextlib.nullcontext(torch.ones(3)),
+    entered,
+    setting("enter_result", torch.ones(3) * 3),
+)
+
+
+# -- what is read past the attributes --------------------------------------------------------------
+
+
+@change
+def an_object_within_a_copied_one():
+    inner = Plain(scale=2)
+    outer = Plain(inner=inner)
+    return Change(lambda x: x * copy.copy(outer).inner.scale, lambda: setattr(inner, "scale", 5))
+
+
+@change
+def an_attribute_of_a_copied_object():
+    outer = Plain(inner=Plain(scale=2))
+    new = Plain(scale=5)
+    return Change(
+        lambda x: x * copy.deepcopy(outer).inner.scale, lambda: setattr(outer, "inner", new)
+    )
+
+
+@change
+def an_attribute_of_a_subclass():
+    class Base:
+        pass
+
+    class Child(Base):
+        held = Plain(scale=2)
+
+    return Change(
+        lambda x: x * Base.__subclasses__()[-1].held.scale,
+        lambda: setattr(Child.held, "scale", 5),
+    )
+
+
+@change
+def an_object_in_annotations():
+    class Noted:
+        pass
+
+    Noted.__annotations__ = {"a": Plain(scale=2)}
+    return Change(
+        lambda x: x * Noted.__annotations__["a"].scale,
+        lambda: setattr(Noted.__annotations__["a"], "scale", 5),
+    )
+
+
+# -- what a step leaves ----------------------------------------------------------------------------
+
+
+@change
+def a_list_that_was_there_before_and_is_remembered():
+    source, memo = [[torch.ones(3)]], {}
+
+    def step(x):
+        if "k" not in memo:
+            memo["k"] = source[0]
+        return x * memo["k"][0]
+
+    def renew():
+        source[0] = [torch.ones(3) * 5]
+        memo.clear()
+
+    return Change(step, renew, lambda: memo["k"] is source[0])
+
+
+@refused
+def the_order_of_a_dictionary():
+    held = collections.OrderedDict(a=2.0, b=3.0)
+
+    def step(x):
+        held.move_to_end("a")
+        return x * 2
+
+    return Change(step, lambda: None, lambda: [*held])
+
+
+@refused
+def a_key_that_is_put_at_the_end():
+    held = {"a": 2.0, "b": 3.0}
+
+    def step(x):
+        held["a"] = held.pop("a")
+        return x * 2
+
+    return Change(step, lambda: None, lambda: [*held])
+
+
+# -- tensors without a variable of their own -------------------------------------------------------
+
+
+def beside(name: str, make: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
+    """A tensor in a step that compares two other objects."""
+
+    def build() -> Change:
+        one, held = Plain(), make(torch.ones(3))
+        pair = [one, Plain()]
+        step = lambda x: x * read(held) * (2 if pair[0] is pair[1] else 3)  # noqa: E731
+        return Change(step, lambda: (pair.__setitem__(1, one), read(held).mul_(2)))
+
+    CHANGES[f"a_tensor_in_{name}_beside_a_comparison"] = build
+
+
+def module_with(kept: Any) -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.kept = kept
+    return module
+
+
+beside("an_exception", ValueError, lambda held: held.args[0])
+beside("a_view", lambda t: types.MappingProxyType({"t": t}), lambda held: held["t"])
+beside("a_nested_tuple", lambda t: (1, (t,)), lambda held: held[1][0])
+beside("a_dataset", TensorDataset, lambda held: held.tensors[0])
+beside("a_modules_tuple", lambda t: module_with((t, 1)), lambda held: held.kept[0])
+beside("a_modules_dict", lambda t: module_with({"a": ([t],)}), lambda held: held.kept["a"][0][0])
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def optimizer(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(3, 3).parameters(), **{"lr": 0.125, **options})
+
+
+@change
+def a_group_under_another_name():
+    group = optimizer().param_groups[0]
+    return Change(lambda x: x * group["lr"], lambda: group.update(lr=0.5))
+
+
+@change
+def the_settings_of_an_optimizer():
+    one = optimizer()
+
+    def step(x):
+        group = one.param_groups[0]
+        return x * sum(v is group[k] for k, v in one.defaults.items())
+
+    return Change(step, lambda: one.param_groups[0].update(lr=float("0.125")))
+
+
+@change
+def a_setting_that_capture_exchanges():
+    one = optimizer()
+    return Change(
+        lambda x: x * (2 if one.param_groups[0]["foreach"] is None else 3),
+        lambda: one.param_groups[0].update(foreach=False),
+    )
+
+
+@change
+def an_optimizer_with_fewer_groups():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    one = torch.optim.SGD([{"params": part.parameters(), "lr": 0.1} for part in model], 0.1)
+
+    def step(x):
+        one.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        one.step()
+        return loss.detach()
+
+    def drop():
+        one.param_groups = one.param_groups[:1]
+
+    return Change(step, drop)
+
+
+@change
+def a_rate_that_a_scheduler_gives():
+    one = optimizer(lr=torch.tensor(0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(one, 0.5)
+    return Change(lambda x: x * schedule.get_last_lr()[0], schedule.step)

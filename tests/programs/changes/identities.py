@@ -319,4 +319,7 @@ def an_optimizer_with_fewer_groups():
 def a_rate_that_a_scheduler_gives():
     one = optimizer(lr=torch.tensor(0.1))
     schedule = torch.optim.lr_scheduler.ExponentialLR(one, 0.5)
-    return Change(lambda x: x * schedule.get_last_lr()[0], schedule.step)
+    rate = [torch.tensor(0.05)]
+    return Change(
+        lambda x: x * schedule.get_last_lr()[0], lambda: setattr(schedule, "_last_lr", rate)
+    )

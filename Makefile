@@ -3,7 +3,8 @@
 #   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
 #   make test     run the tests that take seconds (ARGS="tests/rules -k layout"): four minutes on two cores
 #   make test-all   run all tests (half an hour and more)
-#   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
+#   make test-clients   train other people's models in every mode, and by their trainers; print the
+#                  table (10 to 20 minutes)
 #   make test-gpu   the main claims on this machine's GPUs (on its CPU where it has none), with figures
 #   make lint     style, layers and types
 #   make docs     build the site into site/; a link that leads nowhere is an error
@@ -59,6 +60,7 @@ test-gpu:
 	  exit 1; }; set -x; $$python -m pytest tests/gpu tests/believed_gpu $(ARGS)
 
 test-clients: $(CLIENTS)
+	$(BIN)/python -m pytest tests/integrations
 	$(BIN)/python -m tests.clients.sweep $(ARGS)
 
 house: $(READY)

@@ -41,7 +41,7 @@ class ShardedRun:
     stage: int = 3
 
     @classmethod
-    def start(cls, mesh: Any, stage: int, device: str) -> ShardedRun:
+    def start(cls, mesh: Any, stage: int, device: str | None) -> ShardedRun:
         """Returns a run on `mesh`, or on all ranks of the job if it is None."""
         if mesh is None and (count_ranks() or 1) > 1:
             mesh = init_mesh_of_all_ranks(device)
@@ -69,7 +69,7 @@ class ShardedRun:
                 return model
             zero(model, self.mesh, stage=self.stage)
         if "partita_splits_rows" not in model.__dict__:
-            model.register_forward_pre_hook(_split_rows, prepend=True, with_kwargs=True)
+            model.register_forward_pre_hook(_split_inputs, prepend=True, with_kwargs=True)
             model.__dict__["partita_splits_rows"] = True
         return model
 
@@ -152,18 +152,22 @@ def to_whole(value: Any) -> Any:
     return replace_instances(value, DTensor, lambda x: x.full_tensor(), Mapping)
 
 
-def _split_rows(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Make DTensors of a forward's inputs: those with as many rows as the first are sharded.
+def split_rows(value: Any, mesh: Any) -> Any:
+    """Returns a copy of `value` in which tensors with as many rows as the first are sharded.
 
     The others stay plain, which means whole. The choice changes what is sent, and no value.
     """
-    given = [t for t in find_instances((args, kwargs), torch.Tensor, Mapping) if t.ndim]
+    given = [t for t in find_instances(value, torch.Tensor, Mapping) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):
-        return None
+        return value
     rows = given[0].shape[0]
-    split = iter(distribute_batch([t for t in given if t.shape[0] == rows], get_mesh(module)))
+    split = iter(distribute_batch([t for t in given if t.shape[0] == rows], mesh))
 
     def place(t: torch.Tensor) -> torch.Tensor:
         return next(split) if t.ndim and t.shape[0] == rows else t
 
-    return replace_instances((args, kwargs), torch.Tensor, place, Mapping)
+    return replace_instances(value, torch.Tensor, place, Mapping)
+
+
+def _split_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return split_rows((args, kwargs), get_mesh(module))

@@ -1,0 +1,102 @@
+"""A `Strategy` of Lightning that shards the module by ZeRO.
+
+from partita.integrations.lightning import MeshStrategy
+
+Trainer(strategy=MeshStrategy(), devices=1)        # on each rank that torchrun starts
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from partita.checkpoint import full_state_dict
+from partita.comm.device import HOST
+
+from .sharded_run import ShardedRun, split_rows, to_whole
+
+try:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ImportError as error:
+    raise ImportError(
+        "partita.integrations.lightning needs lightning: pip install lightning"
+    ) from error
+
+
+class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """A strategy for processes that torchrun has started. Lightning works as on one device.
+
+    Args:
+        mesh: where the module lives; all ranks of the job by default.
+        stage: of ZeRO, 0 to 3, for a module that is not on a mesh yet.
+        device: this rank's device; by default the accelerator with its local number, or the CPU.
+        options: those of Lightning's `SingleDeviceStrategy`.
+    """
+
+    strategy_name = "partita"
+
+    def __init__(
+        self, mesh: Any = None, stage: int = 3, device: Any = None, **options: Any
+    ) -> None:
+        self._run = ShardedRun.start(mesh, stage, device and torch.device(device).type)
+        rank = self._run.rank
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        if device is None:
+            kind = HOST.type if self._run.mesh is None else self._run.mesh.device_type
+            device = HOST if kind == HOST.type else torch.device(kind, local_rank)
+        super().__init__(device, **options)
+        self.global_rank, self.local_rank = rank, local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on the first rank."""
+        return self._run.rank == 0
+
+    # -- the module and its batches ----------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        """Move the module to the device and shard it."""
+        super().model_to_device()
+        module: Any = self.lightning_module
+        self._run.shard_model(module)
+        if "log" not in module.__dict__:  # its metrics are sums in plain tensors
+            log = module.log
+            module.log = lambda name, value, *args, **options: log(
+                name, to_whole(value), *args, **options
+            )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Returns a loader of whole batches: those of all ranks, on each of them."""
+        return self._run.join_batches(dataloader)
+
+    def batch_to_device(self, *args: Any, **options: Any) -> Any:
+        """Returns the batch as DTensors, of which this rank has its rows."""
+        batch = super().batch_to_device(*args, **options)
+        return batch if self._run.mesh is None else split_rows(batch, self._run.mesh)
+
+    # -- results and states ------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """Returns whole plain tensors in place of DTensors: they are of all rows already."""
+        return self._run.gather(tensor)
+
+    def all_gather(self, tensor: Any, *args: Any, **options: Any) -> Any:
+        """Returns whole plain tensors in place of DTensors."""
+        return self._run.gather(tensor)
+
+    def barrier(self, *args: Any, **options: Any) -> None:
+        """Return once all ranks have called this."""
+        self._run.wait_for_all("strategy.barrier")
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state dict of whole plain tensors: empty but on the first rank."""
+        module: Any = self.lightning_module
+        return full_state_dict(module, rank0_only=True)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the optimizer's state dict of whole plain tensors: as of one device."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        module: Any = self.lightning_module
+        return full_state_dict(module, inner, rank0_only=True)[1]

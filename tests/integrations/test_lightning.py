@@ -1,0 +1,102 @@
+"""Lightning's Trainer with `MeshStrategy`: what one device logs, and the same after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.programs.gloo_ranks import run_ranks
+from tests.programs.trainer_runs import (
+    EVALUATED,
+    Plain,
+    Sentences,
+    as_under_torchrun,
+    largest_difference,
+)
+
+pytest.importorskip("lightning")
+pytestmark = [pytest.mark.slow, pytest.mark.gloo]
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (3, {}),
+    "accumulation": (0, {"accumulate_grad_batches": 2}),
+    "clip": (2, {"gradient_clip_val": 0.3}),
+}
+
+
+def train(ranks: int, name: str, folder: Path, resume: Path | None = None) -> list[float]:
+    """Returns the loss of each step, and the two metrics of each evaluation."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.found = Plain().double(), []
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss = self.net(**batch)["loss"]
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            out = self.net(**batch)
+            self.log("of rows", out["loss"])
+            self.log("right", (out["logits"].argmax(-1) == batch["labels"]).double().mean())
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.found.append(self.trainer.callback_metrics["loss"].item())
+
+        def on_validation_end(self) -> None:
+            metrics = self.trainer.callback_metrics
+            self.found += [metrics["of rows"].item(), metrics["right"].item()]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    stage, options = CASES[name]
+    if ranks > 1:
+        from partita.integrations.lightning import MeshStrategy
+
+        options = options | {"strategy": MeshStrategy(stage=stage)}
+    torch.manual_seed(0)
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        **options,
+    )
+    loaders = (torch.utils.data.DataLoader(Sentences(rows), 8 // ranks) for rows in (22, EVALUATED))
+    trainer.fit(module, *loaders, ckpt_path=resume)
+    return module.found
+
+
+def train_all(ranks: int, folder: Path) -> dict[str, Any]:
+    found = {}
+    for name in CASES:
+        mine = folder / f"{ranks} {name}"
+        once = train(ranks, name, mine)
+        found[name] = once, train(ranks, name, mine, mine / "epoch=0.ckpt") if ranks > 1 else None
+    return found
+
+
+def on_rank(rank: int, ranks: int, folder: Path) -> Any:
+    return as_under_torchrun(rank, ranks, train_all, folder)
+
+
+@pytest.mark.timeout(300)
+def test_a_fit_is_that_of_one_device_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    truth = run_ranks(on_rank, 1, 1, tmp_path, timeout=100)[0]
+    for found in run_ranks(on_rank, 2, 2, tmp_path, timeout=200):
+        for name, (once, resumed) in found.items():
+            assert largest_difference(once, truth[name][0]) < 1e-9, name
+            assert len(resumed) == len(once) // 2 and resumed == once[len(resumed) :], name

@@ -59,6 +59,7 @@ from .tensor_state import (
     Function,
     Spec,
     count_unseen_writes,
+    count_writes,
     current,
     make_argument_error,
     make_layout_error,
@@ -587,12 +588,13 @@ def renew_moved_copies() -> None:
     `x.data = y` replaces stays saved there, too.
     """
     HERE.data_read = [one for one in HERE.data_read if one() is not None]
-    leaves: list[Any] = [one() for one in HERE.data_read]
-    for x in leaves:
+    states = [one() for one in HERE.data_read]
+    aliases = [(s.unseen_writes, s.data) for s in states if s is not None and s.data is not None]
+    for unseen, x in aliases:
         with Local(), torch.no_grad():
             storage: Any = x.untyped_storage()
             copies = vars(storage).get(_MOVED_COPIES, [])
-            writes = count_unseen_writes(x) if copies else 0
+            writes = unseen + count_writes(x) if copies else 0
             for i, one in enumerate(copies):
                 held = one.storage()
                 if held is None or one.writes == writes:

@@ -73,7 +73,7 @@ def _get_data(x: DTensor) -> DTensor:
         if known is None or not show_same_memory(known, now):
             state.unseen_writes += 0 if known is None else count_writes(known)
             if known is None:
-                HERE.data_read.append(weakref.ref(x))
+                HERE.data_read.append(weakref.ref(state))
             state.data = known = now
             # Views of this memory are copied from other tensors than x: they ask the storage.
             vars(now.untyped_storage())[WRITTEN_UNSEEN] = True

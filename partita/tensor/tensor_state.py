@@ -316,7 +316,7 @@ class RetypedValue:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class TensorState:
     """The data that are stored for one tensor; most tensors have none.
 
@@ -528,7 +528,7 @@ class _Here(threading.local):
         watcher: the `Watcher` of calls, or None.
         trace: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
         explainer: gets the plan of each call. While it is set, every call is planned anew.
-        data_read: the tensors whose `.data` was read: they may be written through it.
+        data_read: the states of tensors whose `.data` was read: they may be written through it.
         resized: called with each storage whose owner has freed or allocated its memory again.
         rerunnable: the number of things that may run a part of the program again in backward: hooks
             of saved tensors (a checkpoint's), autograd.Functions.
@@ -541,7 +541,7 @@ class _Here(threading.local):
     rerunnable: int = 0
 
     @cached_property
-    def data_read(self) -> list[weakref.ref[Any]]:
+    def data_read(self) -> list[weakref.ref[TensorState]]:
         return []
 
     @cached_property

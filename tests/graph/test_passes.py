@@ -452,7 +452,7 @@ def test_what_packs_for_two_gathers_comes_before_both():
     """)
     nodes = {n.name: n for n in program.graph.graph.nodes}
     packing = [{nodes[name] for name in names} for names in ("pqa", "pqb")]
-    graph = sections_of_blocks(program, set(), packing, {})
+    graph = sections_of_blocks(program, set(), packing, {}).graph
     graph.lint()  # nothing is read before it is made
     gathers = [n for n in graph.nodes if n.target is GATHER]
     assert len(gathers) == 2

@@ -36,7 +36,6 @@ import partita as pt
 from partita.capture.fakes import captured_for
 from partita.comm.collective import WAIT
 from partita.graph.backend.inductor import compile_program, cut_into_sections
-from partita.graph.backend.inductor_scheduling import COMBINE
 from partita.graph.graph_nodes import is_collective, subgraph_of
 from partita.tensor.op_facts import facts_of
 from partita.testing.believed_gpu import (
@@ -316,17 +315,13 @@ def lower_in_process(
     model: str,
     way: str,
     blocks: int,
-    *,
-    combine: bool = False,
     **options: str,
 ) -> dict[str, Counts]:
     """The counts of a step, and of what one block more adds, from a process of its own.
 
     Args:
-        combine: launch kernels together that do not need each other.
         options: `chip`, and `optimizer`, "foreach" or "fused".
     """
-    environment = {**environment, COMBINE: "1" if combine else "0"}
     how = [word for name, value in options.items() for word in (f"--{name}", value)]
     run = [sys.executable, "-m", __spec__.name, "--model", model, "--blocks", str(blocks), *how]
     done = subprocess.run([*run, "--lower", way], env=environment, capture_output=True, text=True)
@@ -382,17 +377,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--chip", choices=CHIPS, default="h100")
     parser.add_argument("--optimizer", choices=("foreach", "fused"), default="foreach")
-    parser.add_argument(
-        "--combine",
-        action="store_true",
-        help="launch small kernels together (not yet run on a GPU)",
-    )
     parser.add_argument("--lower", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.lower:
         _print_lowered(options)
         return 0
-    how = {"chip": options.chip, "optimizer": options.optimizer, "combine": options.combine}
+    how = {"chip": options.chip, "optimizer": options.optimizer}
     with tempfile.TemporaryDirectory() as folder:
         environment = believing_environment(Path(folder))
         found = {

@@ -14,17 +14,13 @@ operands are ready.
 
 Combination (`InOrder`): on a GPU, updates wait for later ones where that does not raise the peak,
 and those that then follow each other are launched as one, in the form that Inductor gives a
-`torch._foreach_*` call. With `PARTITA_COMBINE_KERNELS=1` in the environment
-so are other kernels that follow each other and do not need each other, as Inductor's combo kernel.
-That is off by default until it has run on a GPU: so far its code is only generated and counted
-(`partita bench kernels --combine`).
+`torch._foreach_*` call.
 
 Buckets (`lowering_buckets`): on a GPU one kernel casts and copies all members of a bucket.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,15 +55,8 @@ _MOST_ARGUMENTS = 250  # of a kernel of several; as Inductor's own, which counts
 _SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 
 
-COMBINE = "PARTITA_COMBINE_KERNELS"
-"""The environment variable that has kernels of a GPU combined."""
-
 _FORWARD, _AGAIN, _UNPACKED = "forward", "again", "unpacked"
 _OURS, _PACKS = "partita", "packs"
-
-
-def _combines_kernels() -> bool:
-    return os.environ.get(COMBINE) == "1"
 
 
 def mark(node: fx.Node) -> None:
@@ -100,8 +89,7 @@ class Choices(InductorChoices):
 
     def uuid(self) -> str:
         """Identifies these rules in Inductor's cache keys."""
-        rules = f"{_SMALL} {_SHARED} {_combines_kernels()}"
-        return f"partita.graph.backend.inductor_scheduling fusion 8 {rules}"
+        return f"partita.graph.backend.inductor_scheduling fusion 9 {_SMALL} {_SHARED}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -219,7 +207,7 @@ class InOrder(_Pass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Identifies this order in Inductor's cache keys."""
-        return f"partita.graph.backend.inductor_scheduling order 4 {_combines_kernels()}"
+        return "partita.graph.backend.inductor_scheduling order 5"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
@@ -244,46 +232,39 @@ class InOrder(_Pass):  # type: ignore[misc]
                 order.append(node)
             order += order_by_needs(behind.get(i, []), needs, done)
         assert len(order) == len(nodes)
-        return _combine_kernels(order, needs)
+        return _combine_updates(order, needs)
 
 
-def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
-    """Returns the same order, in which kernels of a GPU that can run as one launch are one node.
+def _combine_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
+    """Returns the order, in which updates that follow each other on a GPU are one node.
 
     Torch's own combination groups by depth in the graph, whatever lives longer for it, and sorts
-    anew. Here only neighbours are combined, and only where next to nothing lives longer.
+    anew. Here only neighbours are combined.
     """
     if not any(node.is_gpu() for node in order):
         return order
     summed = [n for n in order if type(n).__name__ == "FusedMixOrderReductions"]
     parts = {name for node in summed for name in node.get_buffer_names()}
     order = _delay_updates(order, needs, parts)
-    last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
     combined: list[Any] = []
     group, behind = list[Any](), list[Any]()  # kernels, and what takes no kernel and follows
-    freed, arguments = 0, set[str]()
-    for i, node in enumerate([*order, None]):
-        if node is not None and _is_nothing(node) and group:
+    arguments = set[str]()
+    for node in [*order, None]:
+        if isinstance(node, NopKernelSchedulerNode) and group:
             behind.append(node)
             continue
-        ends = 0 if node is None else _count_freed_bytes(node, last, i)
         if group and not (
             node is not None
             and _can_combine(node, parts)
             and not {*group, *behind}.intersection(needs[node])
-            and (
-                _writes_input(node)  # what it makes lies there already
-                or min(freed + ends, _count_allocated_bytes(node)) <= _SMALL
-            )
             and len(arguments | _list_arguments(node)) <= _MOST_ARGUMENTS
         ):
             combined += [_one_launch(group), *behind]
-            group, behind, freed, arguments = [], [], 0, set()
+            group, behind, arguments = [], [], set()
         if node is None:
             break
         if _can_combine(node, parts):
             group.append(node)
-            freed += ends
             arguments |= _list_arguments(node)
         else:
             combined.append(node)
@@ -307,7 +288,7 @@ def _delay_updates(order: list[Any], needs: dict[Any, list[Any]], parts: set[str
     found, waiting = list[Any](), dict[Any, None]()
     for i, node in enumerate(order):
         is_needed = not waiting.keys().isdisjoint(needs[node])
-        if _is_update(node) and _can_combine(node, parts) and not is_needed:
+        if _can_combine(node, parts) and not is_needed:
             written = {name for b in node.get_outputs() for name in b.get_mutations()}
             ends = (d for d in node.read_writes.reads if last[d.name] == i)
             more += _count_bytes(node.scheduler, {d for d in ends if d.name not in written})
@@ -349,53 +330,34 @@ def _list_arguments(node: Any) -> set[str]:
 
 
 def _one_launch(kernels: list[Any]) -> Any:
-    """Returns kernels that do not need each other as one node. Private torch: its combo kernels.
+    """Returns updates that do not need each other as one node, as of a `torch._foreach_*` call.
 
-    Alone updates are one as a `torch._foreach_*` call is, for which Inductor tunes nothing.
+    Private torch: its combo kernels.
     """
     if len(kernels) == 1:
         return kernels[0]
     scheduler = kernels[0].scheduler
-    mixed = not all(map(_is_update, kernels))
     combo = ForeachKernelSchedulerNode(
-        scheduler, kernels, use_custom_partition_algo=mixed, enable_autotune=mixed
+        scheduler, kernels, use_custom_partition_algo=False, enable_autotune=False
     )
     scheduler.name_to_fused_node.update({part.get_name(): combo for part in combo.get_nodes()})
     return combo
 
 
 def _can_combine(node: Any, parts: set[str]) -> bool:
-    """True if Inductor can launch it together with others: generated code for a GPU.
+    """True if Inductor can launch it together with others: an update's code for a GPU.
 
     Args:
         parts: partial sums, whose reader Inductor drops: torch adds them up.
     """
     if not node.is_gpu() or parts.intersection(node.used_buffer_names()):
         return False
-    if not (_combines_kernels() or _is_update(node)):
-        return False
-    return bool(ForeachKernelSchedulerNode.combinable_nodes([node]))
+    return _is_update(node) and bool(ForeachKernelSchedulerNode.combinable_nodes([node]))
 
 
 def _is_update(node: Any) -> bool:
     """True for what an optimizer computes of one element by itself, and writes."""
     return _writes_input(node) and not node.is_reduction()
-
-
-def _is_nothing(node: Any) -> bool:
-    """True if no code runs for it: a buffer whose parts others write."""
-    return isinstance(node, NopKernelSchedulerNode)
-
-
-def _count_freed_bytes(node: Any, last: dict[str, int], place: int) -> int:
-    """Returns the bytes that it is the last to read."""
-    return _count_bytes(
-        node.scheduler, (d for d in node.read_writes.reads if last[d.name] == place)
-    )
-
-
-def _count_allocated_bytes(node: Any) -> int:
-    return sum(_find_allocated(node).values())
 
 
 def _find_allocated(node: Any) -> dict[str, int]:

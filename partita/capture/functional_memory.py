@@ -366,7 +366,8 @@ def refresh_gathered(graph: fx.Graph) -> None:
         shown, _ = shown_operand(node)
         memory[node] = node if shown is None else memory[shown]
         writes = operands_written(node)
-        for read in node.all_input_nodes if shown is None or writes else ():
+        is_update = note_of(node).phase == "update"  # stages 1 and 2 gather what they have updated
+        for read in node.all_input_nodes if (shown is None or writes) and not is_update else ():
             if (value := stale.pop(memory[read], None)) is not None:
                 with graph.inserting_before(node):
                     _gather_again(graph, value, note_of(node).phase)

@@ -1,7 +1,9 @@
 """The choice of blocks: `BlockChoice`, from the argument `blocks` of `pt.compile`.
 
-Equal blocks become calls of one program (`fold`), and so do the updates of their parameters
-(`block_updates`). `BlocksTraced` lists which were, and why the others were not.
+A block is a module whose structure occurs several times in a model, as a transformer layer. `fold`
+replaces equal blocks, and equal updates of their parameters (`block_updates`), by calls of one
+subgraph. A block that is not replaced is "left flat": its nodes stay in the step's graph.
+`BlocksTraced` lists which blocks were folded, and why others were left flat.
 """
 
 from __future__ import annotations
@@ -15,19 +17,19 @@ from torch import nn
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _LAYER_PARAMETERS = 2
-"""A module with at most so many parameters is a layer, not a block."""
+"""A module with at most this many parameters is a layer, not a block."""
 _LEAST_BY_DEFAULT = 6
-"""With `blocks=None`, so many alike modules are blocks; folding fewer saves little."""
+"""With `blocks=None`, modules of one structure are blocks if there are at least this many."""
 
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """Equal calls of a block in a step, or updates of its parameters.
+    """Equal calls of a block in a step, or equal updates of its parameters.
 
     Attributes:
-        kind: the name of the block's class; of an update "AdamW of Block".
-        count: how many calls are equal.
-        reason: why they were left flat; "" if they are calls of one program.
+        kind: the name of the block's class; for an update "AdamW of Block".
+        count: the number of equal calls.
+        reason: why they were left flat; "" if they were folded.
     """
 
     kind: str
@@ -42,11 +44,11 @@ class BlockCalls:
 
 @dataclass(frozen=True)
 class BlocksTraced:
-    """The blocks of a step.
+    """The blocks of a step, and what became of them.
 
     Attributes:
-        calls: the calls of blocks, by structure and by the reason why they were left flat.
-        updates: the updates of blocks, in the same way.
+        calls: one for each structure of block calls and each reason to leave them flat.
+        updates: the same for the updates of blocks.
     """
 
     calls: tuple[BlockCalls, ...] = ()
@@ -54,16 +56,16 @@ class BlocksTraced:
 
     @property
     def structures(self) -> tuple[tuple[str, int], ...]:
-        """The class and number of equal calls, whether they were folded or left flat."""
+        """(class, number of equal calls) of each structure, folded or left flat."""
         return tuple((calls.kind, calls.count) for calls in self.calls)
 
     @property
     def folded(self) -> tuple[tuple[str, int], ...]:
-        """The class and number of equal calls that are calls of one program."""
+        """(class, number of equal calls) of each structure that was folded."""
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns the same blocks where those that were folded are inlined again."""
+        """Returns the same blocks, with `reason` for those that were folded but are now inlined."""
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
             for calls in (self.calls, self.updates)
@@ -76,13 +78,13 @@ class BlocksTraced:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The modules of a step that are blocks.
+    """Which modules of a step are blocks.
 
     Attributes:
-        named: the modules and classes that the user names; None to search for them: the outermost
-            modules that are alike in class and in the names and shapes of their parameters.
-        least: how many must be alike to be found by the search.
-        outline_above: the nodes of a graph above which blocks stay calls; None for never.
+        named: the modules and classes that the user names. None searches for the outermost modules
+            with equal class and equal names and shapes of parameters.
+        least: the number of equal modules that the search requires.
+        outline_above: as `StepOptions.outline_above`.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
@@ -91,10 +93,10 @@ class BlockChoice:
 
     @classmethod
     def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
-        """Returns the choice that the argument `blocks` of `pt.compile` means.
+        """Returns the choice for a value of the argument `blocks` of `pt.compile`.
 
         Raises:
-            ValueError: something that is neither a module nor a class of modules.
+            ValueError: an item is neither a module nor a class of modules.
         """
         if blocks is True:
             return cls()
@@ -141,7 +143,7 @@ _Parameters = tuple[tuple[str, torch.Size], ...]
 
 
 def _describe_parameters(module: nn.Module, found: dict[nn.Module, _Parameters]) -> _Parameters:
-    """The names and shapes of a module's parameters; `found` gets those of all modules within."""
+    """Returns (name, shape) of a module's parameters; adds those of inner modules to `found`."""
     if module not in found:
         own = [(name, p.shape) for name, p in module._parameters.items() if p is not None]
         for name, child in module.named_children():

@@ -1,12 +1,12 @@
 """Updates of blocks: an optimizer steps once for the parameters of each block.
 
-The update of an elementwise optimizer of torch does the same to each parameter, and runs no code of
-the user's. So it may step for some of its parameters at a time. Then each node of an update belongs
-to one block, and `fold` makes equal updates calls of one program, as it does with forward and
-backward. Parameters that belong to no block are updated first, in one call.
+An elementwise optimizer of torch updates each parameter in the same way and runs no user code. So
+it may step for some of its parameters at a time. Then each node of an update belongs to one block,
+and `fold` makes equal updates calls of one subgraph. Parameters outside all blocks are updated
+first, in one call.
 
-While an optimizer steps, its counts are float64 (`widen_counts`), so that bias corrections are as
-exact as eager's Python floats.
+While an optimizer steps, its step counts are float64 (`widen_counts`), so that bias corrections are
+as exact as with eager's Python floats.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockUpdates:
     """The updates of blocks in a step that is being captured.
 
     Args:
-        recorder: notes which nodes belong to which block.
+        recorder: gets the block of each node.
         choice: which modules are blocks.
         models: the models of the step.
     """
@@ -58,9 +58,9 @@ class BlockUpdates:
         return bool(self._blocks)
 
     def note_parameters(self) -> None:
-        """Note the block of each parameter, when the modules hold the traced parameters.
+        """Store the block of each parameter, while the modules hold the fake parameters.
 
-        One that several blocks share is updated with the first of them.
+        A parameter that several blocks share belongs to the first of them.
         """
         self._block_of = {}
         for number, block in enumerate(self._blocks):
@@ -74,7 +74,8 @@ class BlockUpdates:
 
         Args:
             run: calls the optimizer's own step.
-            originals: maps each tensor that the optimizer updates to the parameter that holds it.
+            originals: maps a tensor that the optimizer updates to its parameter, if that is another
+                one.
         """
         if self._can_be_split(optimizer):
             unprofiled(self._step_in_blocks, optimizer, run, originals)
@@ -99,7 +100,7 @@ class BlockUpdates:
         _order_state(optimizer, held)
 
     def _step(self, optimizer: Optimizer, run: Run, params: Iterable[torch.Tensor]) -> None:
-        """Trace the update of these parameters, which are all that the optimizer has now."""
+        """Trace the update of `params`, which are all that the optimizer has now."""
         states = [optimizer.state[p] for p in params if p in optimizer.state]
         counts = widen_counts(states, self._recorder.exact)
         run()
@@ -108,10 +109,10 @@ class BlockUpdates:
     def _find_blocks(
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> dict[torch.Tensor, int]:
-        """The number of the block of each parameter; -1 for what belongs to none.
+        """Returns the number of the block of each parameter; -1 for none.
 
-        Parameters of blocks that lie in one memory belong to none: updated one after the other
-        they might not be what they are when updated together.
+        Parameters of different blocks that share a storage belong to none, because the result may
+        depend on whether they are updated together.
         """
         params = [p for group in optimizer.param_groups for p in group["params"]]
         block_of = {p: self._block_of.get(originals.get(p, p), -1) for p in params}
@@ -140,7 +141,7 @@ def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
     """Put new entries of an optimizer's state in the order of its parameters.
 
     Args:
-        held: those that had some before.
+        held: the parameters that had state before.
     """
     new = optimizer.state.keys() - {*held}
     if not new:
@@ -151,12 +152,11 @@ def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
 
 
 def _find_memory(p: torch.Tensor, state: Mapping[str, Any]) -> set[int]:
-    """The storages of a parameter, its gradient and state. Private torch: one number for one, as
-    long as it lives."""
+    """Returns identifiers of the storages of a parameter, its gradient and its state."""
     with Unheard():
         taken = (p, _grad.__get__(p), *state.values())
         tensors = (t for t in taken if isinstance(t, torch.Tensor) and t.layout is torch.strided)
-        return {t.untyped_storage()._cdata for t in tensors}
+        return {t.untyped_storage()._cdata for t in tensors}  # private torch
 
 
 # -- step counts -----------------------------------------------------------------------------------
@@ -165,18 +165,18 @@ COUNTS = ("step", "mu_product")
 """Names in an optimizer's state: the count of steps, and the product of NAdam's momenta."""
 
 WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor, torch.Tensor, int]]
-"""For each count: the state that it is in, itself, its float64 copy, and the writes of that."""
+"""(state, count, its float64 copy, number of writes of the copy) for each step count."""
 
 
 def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
     """Replace step counts by float64 copies, until `narrow_counts`.
 
     Args:
-        states: of parameters.
-        exact: gets the ids of products, which eager rounds to float32; None for none.
+        states: the optimizer states of parameters.
+        exact: a set to add the ids of products to, which eager rounds to float32; None for none.
 
     Returns:
-        What `narrow_counts` takes.
+        The replaced counts, for `narrow_counts`.
     """
     widened: WidenedCounts = []
     for entries in states:
@@ -196,7 +196,7 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 def narrow_counts(widened: WidenedCounts) -> None:
     """Write float64 counts back into the tensors that they were copied from.
 
-    Those of parameters that were not updated stay as they are: they are no inputs of the step then.
+    Counts that were not written are restored without a write, so that they are no inputs.
     """
     for entries, number, wide, writes in widened:
         now = entries["step"]

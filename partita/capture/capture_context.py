@@ -1,7 +1,8 @@
-"""Capture context: what is exchanged, and set differently, while a step is captured.
+"""Capture context: what is replaced, and set differently, while a step is captured.
 
-Slots hold other values for a while (`slots_swapped`). The settings of torch and Python are changed
-only for the thread that captures.
+Slots hold fakes for a while (`slots_swapped`). The settings of torch and Python change only for the
+thread that captures. The profile function, which watches the user's calls, is suspended in library
+code (`unprofiled`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .whose_code import is_user_module
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of `owner` to this value inside the block."""
+    """Set an attribute of `owner` to `value` inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -43,7 +44,7 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FakeRunHooks(TraceHooks):
-    """The hooks of a run over fake tensors."""
+    """The `TraceHooks` of a run over fake tensors."""
 
     is_tracing = True
 
@@ -53,7 +54,7 @@ class FakeRunHooks(TraceHooks):
         return True
 
     def refuse_no_sync(self) -> None:
-        """Raise the error of gradients of ZeRO-3 that wait for a later micro-batch."""
+        """Raise CaptureError for `no_sync` under ZeRO-3."""
         raise not_captured(
             "no_sync under stage 3 of ZeRO",
             "in a graph the transpose of a gather reduce-scatters the gradient at once",
@@ -76,7 +77,7 @@ class FakeRunHooks(TraceHooks):
 
 
 class _InThisThread:
-    """A bool that is True in threads that trace, and elsewhere what it was."""
+    """A bool that is True in threads that capture, and `otherwise` in others."""
 
     def __init__(self, otherwise: Any):
         self.otherwise = otherwise
@@ -102,9 +103,9 @@ _capturing = 0  # threads
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make torch report that a graph is compiled: optimizers then read no number of a tensor.
+    """Make `torch.compiler.is_compiling()` true, so that optimizers read no number of a tensor.
 
-    Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
+    Private torch: there is no public way.
     """
     global _capturing
     compiler: Any = torch.compiler
@@ -124,7 +125,7 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
-    """Hide fake tensors from watchers (remat, saved-tensor hooks) inside the block."""
+    """Hide fake tensors from partita's watcher (remat) and saved-tensor hooks inside the block."""
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
@@ -133,10 +134,9 @@ def hidden_from_watchers() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Disable the user's dispatch modes (a flop counter) inside the block; they see the graph's
-    ops.
+    """Disable the user's dispatch modes (a flop counter) inside the block; they see the graph run.
 
-    Private torch: the stack of modes. If torch's own are among them, all are left active.
+    Private torch: the stack of modes. If torch's own are among them, all stay active.
     """
     stack = _get_current_dispatch_mode_stack()
     hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
@@ -146,8 +146,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def errors_not_logged() -> Iterator[None]:
-    """Keep errors of fake tensors out of the log of this thread, because they are raised and
-    explained.
+    """Keep errors of fake tensors out of this thread's log: they are raised with an explanation.
 
     Private torch: the name of their logger.
     """
@@ -168,13 +167,13 @@ def errors_not_logged() -> Iterator[None]:
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Capture nn.LSTM as its individual calls inside the block, like other recurrent layers.
 
-    oneDNN's own layer keeps memory for backward whose size only oneDNN knows.
+    oneDNN's fused layer keeps memory for backward whose size only oneDNN knows.
     """
     if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
         yield
         return
     onednn: Any = torch.backends.mkldnn
-    # `flags` works after `disable_global_flags()`, too; what it is not given it sets to defaults.
+    # `flags` works after `disable_global_flags()`, too; it resets settings that are not passed.
     others = {"deterministic": onednn.deterministic, "allow_tf32": onednn.allow_tf32}
     with onednn.flags(enabled=False, **others, fp32_precision=onednn.fp32_precision):
         yield
@@ -186,7 +185,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Make other threads wait to capture, and disable the user's dispatch modes, in the block."""
+    """Let only this thread capture, and disable the user's dispatch modes, inside the block."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
@@ -207,7 +206,7 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Put `stand_in` of its value into every slot inside the block; yields the old values."""
+    """Put `stand_in` of its value into each slot inside the block; yields the slots' new values."""
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):
@@ -226,7 +225,7 @@ _T = TypeVar("_T")
 
 
 class _Profiling(threading.local):
-    """The profile function of this thread, and one that is suspended now."""
+    """The active profile function of this thread (`event`), and the suspended one (`silenced`)."""
 
     event: Callable[[FrameType, str, Any], None] | None = None
     silenced: Callable[[FrameType, str, Any], None] | None = None
@@ -237,11 +236,10 @@ _profiling = _Profiling()
 
 @contextmanager
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Make `event` the profile function of this thread inside the block, except in calls by
-    `unprofiled`.
+    """Make `event` this thread's profile function inside the block, except in `unprofiled` calls.
 
-    For each op torch makes about a thousand Python calls over fake tensors. None is the user's, and
-    reporting them would take longer than making them.
+    For each op, torch makes about a thousand Python calls over fake tensors. None is the user's,
+    and reporting them would take longer than making them.
     """
     before = sys.getprofile(), _profiling.event
     _profiling.event = event
@@ -254,7 +252,7 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """`function(*args, **kwargs)` without the profile function: it calls nothing of the user's."""
+    """Returns `function(*args, **kwargs)`, which runs no user code; it is not profiled."""
     event = _profiling.event
     if event is None:
         return function(*args, **kwargs)
@@ -268,7 +266,7 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """`function(*args, **kwargs)`, which may call the user's, within a call by `unprofiled`."""
+    """Returns `function(*args, **kwargs)`, called with the profile function suspended before."""
     event = _profiling.silenced
     if event is None:
         return function(*args, **kwargs)
@@ -285,7 +283,7 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """Returns what observes calls below torch functions: dispatch modes and saved-tensor hooks.
+    """Returns what intercepts ATen calls now: the number of dispatch modes, and saved-tensor hooks.
 
     Private torch: the number of dispatch modes.
     """
@@ -297,7 +295,7 @@ DeviceMode = torch.utils._device.DeviceContext
 
 
 def function_modes() -> list[Any]:
-    """The user's active TorchFunctionModes, the outermost first: their effect is in the graph."""
+    """Returns the user's active TorchFunctionModes, outermost first; the graph has their effect."""
     count = torch._C._len_torch_function_stack()
     if not count:
         return []
@@ -323,7 +321,7 @@ def without_function_modes() -> Iterator[None]:
 
 
 def find_unheard_mode() -> Any:
-    """Returns an active TorchDispatchMode of the user, if there is one.
+    """Returns an active TorchDispatchMode of the user; None if there is none.
 
     Private torch: the stack of modes.
     """

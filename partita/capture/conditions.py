@@ -1,9 +1,9 @@
-"""Conditions of a program: what must hold of a call's inputs, so that the program may run in it.
+"""Conditions: what must hold of a call's inputs so that a program may run in the call.
 
-Numbers, gradients and facts of tensors must be as at capture (`Conditions`). If one is not, another
-program is found or captured, and `reason` says why. What the program writes must not overlap
-another input (`Sharing`). To a graph its inputs are separate values, so it would not do what the
-step does in eager.
+Some numbers, gradients and facts of tensors must be as at capture (`Conditions`). If one differs,
+another program is found or captured, and `reason` says why. A program must not write memory that
+another input overlaps (`Sharing`): its graph treats inputs as separate values, so it would not do
+what eager does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Condition:
     """A condition on Python numbers.
 
     Attributes:
-        text: for people, as "optimizer.weight_decay[0] != 0".
+        text: for messages, as "optimizer.weight_decay[0] != 0".
         line: the user's line of the branch.
-        numbers: the inputs in it.
-        values: theirs at capture.
-        code: an expression of their `symbols`; None if they must have the same values.
+        numbers: the inputs that it depends on.
+        values: their values at capture.
+        code: an expression of `symbols` that must be true; None if `values` must be unchanged.
         symbols: the names of `numbers` in `code`.
     """
 
@@ -74,7 +74,7 @@ def _is_same_number(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientCondition:
-    """A condition on the gradient of an input: that there is one (or none), and its metadata.
+    """A condition that the gradient of an input is None, or has the same metadata, as at capture.
 
     Attributes:
         name: of the tensor.
@@ -99,7 +99,7 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """A condition that tensors of one number each hold the same number (`capture/optimizers`).
+    """A condition that tensors with one element each hold the same number (`capture/optimizers`).
 
     Attributes:
         names: of the tensors.
@@ -128,7 +128,7 @@ class EqualInputs:
 def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Returns the values of zero-dimensional tensors of equal metadata; zeros for meta tensors.
 
-    They are read at once, which is five times as fast as one by one.
+    Reading them at once is five times as fast as one by one.
     """
     with Local(), torch.no_grad():
         if tensors[0].is_meta:
@@ -141,23 +141,23 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def kind_of_gradient(t: torch.Tensor) -> Any:
-    """Layout or shape, dtype, device and strides of the gradient of `t`; None without one."""
+    """Returns the metadata of the gradient of `t`; None if there is no gradient."""
     with Local():
         grad = _grad.__get__(t)
         if grad is None:
             return None
         spec = grad.__dict__.get("_spec")
-        # An uneven piece enters a graph contiguous.
+        # An uneven shard is made contiguous before the graph.
         strides = () if spec is not None and spec.is_uneven else grad.stride()
         return (spec or grad.shape, grad.dtype, grad.device, strides)
 
 
 FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
-"""Facts that tell whether a tensor has such an object."""
+"""Facts of which only the existence counts: whether a tensor has such an object."""
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:
-    """Returns a fact of a tensor, as "is_leaf"; of an object that it has, whether it is there."""
+    """Returns a fact of a tensor, as "is_leaf"; of `FACTS_OF_OBJECTS` only whether it is set."""
     if name == "id":
         return id(t)
     with Local():
@@ -174,7 +174,7 @@ class FactCondition:
     Attributes:
         name: of the tensor.
         index: among the leaves of a call.
-        fact: its name, as "is_leaf".
+        fact: the name of the fact, as "is_leaf".
         value: at capture.
         line: the user's line that reads it.
     """
@@ -198,14 +198,14 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
     """All conditions of a program."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
-        """The reason of the first condition that does not hold for these leaves; else None."""
+        """Returns the reason of the first condition that fails for these leaves; None if none."""
         for condition in self:
             if not condition.holds(tensors):
                 return condition.reason(tensors)
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on numbers, and of numbers that are read."""
+        """Returns a hash of the conditions on numbers, with the values that must be unchanged."""
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
@@ -220,18 +220,17 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
 class Sharing:
-    """Finds overlapping inputs in the calls of one program.
+    """The check for overlapping inputs in the calls of one program.
 
-    Views of one storage may be separate inputs if none of them is written, or if they do not
-    overlap.
+    Inputs may be views of one storage if none of them is written, or if they do not overlap.
     """
 
     def __init__(self, program: Program):
         self.program = program
         self._arguments = [i.index for i in program.inputs if i.kind == "argument"]
         self._gradients = [i.index for i in program.inputs if i.kind == "gradient"]
-        # Written arguments; state, with whether it may conflict with an argument; the storages of
-        # the state that may.
+        # Positions of written arguments; (index, whether it may conflict with an argument) of
+        # state; the storages of state that may.
         self._given_to = [i for i in program.written if program.inputs[i].kind == "argument"]
         self._written = set(program.written)
         self._state = [
@@ -244,9 +243,10 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """True if arguments of a call, or gradients, may share memory that is written.
+        """True if an argument or gradient of a call may overlap an input that is written.
 
-        It checks only these.
+        It is fast and may be True without an overlap; `find_error` decides. State is compared by
+        `note_held`.
         """
         if self._gradients and not self._storages.isdisjoint(self._storages_of_gradients(tensors)):
             return True
@@ -259,7 +259,7 @@ class Sharing:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Note the storages of the state, which may have been exchanged since the last call."""
+        """Store the storages of the state, which may have changed since the last call."""
         with Local():
             starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
         self._storages = {*starts}
@@ -274,7 +274,7 @@ class Sharing:
                     yield grad.untyped_storage()._cdata
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """The error to raise where a written input overlaps another; None where none does."""
+        """Returns the error to raise if a written input overlaps another; None if none does."""
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}
         added_to = {o.index for o in program.outputs if o.kind == "gradient"}
@@ -303,7 +303,7 @@ class Sharing:
 
 
 def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:
-    """Returns the range of bytes in its storage that a tensor spans: first, and end (excluded)."""
+    """Returns the range of bytes [first, end) in its storage that a tensor spans."""
     first = t.storage_offset()
     if not t.numel():
         return first, first  # type: ignore[return-value]

@@ -1,12 +1,13 @@
-"""Gradients of a captured function whose results have a history: a region of a larger model.
+"""Gradients of a captured function whose results require gradients: a region of a larger model.
 
-No backward has run through these results, so the caller may need their gradients. Backward is
-traced right after forward, into the same graph, so that passes see both. The gradients of results
-are "cotangent" inputs of the graph, with the dual of the results' placements.
+The caller may call backward on these results. So backward is traced right after forward, into the
+same graph, and passes see both. The gradients of results become "cotangent" inputs of the graph,
+with the dual of the results' placements.
 
-Results that share history go backward together, so that it is traversed once, as in eager: they are
-one `ResultPart`. A result from which another one is computed, without other shared history, is a
-separate part that runs later. Autograd sums its gradients in between, and hooks get the sum.
+Results that share history go backward together, so that the history is traversed once, as in eager:
+they are one `ResultPart`. A result from which another one is computed, without other shared
+history, is a separate part that runs later. Autograd sums its gradients in between, and its hooks
+get the sum.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _SPENT = (
     "Trying to backward through the graph a second time",
     "modified by an inplace operation",
 )
-"""Autograd's messages where a backward or an update has used up a history."""
+"""Autograd's messages after a backward has freed a history, or an update has changed it."""
 
 
 @dataclass(frozen=True)
 class Seed:
-    """A node that represents the gradient of a result until it becomes an input.
+    """A node that represents the gradient of a result until it is replaced by an input.
 
     Attributes:
         node: its name.
@@ -53,7 +54,7 @@ class Seed:
 
 
 def has_history(value: torch.Tensor) -> bool:
-    """True if the caller of the function that made `value` can call backward on it."""
+    """True if the caller can call backward on `value`: it requires grad and is no leaf."""
     if not requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
@@ -61,10 +62,7 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """True if it requires a gradient and has no history.
-
-    Leaves are such, and views made under `no_grad`.
-    """
+    """True if `value` requires grad and has no history: a leaf, or a view made under `no_grad`."""
     return requires_grad(value) and not _is_computed(value)
 
 
@@ -89,11 +87,11 @@ def differentiate(
     """Trace the gradients of `inputs` with respect to `results`.
 
     Args:
-        again: keep the history, for another call.
+        again: True to retain the autograd graph for another call.
 
     Returns:
-        The seeds (gradients of `results`) and the gradients of `inputs`. None where there are no
-        inputs, or a backward within the function has used up the history, as in eager.
+        The seeds (gradients of `results`) and the gradients of `inputs`. None if there are no
+            inputs, or if a backward within the function has freed the history.
     """
     if not inputs:
         return None
@@ -151,9 +149,9 @@ class ResultPart:
 
     Attributes:
         results: their numbers.
-        ancestors: the numbers of the results from which these are computed directly.
-        unheard: those of `results` from which others of the part are computed: the gradient that
-            flows through those others does not reach them.
+        ancestors: the numbers of the results of other parts from which these are computed directly.
+        unheard: those of `results` from which others of the part are computed: their hooks do not
+            see the gradient that flows through those others.
     """
 
     results: list[int]
@@ -164,8 +162,8 @@ class ResultPart:
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     """Split `results`, which have a history, into parts, each before the parts of its ancestors.
 
-    All are one part where a result and one of its ancestors share the history of a value that is no
-    result: its gradient would come in two halves, and its history be gone through twice.
+    All are one part if a result and one of its ancestors share the history of a value that is no
+    result. In two parts, its gradient would come in two halves, and its history be traversed twice.
     """
     edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
@@ -176,7 +174,7 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     for number in sorted(range(len(results)), key=lambda n: (levels[n], n)):
         whole, part = set(histories[number]), ResultPart([number], [])
         ancestors = set(ancestors_of[number])
-        for other in [*parts]:  # what two results of one level share is gone through once
+        for other in [*parts]:  # history that two results of one level share is traversed once
             if levels[other[1].results[0]] == levels[number] and not whole.isdisjoint(other[0]):
                 parts.remove(other)
                 whole |= other[0]
@@ -191,14 +189,14 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
 
 
 def _edge_of(t: torch.Tensor) -> _Edge:
-    """The edge of the autograd graph that a tensor's gradient enters: (node, output number)."""
+    """Returns (node, output number) of the autograd graph, which a tensor's gradient enters."""
     with Local():
         return t.grad_fn, t.output_nr
 
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Stop gradients at `results` inside the block, and return them without running hooks."""
+    """Stop gradients at `results` inside the block: return them, and do not run their hooks."""
     handles, hidden = [], []
     try:
         with Local():
@@ -221,8 +219,7 @@ def _drop_gradient(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
 
 
 def _find_history(edge: _Edge, results: dict[_Edge, int]) -> tuple[set[Any], set[int]]:
-    """The nodes of the autograd graph behind a result, up to other results and without those of
-    leaves; and the numbers of the results where it ends."""
+    """Returns the autograd nodes behind a result, and the numbers of the results where they end."""
     nodes, ancestors = {edge[0]}, set[int]()  # two results of one call share it
     ahead = [edge[0]]
     while ahead:

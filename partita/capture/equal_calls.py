@@ -1,11 +1,10 @@
 """Equal calls: only the first of them is traced.
 
-A model is a few structures, repeated: of the thousands of calls in its graph about a hundred
-differ. While a step is traced, `RepeatedCalls` adds a call whose key is known (`graph.fake_values`)
-as a node at once: tracing it would take the dispatcher through Python three times. For a call over
-lists, as optimizers make over all parameters, equal positions are computed once. Code that adds
-nodes without running the calls needs `node_of`, the node that makes a fake, and `tensors_of`, fakes
-that a node makes.
+A model repeats a few structures: of the thousands of calls in its graph about a hundred differ.
+`RepeatedCalls` adds a node at once for a call whose key is known (`graph.fake_values`), because
+tracing it would take the dispatcher through Python three times. In a call over lists, as optimizers
+make over all parameters, positions with equal operands are computed once. `node_of` returns the
+node that makes a fake; `tensors_of` returns fakes that a node makes.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """The node that makes a tensor, in the graph that is being traced; None if none does."""
+    """Returns the node that makes a tensor in the graph that is being traced; None if none does."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """The same, but None where the tracer knows the tensor's values and computes with those."""
+    """Returns `node_of(t)`; None if the tracer has the tensor's values and computes with them."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
@@ -68,7 +67,7 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """New fake tensors with the metadata of `likes`, made by `nodes`."""
+    """Returns new fake tensors with the metadata of `likes`, recorded as made by `nodes`."""
     with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
@@ -96,7 +95,7 @@ class RepeatedCalls:
     """The calls of one capture that were traced, by key.
 
     Attributes:
-        shared: the nodes that make several tensors each: one, and what was detached from it.
+        shared: the nodes that make several tensor objects, because `detach` added no node.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -105,14 +104,14 @@ class RepeatedCalls:
         self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The key of a call; None where it has none, or does not make or write just one tensor."""
+        """Returns the key of a call; None if it has none, or does not make or write one tensor."""
         if not (_makes_one(func) or _writes_one(func)):
             return None
         with Local():
             return key_of_call(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Add a node for a call whose key is known, and return its value; None where it is not."""
+        """Add a node for a call whose key is known, and return its value; None if it is unknown."""
         like = self._known.get(key)
         if like is None:
             return None
@@ -131,9 +130,9 @@ class RepeatedCalls:
         return out
 
     def detach(self, x: torch.Tensor) -> torch.Tensor | None:
-        """`x.detach()`, in the memory of x and made by the same node; None to trace it.
+        """Returns `x.detach()`, recorded as made by the node of `x`; None to trace the call.
 
-        Each gradient is detached when it is kept, and once more when it is read.
+        Each gradient is detached when it is accumulated, and once more when it is read.
         """
         if not isinstance(x, FakeTensor):
             return None
@@ -154,7 +153,7 @@ class RepeatedCalls:
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Add a node for a call over lists, and return its value; `NotImplemented` to trace it.
 
-        Its fake value is computed for one place of each kind of operands, however long the lists.
+        Its fake value is computed for one position of each group of equal operands.
         """
         with Local():
             places = _group_places(args)
@@ -175,20 +174,20 @@ class RepeatedCalls:
         return tensors_of(parts, likes, self._mode)
 
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
-        """Remember a traced call if it is one node, the one after `first`."""
+        """Store a traced call if it is one node, the one after `first`."""
         node: fx.Node = self._graph._root.prev
         if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
             return
-        if out.layout is torch.strided:  # the key does not tell all of a sparse tensor
+        if out.layout is torch.strided:  # the key does not describe a sparse tensor completely
             self._known[key] = node.meta["val"]
 
 
 def _group_places(args: Sequence[Any]) -> tuple[list[int], list[int]] | None:
-    """The places of the lists that a call is over, in groups by the key of the operands there.
+    """Returns the positions of the lists of a call, grouped by the key of the operands there.
 
     Returns:
-        For each place the number of its group, and the first place of each group. None where
-        nothing is gained: where there are as many groups as places, or lists of several lengths.
+        For each position the number of its group, and the first position of each group. None if
+            grouping gains nothing: as many groups as positions, or lists of different lengths.
     """
     lists = [a for a in args if isinstance(a, (list, tuple))]
     if len({len(a) for a in lists}) != 1:
@@ -201,14 +200,14 @@ def _group_places(args: Sequence[Any]) -> tuple[list[int], list[int]] | None:
 
 
 def _shorten_lists(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """The arguments with these places of the lists alone, and 0.5 for symbolic floats: metadata
-    does not depend on which float it is."""
+    """Returns the arguments with only these positions of the lists, and 0.5 for symbolic floats."""
+    # Metadata does not depend on the value of a float.
     whole = [0.5 if isinstance(a, torch.SymFloat) else a for a in args]
     return [[a[i] for i in places] if isinstance(a, (list, tuple)) else a for a in whole]
 
 
 def _nodes_of(value: Any) -> Any:
-    """Operands with nodes for tensors. Raises LookupError where one has none, or a known value."""
+    """Returns operands with nodes in place of tensors; raises LookupError if one has none."""
     if isinstance(value, torch.Tensor):
         node = known_node_of(value)
         if node is None:
@@ -237,7 +236,7 @@ def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_over_lists(func: Any) -> bool:
-    """True for an op that applies another op to each position of lists."""
+    """True for an op that applies another op to each position of lists (`_foreach_*`)."""
     returns = [str(r.type) for r in func._schema.returns]
     return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
 

@@ -1,15 +1,19 @@
-"""Fakes: replacements of tensors, DTensors and Python numbers while a step is captured.
+"""Fakes: what replaces tensors, DTensors and Python numbers while a step is captured.
 
-A FakeTensor has metadata and a device, but no memory. A DTensor's local fake is re-tagged as
-`FakeDTensor`, like any other shard. That class is both. To Python it is a DTensor, so that rules
-and moves run as usual. To the dispatcher it is a FakeTensor. The dispatcher aborts if a tensor with
-a fake's dispatch keys has a class that cannot take its calls.
+A FakeTensor has metadata and a device, but no memory. The local fake of a DTensor is re-tagged as
+`FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
+redistributions run as usual, and a FakeTensor to the dispatcher. The dispatcher aborts if a tensor
+with a fake's dispatch keys has a class that cannot handle its calls.
 
-torch's `SymFloat` and similar classes replace a float, int or bool that is known only when the
-graph runs. They are subclassed so that the user's code takes them for numbers: `isinstance(x,
-float)` holds, and a comparison with a known hint gives True or False (and becomes a condition).
-Arithmetic follows Python's where algebra would not (signed zeros, division by zero, powers of
-negative numbers). `Substitutes` makes `type`, `id` and `hash` see the replaced number.
+A symbolic number (torch's `SymFloat` and similar classes) replaces a float, int or bool whose value
+is known only when the graph runs. Its subclasses here pass for numbers in the user's code:
+`isinstance(x, float)` holds, and a comparison gives True or False by a known hint (and becomes a
+condition). Arithmetic follows Python where algebra would not (signed zeros, division by zero,
+powers of negative numbers). `Substitutes` makes `type`, `id` and `hash` return those of the
+replaced object.
+
+A number without a hint, as of `.item()`, has no value yet. Reading it is a question, which
+`NumberEnv.answer` may answer (`guards.answers`).
 """
 
 from __future__ import annotations
@@ -51,13 +55,12 @@ def is_symbolic(value: Any) -> bool:
 
 
 class NumberEnv(ShapeEnv):
-    """A shape environment that records how a step branches on its numbers, and at which user's
-    line.
+    """A shape environment that records how a step branches on its numbers, and on which line.
 
     Attributes:
-        lines: by the index of a guard, the user's line.
-        asked: the symbols of numbers that were compared or read, and the first line that did.
-        answer: returns the value of a number without a hint, by its node; None if unknown.
+        lines: by the index of a guard of the shape environment, the user's line.
+        asked: the symbols of numbers that were compared or read, with the first line that did so.
+        answer: returns the value of a number without a hint, given its node; None if unknown.
 
     Private torch: `ShapeEnv`, the only class that can trace a Python number.
     """
@@ -112,7 +115,7 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).paren
 
 
 class SymbolicFloat(torch.SymFloat):
-    """A float whose value is not in the graph; `isinstance(x, float)` holds, as for the float.
+    """A float whose value is not fixed in the graph; `isinstance(x, float)` holds.
 
     Attributes:
         kind: the type of the number that it replaces: float, or NumPy's.
@@ -123,7 +126,7 @@ class SymbolicFloat(torch.SymFloat):
 
 
 class SymbolicInt(torch.SymInt):
-    """An int that is known when the graph runs."""
+    """An int whose value is known only when the graph runs."""
 
     kind: type = int
     __class__ = _class  # type: ignore[assignment]
@@ -132,7 +135,7 @@ class SymbolicInt(torch.SymInt):
         return -self - 1
 
     def __hash__(self) -> int:
-        """The hash of the value, which becomes a question; refused where a library makes a key."""
+        """Returns the hash of the value, which is read; raises TypeError for keys of libraries."""
         if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
             raise TypeError("unhashable type: a number that is known when the graph runs")
         return hash(int(self))
@@ -143,20 +146,20 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """Returns a symbolic number of torch's as one of these classes; other values as they are."""
+    """Returns a symbolic number of torch as one of these classes; other values unchanged."""
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
 
 
 def _class_of(fake: FakeTensor) -> type:
-    """Returns the class of the tensor for which a fake stands."""
+    """Returns the class of the tensor that a fake replaces."""
     if isinstance(fake, DTensor):
         return DTensor
     return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
 
 
 class _Type(type):
-    """A replacement of `type` whose `type(x)` is that of the number that x replaces."""
+    """A replacement of `type` for which `type(x)` is the type of the object that x replaces."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -185,9 +188,10 @@ class _Type(type):
 
 
 def identity_of(x: Any) -> int:
-    """`id(x)` while a step is captured; for the fake of an input the id of that input.
+    """Returns `id(x)`; for the fake of an input, the id of that input.
 
-    The capture's torch-function mode answers, as for other facts of inputs (`inputs.TensorFacts`).
+    The capture's torch-function mode handles it, like other facts of inputs
+    (`graph_inputs.TensorFacts`).
     """
     if isinstance(x, FakeTensor) and has_torch_function_unary(x):
         return int(handle_torch_function(identity_of, (x,), x))
@@ -203,9 +207,9 @@ def _hash_of_value(x: Any, /) -> int:
 class Substitutes:
     """Replacements of `type`, `id` and `hash` in the globals of the user's code.
 
-    An object cannot decide what `type`, `id` and `hash` say of it. So that the user's code sees the
-    type of a float and the identity of a tensor, not those of stand-ins, its globals get functions
-    of ours under these names, for as long as captures need them.
+    A fake cannot override what `type`, `id` and `hash` return for it. So during captures the
+    globals of the user's code get functions of these names, which return the type of the replaced
+    number and the identity of the replaced tensor.
     """
 
     of_builtins: ClassVar[dict[str, Any]] = {
@@ -219,18 +223,17 @@ class Substitutes:
 
     @classmethod
     def has(cls, value: Any) -> bool:
-        """True if `value` is one of them."""
+        """True if `value` is one of the replacements."""
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Put our `name` into the globals `variables`, unless these have a `name` of their own, or
-        have ours already: of a capture around this one (captures take turns)."""
+        """Put the replacement of `name` into the globals `variables`, unless they define `name`."""
         if name not in variables:
             variables[name] = self.of_builtins[name]
             self._put.append((variables, name))
 
     def take_away(self) -> None:
-        """Take back all that was put."""
+        """Remove all that this object has put."""
         for variables, name in self._put:
             if self.has(variables.get(name)):
                 del variables[name]
@@ -238,7 +241,7 @@ class Substitutes:
 
 
 def _to_torch_symbol(value: Any) -> Any:
-    """Returns the plain torch number: torch's methods take what is a `float` for a constant."""
+    """Returns the plain torch number, because torch's methods take a `float` for a constant."""
     torchs = _OF_TORCH.get(type(value))
     return value if torchs is None else torchs(value.node)
 
@@ -260,7 +263,7 @@ SCALAR_OPS: dict[str, Callable[..., Any]] = {
     "sym_max": torch.maximum,
     "sym_min": torch.minimum,
 }
-"""By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
+"""By the name of an operation on Python numbers, the one on zero-dimensional tensors."""
 
 SCALAR_OPS_OF_INTS: dict[str, Callable[..., Any]] = {
     "floordiv": torch.floor_divide,
@@ -269,11 +272,11 @@ SCALAR_OPS_OF_INTS: dict[str, Callable[..., Any]] = {
     "rshift": torch.bitwise_right_shift,
     **{name: getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor")},
 }
-"""The same of integers: of floats tensors give other results than Python."""
+"""The same for integers only: for floats, tensors give other results than Python."""
 
 
 def _is_read_first(name: str) -> bool:
-    """True for a method of floats that is called on the value.
+    """True for a method of floats that is called on the value itself.
 
     Tensors do not compute it as Python does: rounding, remainders, `int(x)`.
     """
@@ -282,7 +285,7 @@ def _is_read_first(name: str) -> bool:
 
 
 def _has_value(number: Any) -> bool:
-    """True for a number whose value is known during capture; that of `.item()` is not."""
+    """True for a number whose value is known during capture; False for that of `.item()`."""
     return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
 
 
@@ -297,13 +300,12 @@ def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) 
 
 
 def _number_of(value: Any) -> Any:
-    """The value of a symbolic float that is known, which becomes a condition."""
+    """Returns the value of a symbolic float if it is known, which becomes a condition."""
     return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
 
 
 def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of a division or shift of ints, where Python raises for a divisor of 0 and a
-    negative shift: these are read, if they follow from the call's data."""
+    """Returns operands with values for symbolic divisors and shifts, for which Python may raise."""
     by_self = name in _MAY_RAISE_BY_SELF
     if type(self) is not SymbolicInt or not (by_self or name in _MAY_RAISE):
         return self, *others
@@ -311,15 +313,14 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """The value of a number that is known when the graph runs, which becomes a question; itself
-    if nothing answers that."""
+    """Returns the value of a number without a hint if `NumberEnv.answer` has it; else itself."""
     is_unknown = type(value) in _OF_TORCH and not _has_value(value)
     found = value.node.shape_env.answer(value.node) if is_unknown else None
     return value if found is None else found
 
 
 def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """The signed zero of `x * 0` or `0 / x`, by the sign of x; None for other operations."""
+    """Returns the zero of `x * 0` or `0 / x`, with the sign of x; None for other operations."""
     if name not in _ZERO_WITH_ZERO or type(self) is not SymbolicFloat or not _has_value(self):
         return None
     if type(others[0]) not in (int, float) or others[0] != 0:
@@ -333,9 +334,7 @@ def _value_at_capture(number: Any) -> Any:
 
 
 def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """Returns the value of a power whose base is not positive, which may be complex; otherwise
-    None.
-    """
+    """Returns the power of a base that is not positive, which may be complex; otherwise None."""
     if name not in ("__pow__", "__rpow__") or len(others) != 1:
         return None
     base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
@@ -389,13 +388,12 @@ _DIVMOD = {
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """True if a fake tensor was formatted into a text."""
+    """True for a string into which a fake tensor was formatted."""
     return issubclass(type(value), str) and "FakeTensor(" in value
 
 
 def _value_of(number: Any) -> Any:
-    """The Python number, whose value becomes a condition or a question. Raises where it is neither
-    known nor follows from the integers of a call."""
+    """Returns the Python number, whose value becomes a condition; raises if it is unknown."""
     return _BUILTIN[type(number)](_to_torch_symbol(number))
 
 
@@ -404,7 +402,7 @@ def _make_text_method(name: str) -> Callable[..., Any]:
 
 
 def _read_attribute(self: Any, name: str) -> Any:
-    """Returns an attribute that torch's numbers do not have, of the Python number."""
+    """Returns an attribute of the Python number that torch's symbolic numbers lack."""
     if hasattr(_BUILTIN[type(self)], name):
         return getattr(_value_of(self), name)
     raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
@@ -421,7 +419,7 @@ def _make_array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
 
 
 def _is_true(self: Any) -> bool:
-    """`bool(x)`; torch's own would read a float's value."""
+    """Returns `bool(x)` by a comparison: torch's own would read a float's value."""
     return bool(self != 0)
 
 
@@ -445,7 +443,7 @@ for _ours, _torchs in _OF_TORCH.items():
 
 
 class FakeDTensor(DTensor, FakeTensor):
-    """A fake shard. Never constructed: a FakeTensor is re-tagged."""
+    """A fake shard. It is never constructed: a FakeTensor is re-tagged."""
 
     __torch_dispatch__ = FakeTensor.__torch_dispatch__
     device = FakeTensor.device
@@ -457,23 +455,24 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which shapes are static (another shape is another capture) and strides kernels'.
+    """Returns a fake mode in which shapes are static and strides are those of kernels.
 
-    Its shape environment traces Python numbers; without one Inductor's cache would be bypassed.
+    Another shape is another capture. Its shape environment traces Python numbers; without one
+    Inductor would bypass its cache.
     """
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
 
 class FakeMaker:
-    """Makes fakes of local tensors, each with a snapshot: another fake of the same memory.
+    """Makes fakes of local tensors, each with a snapshot: another fake of the same storage.
 
-    Most inputs of a step are dense tensors of a standard kind, described by shape, strides and
-    memory. Other tensors go to `FakeTensorMode.from_tensor`, which checks everything that a tensor
-    may be. For one input this takes longer than the rest of its capture.
+    Most inputs of a step are dense tensors, which shape, strides and storage describe. Other
+    tensors go to `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's
+    capture.
 
     Args:
-        tensors: the tensors that may get fakes. Fakes of tensors that share memory share memory,
-            too.
+        tensors: all tensors that may get fakes. Those that share a storage get fakes that share
+            one.
     """
 
     def __init__(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]):
@@ -495,7 +494,7 @@ class FakeMaker:
     def make_empty(
         self, local: torch.Tensor, shape: Sequence[int] | None = None
     ) -> tuple[FakeTensor, FakeTensor]:
-        """A fake like `local` of other memory, and its snapshot; of another `shape` if given."""
+        """Returns a fake like `local` with its own storage (and `shape`), and its snapshot."""
         with building_fakes():
             if shape is None:
                 meta = make_empty_meta(local)
@@ -507,7 +506,7 @@ class FakeMaker:
         return make_fake(self._mode, meta, device), make_fake(self._mode, meta, device)
 
     def _make_meta(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns a meta tensor like `local`, in the memory of those that share its."""
+        """Returns a meta tensor like `local`; tensors that share a storage get one meta storage."""
         memory = self._memory.get(_storage_id(local))
         if memory is None:
             memory = torch.UntypedStorage(local.untyped_storage().nbytes(), device="meta")
@@ -521,16 +520,14 @@ def _storage_id(x: torch.Tensor) -> int:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """True for a strided tensor that is not quantized, nested, wrapped, inference or lazily
-    conjugated.
-    """
+    """True for a plain strided tensor: not quantized, nested, wrapped, inference, conjugated."""
     keys = torch._C._dispatch_keys(x)
     return type(x) is torch.Tensor and bool(keys == _dense_keys(x.device.type))
 
 
 @lru_cache
 def _dense_keys(device: str) -> Any:
-    """The dispatch keys of a dense tensor. Private torch: a tensor of another kind has others."""
+    """Returns the dispatch keys of a dense tensor. Private torch: other kinds have other keys."""
     with torch.inference_mode(False), building_fakes():
         return torch._C._dispatch_keys(torch.empty(0, device=device))
 
@@ -542,8 +539,7 @@ _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=No
 def captured_for(device: torch.device | str) -> Iterator[None]:
     """Capture tensors on the meta device as if they were on `device`, inside the block.
 
-    So a graph that is never run has a device's own kernels, most importantly of attention, which
-    the meta device lacks.
+    A graph that is never run then has the kernels of that device, most importantly of attention.
     """
     token = _TARGET.set(torch.device(device))
     try:
@@ -558,14 +554,14 @@ def device_at_capture(x: torch.Tensor) -> torch.device:
 
 
 def has_memory(x: Any) -> bool:
-    """True for a real tensor, which is not a fake."""
+    """True for a real tensor, False for a fake."""
     return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
 
 
 def tensors_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
 ) -> list[torch.Tensor]:
-    """The tensors that a call of an op writes; with `lists` only those within list operands."""
+    """Returns the tensors that a call of an op writes; with `lists` only those in list operands."""
     found: list[torch.Tensor] = []
     for operand in facts_of(func).writes:
         given = operand.find(args, kwargs)
@@ -579,8 +575,8 @@ def tensors_written(
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Increment the versions of tensors in list operands that `func` has written.
 
-    Torch counts writes of an op's own operands. For tensors in a list the kernels do, one by one,
-    and fake tensors run no kernels.
+    Torch counts the writes of direct operands. For tensors in a list the kernels do, and fake
+    tensors run no kernels.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with Local():

@@ -1,24 +1,25 @@
-"""The fold: equal blocks of a traced step become calls of one program.
+"""The fold: equal blocks of a traced step become calls of one subgraph.
 
-A step is traced as it runs, and each node knows the call of a block that it belongs to: in forward
-the block whose module runs, in backward the one whose autograd node runs (`Recorder.block`).
-`StepBlocks` compares the sub-graphs of these calls: targets, operands by position, the metadata of
-operands from outside, notes. What differs between equal blocks is given to each call: operands,
-the labels of calls, and floats where a tensor in their place gives the same bits.
+While a step is traced, each node gets the number of the block call that it belongs to: in forward
+that of the block whose module runs, in backward that of the block whose autograd node runs
+(`Recorder.block`). `StepBlocks` compares the nodes of these calls, each a `_BlockRun`: targets,
+operands by position, the metadata of operands from outside, notes. What differs between equal
+blocks is passed to each call: operands, labels, and floats if a tensor in their place gives the
+same bits.
 
     f = call_subgraph(block, operands)          getitem(f, i), for each result
     b = call_backward(block, f, cotangents)     getitem(b, i), for each gradient
 
 The update of a block's parameters is a block call, too. It may write inputs of the step, if it is
-the last to use them. What it computes from step counts that are equal in all blocks is computed
-once, beside the calls.
+the last to use them. Numbers that equal updates compute from equal step counts are computed once,
+outside the calls.
 
-A block is left flat, as it was traced, where a call would change what the step computes. Examples
-are a block that writes memory that others use, and one whose parts something between its nodes
-needs.
+A block is left flat, as it was traced, if a call would change what the step computes. Examples are
+a block that writes memory that other nodes use, and a block between whose nodes other nodes compute
+something that it needs.
 
-`StepBlocks` decides on the nodes as they were traced which blocks it replaces. Only then does it
-replace the first, so that no decision depends on the result of another.
+`StepBlocks` first decides which blocks to replace, on the nodes as traced, and then replaces them.
+So no decision depends on the result of another.
 """
 
 from __future__ import annotations
@@ -72,20 +73,20 @@ from .functionalize import functionalize_graph
 
 _SCALAR = torch.ops.aten.scalar_tensor.default
 _NEIGHBOURS = 2
-"""A weight that calls so many blocks apart take is gathered once for both (`passes.regather`)."""
+"""Blocks at most this far apart share one gather of a common weight (`passes.regather`)."""
 _EXACT_INTS = 2**53
-"""Ints below this size are different floats."""
+"""Ints below this size are exact as floats."""
 
 
 class StepBlocks:
-    """The blocks of a traced step.
+    """The blocks of a traced step, to be folded.
 
     Args:
-        step: as traced, without unused calls.
-        kinds: for each call of a block its classes, as in `Recorder.block_kinds`.
+        step: the traced graph, without unused calls.
+        kinds: for each block call its classes, as in `Recorder.block_kinds`.
         coordinates: the inputs that hold the rank's coordinates.
         equal: groups of inputs that hold the same number.
-        env: makes symbolic floats.
+        env: the `NumberEnv` that makes symbolic floats.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class StepBlocks:
 
     @property
     def traced(self) -> BlocksTraced:
-        """The calls of blocks by structure, and why those of a structure were left flat."""
+        """The block calls by structure, and why those of a structure were left flat."""
         found: Counter[tuple[Any, tuple[type, ...], str]] = Counter()
         for key, runs in self._by_key.items():
             found.update((key, run.kinds, run.reason) for run in runs)
@@ -126,12 +127,12 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Note a reason for which no block is folded."""
+        """Store a reason for which no block is folded."""
         for run in self._runs:
             run.reason = run.reason or reason
 
     def fold(self) -> None:
-        """Replace equal blocks by calls of one program."""
+        """Replace equal blocks by calls of one subgraph."""
         if self._runs:
             self._describe_memory()
             for equal in self._by_key.values():
@@ -158,9 +159,9 @@ class StepBlocks:
     # -- numbers that equal updates share ----------------------------------------------------------
 
     def _share_numbers(self, runs: Sequence[_BlockRun]) -> None:
-        """Compute numbers from step counts once, in the first of equal blocks whose counts agree.
+        """Compute numbers from step counts once for equal blocks whose counts are equal.
 
-        The first computes them before anything else.
+        The first block computes them before anything else.
         """
         shared = self._find_shared_numbers(runs)
         if not shared:
@@ -188,7 +189,7 @@ class StepBlocks:
                 run.describe()
 
     def _find_shared_numbers(self, runs: Sequence[_BlockRun]) -> list[int]:
-        """The places of calls that compute one number in all blocks, from equal step counts."""
+        """Returns the positions of calls that compute one number in all blocks from step counts."""
         first, memory = runs[0], self._memory
         taken = zip(*(run.taken for run in runs), strict=True)
         other = {nodes[0] for nodes in taken if len({*nodes}) > 1}  # in other blocks
@@ -196,8 +197,8 @@ class StepBlocks:
         other -= counts
         held = {memory.get(n) for n in counts}
         shared = set(counts)
-        written: set[int | None] = set()  # memory that the block itself writes,
-        read: set[int | None] = set()  # and reads
+        written: set[int | None] = set()  # memory that unshared calls of the block write,
+        read: set[int | None] = set()  # and read
         for node in first.forward if counts else ():
             reads = [n for n in node.all_input_nodes if n in first.own or n in counts]
             into = operands_written(node)
@@ -227,11 +228,7 @@ class StepBlocks:
         return found if all(are_own) else []
 
     def _is_one_count(self, operand: int, runs: Sequence[_BlockRun]) -> bool:
-        """True if an operand is an input of one number in all calls, which only its call writes.
-
-        Args:
-            operand: its place.
-        """
+        """True if an operand (an index) is one number in all blocks that only its block writes."""
         groups = set[int | None]()
         for run in runs:
             given = run.taken[operand]
@@ -243,7 +240,7 @@ class StepBlocks:
     # -- which can be folded -----------------------------------------------------------------------
 
     def _plan_groups(self) -> list[_EqualRuns]:
-        """The groups of equal blocks to replace; the other blocks get the reason why not."""
+        """Returns the groups of equal blocks to replace; other blocks get the reason why not."""
         sharing = self._find_sharing_neighbours()
         regions = self._find_split(lambda note: note.region)
         moves = self._find_split(lambda note: note.move)
@@ -267,7 +264,7 @@ class StepBlocks:
         return [group for group in groups if group.runs]
 
     def _make_group(self, runs: list[_BlockRun]) -> _EqualRuns | None:
-        """Equal blocks and their program; None where a program cannot replace them."""
+        """Returns equal blocks and their subgraph; None if a subgraph cannot replace them."""
         reason = "no equal call is used in the same way"
         if len(runs) > 1:
             varying = _find_varying_floats(runs)
@@ -280,10 +277,9 @@ class StepBlocks:
         return None
 
     def _drop_overlapping(self, groups: Sequence[_EqualRuns]) -> None:
-        """Leave blocks flat that have nodes between the nodes of another block to replace.
+        """Leave a block flat if its nodes alternate with those of another block to replace.
 
-        Each of two such blocks may be one call, and both together not: each may need a part of the
-        other.
+        Either alone could be one call, but each may need a part of the other.
         """
         spans = [
             (self._places[nodes[0]], self._places[nodes[-1]], run)
@@ -306,7 +302,7 @@ class StepBlocks:
                 group.runs.pop().reason = "the calls that are equal to it were left flat"
 
     def _find_sharing_neighbours(self) -> set[_BlockRun]:
-        """Blocks that gather one weight next to each other, or to keep it gathered."""
+        """Returns blocks that gather one weight near each other, or keep it gathered."""
         found: set[_BlockRun] = set()
         last: dict[fx.Node, int] = {}
         for i, run in enumerate(self._runs):
@@ -318,10 +314,10 @@ class StepBlocks:
         return found
 
     def _find_split(self, number_of: Callable[[Note], int]) -> set[int]:
-        """The regions or moves that have nodes of more than one block, or of a block and of none.
+        """Returns the regions or moves with nodes of several blocks, or of a block and of none.
 
         Args:
-            number_of: the number of the region or move in a note; 0 for none.
+            number_of: returns the number of the region or move of a note; 0 for none.
         """
         holders: defaultdict[int, set[Any]] = defaultdict(set)
         for node in self.graph.nodes:
@@ -330,7 +326,7 @@ class StepBlocks:
         return {number for number, blocks in holders.items() if len(blocks) > 1}
 
     def _find_foreign_write(self, run: _BlockRun) -> str:
-        """Returns the write that prevents a block from becoming a program without writes, or ""."""
+        """Returns the reason if writes prevent a block from becoming a subgraph; "" if not."""
         memory = self._memory
         of_forward = {memory[n] for n in run.forward if n in memory}
         outside = {memory[n] for n in run.taken if n in memory}
@@ -358,9 +354,9 @@ class StepBlocks:
         return ""
 
     def _is_last_to_use(self, run: _BlockRun, memory: int) -> bool:
-        """True if memory is that of an input, and from a block's begin on used by the block alone.
+        """True if `memory` is an input's, and nothing but the block uses it after the block begins.
 
-        A block with a backward is two calls. Either may write.
+        False for a block with a backward, which is two calls: either might write.
         """
         shown = [n for n in run.taken if self._memory.get(n) == memory]
         start = self._places[run.forward[0]]
@@ -374,7 +370,7 @@ class StepBlocks:
         )
 
     def _find_order(self, run: _BlockRun) -> str:
-        """The reason why the nodes of a block cannot be moved next to each other; "" for none."""
+        """Returns why the nodes of a block cannot be moved next to each other; "" if they can."""
         try:
             run.later = self._find_later(run, run.forward), self._find_later(run, run.backward)
         except _OrderMatters as matter:
@@ -384,13 +380,13 @@ class StepBlocks:
     # -- calls -------------------------------------------------------------------------------------
 
     def _make_program(self, run: _BlockRun, varying: Sequence[int]) -> Subgraph:
-        """Returns the program of a block.
+        """Returns the subgraph of a block.
 
         Args:
-            varying: which of its floats are inputs.
+            varying: the positions of its floats that become inputs.
 
         Raises:
-            UnsureOfWrites: no graph of its own says what it does.
+            UnsureOfWrites: no separate graph computes the same.
         """
         graph, of = fx.Graph(), dict[fx.Node, Any]()
         known: set[int] = set()
@@ -428,15 +424,15 @@ class StepBlocks:
         of_forward: Any = {"taken": taken, "returned": len(results)} if run.backward else {}
         block = Subgraph(made_graph, _name_of(run.kinds), labels=tuple(run.labels), **of_forward)
         if any(max(pair) < len(results) for pair in overlapping_results(made_graph.graph)):
-            raise UnsureOfWrites  # results show one memory, or that of an operand
+            raise UnsureOfWrites  # results overlap, or are views of an operand
         if run.backward and (block.written or not block.late.isdisjoint(block.outputs_of(False))):
-            raise UnsureOfWrites  # which of the two writes is not said; a result is of backward
+            raise UnsureOfWrites  # either of the two may write; or backward makes a result
         for node in block.outputs_of(False):
             _find_base_of_alias(node).meta[BLOCK_RESULT] = True
         return block
 
     def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
-        """Replace the nodes of a block by calls of its program."""
+        """Replace the nodes of a block by calls of its subgraph."""
         later = run.later
         operands = [self._exchanged.get(n, n) for n in run.taken]
         early, late = operands[: run.early_count], operands[run.early_count :]
@@ -472,7 +468,10 @@ class StepBlocks:
         read: Iterable[int],
         later: Iterable[fx.Node],
     ) -> None:
-        """Replace the results of `nodes` by those of `call`, and move `later` after them."""
+        """Replace the results of `nodes`, at the indices `read`, by items of `call`.
+
+        The nodes `later` are moved behind these items.
+        """
         last = call
         made = [nodes[place] for place in read]
         call.meta["val"] = [node.meta["val"] for node in made]
@@ -489,7 +488,7 @@ class StepBlocks:
             last = node
 
     def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Returns the nodes of others between those of a block that have to come after it.
+        """Returns the foreign nodes between a block's `nodes` that have to come after the block.
 
         Raises:
             _OrderMatters: the block needs one of them, or their order changes what is computed.
@@ -527,7 +526,7 @@ class StepBlocks:
         return [*later]
 
     def _is_written_later(self, run: _BlockRun, node: fx.Node) -> bool:
-        """True if a block writes, after `node`, memory of its own that `node` reads."""
+        """True if a block writes its own memory after `node`, a foreign node, reads it."""
         memory, place = self._memory, self._places[node]
         shown = {memory[n] for n in node.all_input_nodes if n in memory and n in run.own}
         writers = [w for m in shown for w in self._writers[m] if w in run.own]
@@ -546,7 +545,7 @@ def _find_base_of_alias(node: fx.Node) -> fx.Node:
 
 
 def _make_number_like(run: _BlockRun) -> torch.Tensor:
-    """Returns the value of a number in a graph without numbers, of the fake mode of a block."""
+    """Returns the fake value of a float that becomes a tensor, in the fake mode of a block."""
     mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta.get("val")))  # type: ignore[attr-defined]
     with mode:
         return torch.empty((), dtype=torch.float64, device=HOST)
@@ -554,10 +553,10 @@ def _make_number_like(run: _BlockRun) -> torch.Tensor:
 
 @dataclass
 class _EqualRuns:
-    """Equal blocks, with the program that replaces them.
+    """Equal blocks, and the subgraph that replaces them.
 
     Attributes:
-        varying: the places of their floats that are inputs of the program.
+        varying: the positions of their floats that are inputs of the subgraph.
     """
 
     runs: list[_BlockRun]
@@ -570,22 +569,22 @@ class _EqualRuns:
 
 @dataclass(eq=False)
 class _BlockRun:
-    """One call of a block in a traced step.
+    """One call of a block in a traced step: its nodes, and how they are compared.
 
     Attributes:
-        kinds: the class of the block; of an update behind that of the optimizer.
-        forward, backward: its nodes, in order; forward are also those of an update.
-        own: all of them, with their places.
-        taken: the nodes of others that it reads, in the order of first use.
+        kinds: the class of the block; for an update that of the optimizer, then of the block.
+        forward, backward: its nodes, in order; the nodes of an update are in `forward`.
+        own: all of them, with their positions.
+        taken: the foreign nodes that it reads, in the order of first use.
         early_count: how many of these forward reads; the others only backward does.
         floats: the numbers among its operands that may vary, in order.
         homes: for each of these the node whose operand it is.
-        labels: of its moves.
-        moves, regions: their numbers in the step's notes.
-        key: equal for blocks that do the same but for labels and floats.
-        reason: why it is left flat; "" if it is not.
-        later: the nodes of others between its nodes of forward that have to come after them, and
-            those of backward.
+        labels: the distinct labels of its redistributions.
+        moves, regions: by the number in the step's notes, the number within the block.
+        key: equal for blocks that compute the same, except for labels and floats.
+        reason: why it is left flat; "" if it is folded.
+        later: the foreign nodes between its nodes of forward that have to come after them, and
+            the same for backward.
     """
 
     kinds: tuple[type, ...]
@@ -605,12 +604,12 @@ class _BlockRun:
 
     @property
     def early(self) -> Sequence[fx.Node]:
-        """The nodes of others that forward reads."""
+        """The foreign nodes that forward reads."""
         return self.taken[: self.early_count]
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The places of the nodes of forward, and of backward, that others read."""
+        """The positions of the nodes of forward, and of backward, that foreign nodes read."""
         early, late = (
             tuple(i for i, n in enumerate(nodes) if any(u not in self.own for u in n.users))
             for nodes in (self.forward, self.backward)
@@ -641,7 +640,7 @@ class _BlockRun:
         self.own = {n: i for i, n in enumerate((*self.forward, *self.backward))}
 
     def find_gathered(self) -> Iterator[tuple[fx.Node, bool]]:
-        """Yields each shard that it gathers in forward, and whether the whole weight is kept."""
+        """Yields each shard that forward gathers, and True if the gathered weight is kept."""
         for node in self.forward:
             reason = note_of(node).reason
             if is_collective(node) and reason in ("gather", "persistent"):
@@ -653,7 +652,7 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Set `taken`, `floats`, `labels` and `key`, anew where it is called again."""
+        """Compute `taken`, `floats`, `labels` and `key` from its nodes."""
         self.floats, self.homes, self.moves, self.regions = [], [], {}, {}
         self._numbers: dict[fx.Node, int] = {}
         self._labels: dict[str, int] = {}
@@ -718,10 +717,10 @@ _FLOAT = ("a float",)
 
 
 def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
-    """True if an operand is a number that may have another value in another block.
+    """True if an operand is a number that may differ in another block and become a tensor.
 
-    Not zero, infinite or NaN, which torch treats specially. An int only where torch computes with a
-    float of its value.
+    Not zero, infinity or NaN, which torch treats specially. An int only if torch computes with it
+    as a float.
     """
     if type(value) is float:
         return value != 0 and math.isfinite(value)
@@ -734,7 +733,7 @@ def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _places_of_numbers(target: Any) -> frozenset[int | str]:
-    """Returns the places and names of operands that are numbers, or tensors that may be numbers."""
+    """Returns the positions and names of operands that may be numbers."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return frozenset()
@@ -744,7 +743,7 @@ def _places_of_numbers(target: Any) -> frozenset[int | str]:
 
 
 def _describe_metadata(value: Any) -> Any:
-    """Returns the metadata in which operands must agree."""
+    """Returns the metadata in which operands of equal blocks must agree."""
     if not _is_comparable(value):
         return object()  # equal to nothing
     if not isinstance(value, torch.Tensor):
@@ -754,22 +753,24 @@ def _describe_metadata(value: Any) -> Any:
 
 
 def _is_comparable(value: Any) -> bool:
-    """True if the metadata of two such operands decide whether one program takes both."""
+    """True if the metadata of two such operands decide whether one subgraph takes both."""
     if isinstance(value, torch.Tensor):
         return value.layout is torch.strided
     return is_symbolic(value)
 
 
 def _name_of(kinds: Sequence[type]) -> str:
-    """The name of a block, or of its update."""
+    """Returns the name of a block, or of its update: "AdamW of Block"."""
     return " of ".join(kind.__name__ for kind in kinds)
 
 
 def _find_runs(
     graph: fx.Graph, kinds: Sequence[tuple[type, ...]], coordinates: Collection[fx.Node]
 ) -> tuple[list[_BlockRun], list[_BlockRun]]:
-    """The calls of blocks, in order, that have a forward before a backward and nothing else; and
-    the other calls of blocks."""
+    """Returns the block calls that can be compared, and the others with a reason, in order.
+
+    The former have a forward before their backward, and no other nodes.
+    """
     _release_shared(graph, coordinates)
     runs = {number: _BlockRun(of) for number, of in enumerate(kinds)}
     for node in graph.nodes:
@@ -793,8 +794,7 @@ def _find_runs(
 
 
 def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
-    """Remove the block from nodes that several blocks share: numbers, and what is computed from
-    constants and a rank's coordinates alone."""
+    """Remove the block of shared nodes: numbers, and values of constants and coordinates alone."""
     constant: set[fx.Node] = {*coordinates, *graph.find_nodes(op="get_attr")}
     shared: list[fx.Node] = []
     for node in graph.nodes:
@@ -816,7 +816,7 @@ def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
 
 
 def _group_by_numbers(runs: Iterable[_BlockRun]) -> Iterable[list[_BlockRun]]:
-    """Equal blocks in groups that take the same numbers."""
+    """Returns equal blocks in groups that read the same symbolic numbers and have equal floats."""
     groups: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
     for run in runs:
         taken = tuple(n for n in run.taken if is_symbolic(n.meta.get("val")))
@@ -825,9 +825,9 @@ def _group_by_numbers(runs: Iterable[_BlockRun]) -> Iterable[list[_BlockRun]]:
 
 
 def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
-    """Equal blocks in groups that one program can replace.
+    """Yields equal blocks in groups that one subgraph can replace.
 
-    Others read the same results of each, and the floats that differ within a group may be inputs.
+    In a group, the same results are read, and all floats that differ may become inputs.
     """
     runs = [*runs]
     if not runs:
@@ -843,14 +843,14 @@ def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
 
 
 def _nodes_read(run: _BlockRun) -> Iterator[fx.Node]:
-    """Yields the nodes of a block that others read."""
+    """Yields the nodes of a block that foreign nodes read."""
     results, gradients = run.read
     yield from (run.forward[i] for i in results)
     yield from (run.backward[i] for i in gradients)
 
 
 def _find_varying_floats(runs: Sequence[_BlockRun]) -> list[int]:
-    """Returns the places of floats that are not the same in all of these blocks."""
+    """Returns the positions of floats that are not the same in all of these blocks."""
     columns = zip(*(run.floats for run in runs), strict=True)
     return [i for i, values in enumerate(columns) if len({repr(float(v)) for v in values}) > 1]
 
@@ -858,10 +858,11 @@ def _find_varying_floats(runs: Sequence[_BlockRun]) -> list[int]:
 def _put_numbers(
     node: fx.Node, args: Any, kwargs: Any, floats: Iterator[int], numbers: dict[int, fx.Node]
 ) -> tuple[Any, Any]:
-    """Operands with nodes for the floats that have one.
+    """Returns the operands of a node, with nodes in place of the floats that become inputs.
 
     Args:
-        floats: the number of each float that may vary, in the order of `_BlockRun.describe`.
+        floats: counts the floats that may vary, in the order of `_BlockRun.describe`.
+        numbers: by the position of a float, its node.
     """
 
     def put(value: Any, place: int | str) -> Any:

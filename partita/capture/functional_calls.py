@@ -1,14 +1,14 @@
-"""Calls without writes: what one call of a traced graph becomes in a graph without writes.
+"""Calls without writes: what replaces one call of a traced graph in a graph without writes.
 
-Three kinds of calls change: those that write, those over lists (`_foreach_*`, which become one call
-for each tensor), and those with a number that is known only when the graph runs. A graph has only
-tensors. In it such a number is a `Scalar`: a 0-d float64, int64 or bool tensor. `call_with_scalars`
-repeats a call that takes such a number, `compute_scalar` does arithmetic of Python on tensors.
+Three kinds of calls are replaced: those that write, those over lists (`_foreach_*`, which become
+one call for each tensor), and those with a number that is known only when the graph runs. In the
+graph such a number is a `Scalar`: a 0-d float64, int64 or bool tensor. `call_with_scalars` repeats
+a call that takes such a number, `compute_scalar` does Python arithmetic on tensors.
 
 `call_without_writes` and `call_in_list` make such a call for torch's functionalization. A `Pattern`
 is its trace, cached for calls that agree in operator, numbers, dtypes and number of dimensions (and
-in shapes, if the pattern contains sizes). The rewrite puts it into the graph. CTC loss, whose op
-has a result of unknown shape, is replaced while the step is traced (`REPLACED`).
+in shapes, if the pattern contains sizes). `functionalize` copies it into the graph. The op of CTC
+loss, which has a result of unknown shape, is replaced while the step is traced (`REPLACED`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Scalar:
 
 
 def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, with values in place of symbolic numbers where `func` cannot take a tensor.
+    """Returns the arguments, with values for symbolic numbers if `func` cannot take tensors.
 
-    To read a value makes a condition of the program; it raises where there is no value yet.
+    Reading a value makes a condition of the program; it raises if there is no value yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -61,10 +61,10 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
-    """The arguments of an optimizer's call, with scalar tensors as exact as eager's Python floats.
+    """Returns the arguments of an optimizer's call, with scalar tensors as exact as Python floats.
 
-    A scalar tensor that the call makes is float64. One that the optimizer keeps as float32 is read
-    as float64, as `.item()` gives it, and what is written into it is rounded to float32 before.
+    A scalar tensor that the call makes becomes float64. One that the optimizer keeps as float32 is
+    read as float64, as by `.item()`; what is written into it is first rounded to float32.
 
     Args:
         held: the ids of the scalar tensors that the optimizer keeps as float32.
@@ -109,7 +109,7 @@ def _name_of(target: Any) -> str:
 
 
 def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
-    """An operation on Python numbers, done with tensors; `like` is its value when it was traced.
+    """Returns the result of an operation on Python numbers; `like` is the traced value.
 
     Raises:
         CaptureError: tensors cannot do it as Python does.
@@ -134,7 +134,7 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
 
 
 def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
-    """True if Python does the operation of integers without an error, as tensors do."""
+    """True if Python does the operation on integers without an error, as tensors do."""
     if name in ("floordiv", "mod"):
         return isinstance(values[-1], int) and values[-1] != 0
     return "shift" not in name or (isinstance(values[-1], int) and 0 <= values[-1] < 63)
@@ -187,7 +187,7 @@ def takes_number_exactly(node: fx.Node) -> bool:
 
 
 def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Call torch.ops.aten `name` with arguments that contain `Scalar`s.
+    """Returns the value of torch.ops.aten `name`, called with arguments that contain `Scalar`s.
 
     Args:
         like: the value that the call had when it was traced.
@@ -206,7 +206,7 @@ def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], li
 
 
 def _promote_scalar(value: Any, *others: Any) -> Any:
-    """A scalar as a tensor that promotes the dtypes of `others` no more than a number does."""
+    """Returns a scalar as a tensor that promotes dtypes of `others` no more than a number does."""
     if not isinstance(value, Scalar):
         return value
     t = value.tensor
@@ -230,7 +230,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def _as_kernels(*values: Any) -> tuple[Any, ...]:
-    """Operands of reduced precision as float32: a kernel rounds once, at its end."""
+    """Returns operands of reduced precision as float32: a kernel rounds once, at its end."""
     return tuple(v.float() if _is_reduced(v) else v for v in values)
 
 
@@ -322,12 +322,12 @@ _CALLS: dict[str, _RunCall] = {
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _run_full_like),
     "_local_scalar_dense": _read_scalar,
 }
-"""By op that can take a tensor in place of a number, how it is called; others elementwise."""
+"""By op that can take a tensor in place of a number, the call; others are elementwise."""
 
 
 @lru_cache
 def _find_call(base: str) -> _RunCall | None:
-    """Returns how an op takes a tensor in place of a number; None if it cannot."""
+    """Returns the function that calls an op with a tensor in place of a number, or None."""
     packet = getattr(_aten, base, None)
     if base in _CALLS or packet is None:
         return _CALLS.get(base)
@@ -337,7 +337,7 @@ def _find_call(base: str) -> _RunCall | None:
 
 @lru_cache(maxsize=4096)
 def takes_number(name: str) -> bool:
-    """True if a function of torch of this name, as "__radd__", can take a tensor for a number."""
+    """True if a torch function of this name, as "__radd__", can take a tensor for a number."""
     base = name.strip("_")
     return any(
         _find_call(n) is not None for n in (base, base.removeprefix("r"), _WORDS.get(base, base))
@@ -357,10 +357,10 @@ class Pattern:
     """The calls that replace one call.
 
     Attributes:
-        operands: the nodes for the tensor operands of the original call, in order.
-        calls: the nodes of the calls.
+        operands: the input nodes for the tensor operands of the original call, in order.
+        calls: the nodes of the replacing calls.
         gives: the value of the original call, as a tree of nodes, and of `Scalar`s of nodes.
-        writes: by the number of an operand that is written, the node of its new value.
+        writes: by the index of an operand that is written, the node of its new value.
     """
 
     operands: tuple[fx.Node, ...]
@@ -420,10 +420,10 @@ def _trace_pattern(
 
 
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace `run` over fakes, under torch's functionalization; its graph has an input for each.
+    """Trace `run` over fakes under torch's functionalization; its graph has an input for each.
 
-    The tracer knows an input by its fake. Equal calls share one fake (`equal_calls`), so a fake
-    that was given before is replaced by one of its own.
+    The tracer identifies an input by its fake. Equal calls share one fake (`equal_calls`), so a
+    fake that occurs twice is replaced by a copy.
     """
     known: set[int] = set()
     distinct = [make_distinct(t, known) for t in values]
@@ -432,7 +432,7 @@ def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) ->
 
 
 def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
-    """Convert a traced graph to a pattern.
+    """Returns the pattern of a traced graph.
 
     Args:
         tree: the structure of the call's value.
@@ -459,8 +459,9 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
 
 
 def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
-    """True if a pattern holds for other shapes. False if it draws, or has numbers that may be
-    sizes.
+    """True if a pattern holds for other shapes.
+
+    False if it draws random numbers, or contains numbers that may be sizes.
     """
     given = {(type(v), v) for v in pytree.tree_leaves((args, kwargs)) if _is_number(v)}
     for call in pattern.calls:
@@ -494,7 +495,7 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_call(values: Any) -> tuple[Any, Any]:
-    """Returns the keys of a call's arguments and value: with the shapes of tensors, and without."""
+    """Returns two keys of a call's arguments and value: with the shapes of tensors, and without."""
     leaves, structure = pytree.tree_flatten(values, is_leaf=_is_scalar)
     exact, rough = list[Any](), list[Any]()
     for leaf in leaves:
@@ -503,7 +504,7 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
             kind = type(leaf) is Scalar, value.dtype, value.device
             exact.append((kind, tuple(value.shape), value.stride()))
             rough.append((kind, value.dim()))
-        else:  # 0.0 is not -0.0; a number that is traced has no value
+        else:  # 0.0 and -0.0 differ; a symbolic number has no value
             value = value if is_symbolic(value) else key_of_operands(value)
             key = type(value), type(leaf), None if is_symbolic(leaf) else value
             exact.append(key)
@@ -515,7 +516,7 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
 
 
 def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call, not over lists, must become another one in a graph without writes."""
+    """True if a call, not over lists, is replaced in a graph without writes."""
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
         return True
@@ -526,7 +527,7 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     """Make a call of a traced graph in the form that functionalization can handle.
 
     Args:
-        like: the value that it had while it was captured.
+        like: its value during capture.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs):
@@ -544,10 +545,10 @@ CallInList = tuple[str, list[Any], dict[str, Any], Any]
 
 
 def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[CallInList]:
-    """Split a call over lists into one for each place, so that each parameter's update is its own.
+    """Split a call over lists into one for each position: parameters are updated one by one.
 
     Yields:
-        What `call_in_list` takes: the name, args, kwargs, and the value at capture.
+        The arguments of `call_in_list`: name, args, kwargs, and the value during capture.
     """
     name = target._opname.removeprefix("_foreach_")
     if target._overloadname.startswith("Scalar"):  # with tensors these are called otherwise
@@ -571,7 +572,7 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
 
 
 def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Make one of the calls that `calls_of_list` gives."""
+    """Make one of the calls that `calls_of_list` yields."""
     if has_scalars(args, kwargs):
         return call_with_scalars(name, args, kwargs, like)
     return _find_single_op(name)(*args, **kwargs)
@@ -590,7 +591,7 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns an input's value in the graph without writes, in which numbers are tensors."""
+    """Returns the fake value of an input in the graph without writes, where numbers are tensors."""
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)
     found: torch.Tensor = value
@@ -604,7 +605,7 @@ _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
 
 
 def _without_gaps(like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor without gaps, its dimensions in memory in the order of those of `like`."""
+    """Returns an empty dense tensor whose dimensions are ordered in memory as those of `like`."""
     order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # type: ignore[operator]
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
 
@@ -614,7 +615,7 @@ def _make_empty_draw(like: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _draw_bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
-    """Ones with probability `p`, else zeros, in memory that lies as that of `like`."""
+    """Returns ones with probability `p`, else zeros, with memory ordered as that of `like`."""
     return _without_gaps(like).bernoulli_(p)
 
 
@@ -626,11 +627,11 @@ torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_li
 def _draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Draw random numbers in place, in the order in which eager fills memory.
 
-    Eager fills memory as it lies, torch's out-of-place forms as elements are counted; and these say
-    of memory with gaps, as a slice has, that their result has the gaps too, which Inductor denies.
+    Eager fills memory in storage order, torch's out-of-place forms in the order of elements. For
+    memory with gaps, as of a slice, these forms also declare strides that Inductor does not use.
 
     Returns:
-        None if `func` is no such draw, or needs no special treatment.
+        The filled tensor; None if `func` draws nothing, or needs no special treatment.
     """
     if not facts_of(func).fills or args[0].is_contiguous():
         return None
@@ -649,7 +650,7 @@ def _draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 # -- CTC loss --------------------------------------------------------------------------------------
 
 # torch's op returns a table for backward whose size depends on the longest target. Here backward
-# computes it again, so that it is the value of no node.
+# computes it again, so that no node has it as its value.
 
 
 def _compute_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -691,7 +692,7 @@ def _define_operators(kind: str, overload: str) -> tuple[Any, Any]:
 
 
 def _make_replacements(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Replacements of torch's loss op and of its backward op, with their signatures."""
+    """Returns replacements of torch's loss op and of its backward op, with their signatures."""
 
     def forward(*args: Any, blank: int = 0, zero_infinity: bool = False) -> Any:
         given = (*args, *(blank, zero_infinity)[len(args) - 4 :])
@@ -706,7 +707,7 @@ def _make_replacements(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Ca
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {}
-"""By the op that is called while a step is captured, what is called instead."""
+"""By op, the function that is called in its place while a step is captured."""
 
 for _kind, _overload in (("int[]", "default"), ("Tensor", "Tensor")):
     _name = "ints" if _overload == "default" else "tensors"

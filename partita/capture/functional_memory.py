@@ -1,8 +1,9 @@
 """Memory without writes: views that are written through, and results that share memory.
 
-In a graph without writes, results that share memory would become separate values: a view of an
-argument would not follow the argument. `share_memory_of_results` makes such a result a view again,
-by the calls that made it. `invert_view` returns the base of a view after a write to the view.
+In a graph without writes, results that share memory would become separate values: a returned view
+of an argument would not follow the argument. `share_memory_of_results` makes such a result a view
+again, by the calls that made it. `invert_view` returns the new base of a view after a write to the
+view.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def is_plain_write(target: Any) -> bool:
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Returns the calls that made memory which is written and which several results show."""
+    """Returns the calls that made memory which is written and which several results share."""
     (end,) = graph.find_nodes(op="output")
     counts = Counter(memory[n] for n in end.args[0] if n in memory)
     first: dict[int, fx.Node] = {}
@@ -65,7 +66,7 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def drop_needless_sets(graph: fx.Graph) -> None:
-    """Drop each `x.set_(y)` where x and y show the same memory.
+    """Drop each `x.set_(y)` for which x and y are the same part of one memory.
 
     `register_parametrization` makes such calls.
     """
@@ -78,16 +79,16 @@ def drop_needless_sets(graph: fx.Graph) -> None:
 
 
 def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
-    """Raise CaptureError where what is written through a view, or a `set_`, would be lost.
+    """Raise CaptureError if a write through a view, or after a `set_`, would be lost.
 
-    An input has the elements that it shows: others of its memory, which `as_strided` reaches, are
-    no values of the graph.
+    The graph has only those elements of an input that the input itself shows. `as_strided` may
+    reach others of its storage.
 
     Args:
-        traced: the graph is traced again by torch, whose inverse of `unfold` sets to zero what is
-            in no window.
+        traced: True if torch traces the graph again; its inverse of `unfold` sets elements in no
+            window to zero.
     """
-    given_memory: set[fx.Node] = set()  # who shows memory that `set_` gave to another
+    given_memory: set[fx.Node] = set()  # makers of memory that a `set_` has exchanged
     for node in graph.nodes:
         for operand in operands_written(node):
             first, calls = views_of(operand)
@@ -110,7 +111,7 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
 
 
 def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
-    """True if `whole` shows each element of the memory from the first to the last of `part`."""
+    """True if `whole` has each element of the memory from the first to the last of `part`."""
     first, last = whole.storage_offset(), last_element_offset(whole)
     if last - first + 1 != whole.numel() or not _is_without_overlap(whole):
         return False
@@ -137,7 +138,7 @@ def _is_packed(part: Any) -> bool:
 def invert_view(
     view: fx.Node, value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
 ) -> fx.Node:
-    """Returns the base of `view` after `value` was written to it.
+    """Returns the base of `view` after `value` was written to the view.
 
     Args:
         before: the base before the write, in the new graph.
@@ -179,7 +180,7 @@ def invert_view(
 def _invert_unfold(
     arguments: Sequence[Any], value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
 ) -> fx.Node:
-    """`before`, into whose windows `value` was written. Torch's inverse loses what is in none."""
+    """Returns `before` with `value` in its windows; torch's inverse zeroes other elements."""
     like = before.meta["val"]
     order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
     back = [order.index(d) for d in range(like.dim())]
@@ -196,7 +197,7 @@ def _invert_unfold(
 
 
 def _is_without_overlap(t: torch.Tensor) -> bool:
-    """True if the strides alone say that no two elements share memory."""
+    """True if the strides alone prove that no two elements share memory."""
     end = 0
     for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
         if n > 1 and stride <= end:
@@ -208,8 +209,8 @@ def _is_without_overlap(t: torch.Tensor) -> bool:
 def base_on_makers(graph: fx.Graph) -> None:
     """Make each `as_strided` take the value that made the memory, not a view of it.
 
-    Its result depends only on the memory. An inverse is known only for a value that shows all of
-    it.
+    Its result depends only on the memory, and its inverse is known only for a value that covers all
+    of it.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]
@@ -237,8 +238,8 @@ def share_memory_of_results(
     Args:
         before: the graph with writes.
         after: the same graph without; changed in place.
-        memory: by node of `before`, the number of the memory that it shows, if that is written.
-        made: by node of `before` that made such memory, its value at the end of `after`.
+        memory: for nodes of `before` whose memory is written, the number of that memory.
+        made: for nodes of `before` that made such memory, its value at the end of `after`.
 
     Raises:
         CaptureError: a result cannot be made such a view.
@@ -251,7 +252,7 @@ def share_memory_of_results(
     olds, news = before.find_nodes(op="placeholder"), after.find_nodes(op="placeholder")
     inputs = {memory[o]: {o: n} for o, n in zip(olds, news, strict=True) if o in memory}
     values = list(new_end.args[0])  # type: ignore[arg-type]
-    # A legal graph reads no input behind what writes it; a view shows what is written later, too.
+    # A legal graph reads no input after it is written; a view sees later writes anyway.
     first_write = next(iter(after.find_nodes(op="call_function", target=_aten.copy_.default)), None)
     with after.inserting_before(first_write or new_end):
         for number, results in sharing.items():
@@ -264,9 +265,9 @@ def share_memory_of_results(
 
 
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
-    """Raise CaptureError if a result in `cut`, whose padding is cut off, is a view.
+    """Raise CaptureError if a result whose index is in `cut`, and so loses its padding, is a view.
 
-    Cutting makes a copy. A result that shows all of an input is replaced by that input.
+    Cutting the padding makes a copy. A result that shows all of an input is replaced by that input.
     """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
@@ -290,10 +291,10 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
 
 
 def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list[Any]) -> None:
-    """Make results in one memory views of `bases`: nodes of the graph before, by their new value.
+    """Set results in `values` to views of `bases`, which map nodes of the old graph to new values.
 
     Raises:
-        CaptureError: one of them is a view of none of these.
+        CaptureError: a result is a view of none of these.
     """
     for i, node in results:
         base, calls = views_of(node, bases)
@@ -349,16 +350,16 @@ def _make_view_error(node: fx.Node) -> CaptureError:
 # -- gathered parameters ---------------------------------------------------------------------------
 
 _GATHERS = ("gather", "persistent")
-"""Reasons of the moves that gather a parameter of ZeRO."""
+"""Reasons (`Note.reason`) of the redistributions that gather a parameter of ZeRO."""
 
 
 def refresh_gathered(graph: fx.Graph) -> None:
-    """Gather a parameter again where it was written since, and its gathered value is still read.
+    """Gather a parameter again if it was written since, and its gathered value is still read.
 
-    In one process both are one memory: backward reads what was written through `.data`. A value
-    that is gathered has its own memory. It is written before the first read that follows.
+    In one process both share memory: backward reads what was written through `.data`. A gathered
+    value has its own memory. It is written before the first read that follows.
     """
-    memory: dict[fx.Node, fx.Node] = {}  # by node, the one that made the memory that it shows
+    memory: dict[fx.Node, fx.Node] = {}  # by node, the one that made its memory
     moved_from: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose elements a value has
     gathered: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # by input: values by memory
     stale: dict[fx.Node, fx.Node] = {}  # values by memory, of parameters that were written since
@@ -392,8 +393,7 @@ def _only_moves(node: fx.Node) -> bool:
 
 
 def _is_cut_from(write: fx.Node, made: fx.Node, memory: Mapping[fx.Node, fx.Node]) -> bool:
-    """True if a call writes a part of the value that `made` made, as a block that has written its
-    gathered parameter does."""
+    """True if a call writes to a parameter a shard of its own gathered value `made`."""
     if write.target is not _aten.copy_.default:
         return False
     value: Any = write.args[1]
@@ -403,7 +403,7 @@ def _is_cut_from(write: fx.Node, made: fx.Node, memory: Mapping[fx.Node, fx.Node
 
 
 def _gather_again(graph: fx.Graph, value: fx.Node, phase: str) -> None:
-    """Write into a gathered value what the parameter holds now."""
+    """Write the parameter's current value into its gathered value, in `phase`."""
     moves, waiting = {value}, [value]
     while waiting:
         found = [n for n in waiting.pop().all_input_nodes if _only_moves(n) and n not in moves]

@@ -6,10 +6,11 @@ of the graph, the only nodes that write:
 
     add_(w, g); mul_(w, 2)     ->     a = add(w, g); b = mul(a, 2); copy_(w, b)
 
-`rewrite_without_writes` does this call by call. A write gives a new value to the part of the memory
-that it writes, and a node that shows another part is made again from it. If it is uncertain which
-values a write changes, the graph is traced once more under torch's own functionalization
-(`trace_without_writes`). That is correct for any graph, but takes as long as capture.
+`rewrite_without_writes` does this call by call. A write makes a new value for the part of the
+memory that it writes; a node that shows another part of that memory is made again from it. If it is
+uncertain which values a write changes, the graph is traced once more under torch's own
+functionalization (`trace_without_writes`). That is correct for any graph, but takes as long as
+capture.
 """
 
 from __future__ import annotations
@@ -93,10 +94,9 @@ def functionalize_graph(
         equal: groups of inputs, by position, that hold the same number.
 
     Raises:
-        CaptureError: a result cannot be the view that it is in eager, or no graph does what is
-            written through a view.
-        UnsureOfWrites: an operand or result of a block node is written in a way that only a trace
-            shows.
+        CaptureError: a result cannot be the view that it is in eager, or a write through a view
+            would be lost.
+        UnsureOfWrites: a subgraph's operand or result is written in a way that only a trace shows.
     """
     drop_needless_sets(graph.graph)
     refuse_lost_writes(graph.graph, traced=False)
@@ -147,7 +147,7 @@ def trace_without_writes(
     """Returns `graph` without writes, traced again under torch's functionalization. Notes are kept.
 
     Args:
-        makers: nodes whose memory several results show.
+        makers: nodes that made memory of which several results are views.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.
@@ -169,9 +169,9 @@ def trace_without_writes(
 
 
 class _Noting(fx.Interpreter):
-    """Interprets a graph while another is traced of it; new nodes get the notes of the old.
+    """Interprets a graph while another is traced from it; new nodes get the notes of the old.
 
-    Its results are those of the graph, and then the values of the nodes in `makers`.
+    Its results are those of the graph, then the values of the nodes in `makers`.
     """
 
     def __init__(self, graph: fx.GraphModule, makers: Sequence[fx.Node]):
@@ -224,11 +224,11 @@ class _Noting(fx.Interpreter):
 
 
 def _without_views_in_place(graph: fx.Graph) -> None:
-    """Replace calls that change how a tensor shows its memory (`x.t_()`) by views (`x.t()`).
+    """Replace calls that change a tensor's metadata in place (`x.t_()`) by views (`x.t()`).
 
-    They write nothing: who reads `x` afterwards reads what the call returns. Left as they are where
-    `x` itself is read afterwards, or is an input. Pooling channels-last images to one place makes
-    such a call, too.
+    They write no values: later readers of `x` read what the call returns. They stay if `x` itself
+    is read afterwards, or is an input. Pooling channels-last images to one place makes such a call,
+    too.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node, i in place.items():
@@ -276,8 +276,8 @@ def rewrite_without_writes(
     """Returns `graph` without writes except `copy_` into inputs at its end. Notes are kept.
 
     Args:
-        memory: by node, a number for the memory that it shows; only for memory that is written.
-        makers: nodes whose memory several results show.
+        memory: for each node whose memory is written, the number of that memory.
+        makers: nodes that made memory of which several results are views.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.
@@ -294,13 +294,13 @@ class _Rewrite:
 
     Attributes:
         of: by old node, its value in the new graph: a node, a `Scalar` of one, or a list.
-        memory: by old node, the number of the memory that it shows, if that is written.
+        memory: for old nodes whose memory is written, the number of that memory.
         written: by memory, how often it has been written so far.
         made_at: by old node, `written` of its memory when `of` was made.
         latest: by memory and part of it, the count at which that part was written, and its value.
         other_strides: new nodes whose strides differ from those of the old ones.
         shared: by node of `makers`, its value at the end.
-        closed: memory that a part of the graph has written, and that must not be used any more.
+        closed: memory that a subgraph has written, and that must not be used any more.
     """
 
     def __init__(
@@ -400,7 +400,7 @@ class _Rewrite:
             new.meta = {**node.meta, **new.meta}
 
     def _call_part(self, node: fx.Node) -> None:
-        """Add the call of a part of the graph. Nobody may use later what it writes.
+        """Add the call of a subgraph. Memory that it writes must not be used later.
 
         Raises:
             UnsureOfWrites: it writes what is no input, or was written before.
@@ -421,7 +421,7 @@ class _Rewrite:
         self.of[node] = found
 
     def _fill_in(self, call: Callable[..., Any], what: Any, given: Any, like: Any) -> Any:
-        """Add the calls of a pattern to the new graph; the value of the original call."""
+        """Add the calls of a pattern to the new graph; return the value of the original call."""
         olds: list[fx.Node] = []
         operands: list[fx.Node] = []
 
@@ -476,7 +476,7 @@ class _Rewrite:
     # -- memory ------------------------------------------------------------------------------------
 
     def current_value(self, node: fx.Node) -> Any:
-        """Returns the value in the new graph of what an old node shows at this point."""
+        """Returns the value in the new graph that an old node has at this point."""
         memory = self.memory.get(node)
         if memory is not None and memory in self.closed:
             raise UnsureOfWrites
@@ -502,7 +502,7 @@ class _Rewrite:
         raise UnsureOfWrites
 
     def _record_write(self, old: fx.Node, value: Any) -> None:
-        """Give the memory that an old node shows a new value, and so what it is a view of."""
+        """Set the new value of an old node that is written, and of what it is a view of."""
         memory = self.memory.get(old)
         if memory is None or not isinstance(value, fx.Node):
             raise UnsureOfWrites
@@ -517,10 +517,9 @@ class _Rewrite:
     def _without_views(
         self, node: fx.Node, value: fx.Node, memory: int
     ) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yields each tensor that `node` is a view of, one after another, with its value after the
-        write.
+        """Yields each tensor that `node` is a view of, nearest first, with its value after a write.
 
-        Ends at a view that cannot be inverted. Tensors beyond it are made again, or refused, when
+        Stops at a view that cannot be inverted. Tensors beyond it are made again, or refused, when
         read.
         """
         while (source := view_of(node)) is not None and self.memory.get(source) == memory:

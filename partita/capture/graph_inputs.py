@@ -1,13 +1,13 @@
-"""Inputs of a graph: a fake for each tensor of the state and the arguments, and reads of their
-metadata.
+"""Inputs of a graph: a fake for each tensor of the state and the arguments.
 
-Inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments,
-and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows
-whether the step reads it. Floats are added when the trace reads them. A DTensor with uneven pieces
-has a fake of the first rank's, largest, piece, so that all ranks trace the same graph.
+The inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and
+arguments, and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient
+that shows whether the step reads it. Floats are added when the trace reads them. If ranks have
+shards of different sizes, the fake has the size of the first, largest, shard, so that all ranks
+trace the same graph.
 
-Whether an input is a leaf, a view, shared or conjugated becomes a condition of the program
-(`TensorFacts`). Reading its address or its version counter is refused.
+Reads of an input's facts (is it a leaf, a view, shared, conjugated) become conditions of the
+program (`TensorFacts`). Reading its address or version counter is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .fakes import FakeMaker, fake_mode, identity_of
 from .whose_code import is_recorded, is_user_module
 
 WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
-"""Kinds of inputs that have no gradient themselves."""
+"""Kinds of inputs that have no `.grad`."""
 
 
 class GraphInputs:
@@ -49,11 +49,12 @@ class GraphInputs:
         all: in the graph's order: coordinates, tensors, gradients, numbers.
         fakes: the fake tensor of each.
         identities: the ids of the fakes.
-        leaves: of the call, as `tensors_of_call` returns them.
-        marked: positions of leaves that have a mark.
+        leaves: the leaves of the call, as `tensors_of_call` returns them.
+        marked: indices of leaves that have a mark.
 
     Args:
-        unmarked: positions of leaves without a gradient that get no mark.
+        names: (name, kind) of each leaf.
+        unmarked: indices of leaves that get no mark, whether or not they have a gradient.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class GraphInputs:
             self.identities.add(id(fake))
 
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
-        """Add the inputs to the graph that is being traced; called before any other node is there.
+        """Add the inputs to the graph that is being traced, before any other node.
 
-        The metadata in a node is a snapshot: the fakes are given layouts, and may be written.
+        The metadata in a node is that of the snapshot: fakes get layouts, and may be written.
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
@@ -130,7 +131,7 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Remove marks that are not read from the traced graph."""
+        """Remove from the traced graph the marks that nothing reads."""
         kept: list[tuple[Input, torch.Tensor]] = []
         nodes = graph.find_nodes(op="placeholder")
         for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
@@ -148,12 +149,11 @@ class GraphInputs:
     def tag_fakes(
         self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
     ) -> list[Any]:
-        """Give the fakes the layout, gradient, hooks and attributes of the tensors that they
-        replace.
+        """Give fakes the layout, gradient, hooks and attributes of the tensors that they replace.
 
         Args:
-            wires: for each wire of the inputs the one that traces.
-            copy_attributes: `InputAttributes.copy`.
+            wires: by real wire, the one that traces.
+            copy_attributes: called as `InputAttributes.copy`.
 
         Returns:
             The handles of the hooks.
@@ -186,24 +186,24 @@ class GraphInputs:
     # -- tensors and their fakes -------------------------------------------------------------------
 
     def stand_in(self, value: Any) -> Any:
-        """The fake of `value` where that is an input; else `value`."""
+        """Returns the fake of `value` if it is an input; otherwise `value`."""
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """Returns the input, a leaf of the call, that `fake` replaces; None if there is none."""
+        """Returns the input that `fake` replaces, if it is a leaf of the call; otherwise None."""
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """By axis of more than one rank, the fake of this rank's coordinate."""
+        """Returns by mesh axis of several ranks the fake of this rank's coordinate."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:
-        """The fake of the tensor whose gradient an input is."""
+        """Returns the fake of the tensor whose gradient an input is."""
         return self._fakes_by_id[id(self._by_leaf[gradient.index].tensor)]
 
 
 def _check_class(t: torch.Tensor, name: str) -> None:
-    """Raise CaptureError if `t` is of a class of the user's, which a fake cannot be."""
+    """Raise CaptureError if `t` has a class of the user, which a fake cannot have."""
     kind = type(t)
     if is_user_module(kind.__module__) and not isinstance(t, torch.nn.Parameter):
         raise not_captured(
@@ -227,7 +227,7 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Answers the facts that a step reads while it is captured.
+    """Handles a step's reads of facts of its input tensors, as `is_leaf`, during capture.
 
     Args:
         inputs: of the graph.
@@ -235,8 +235,7 @@ class TensorFacts:
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
-        # By id of each gradient that is there when the step begins: is it a mark (which stands
-        # where there is none), and how often was it written?
+        # By id of each gradient when the step begins: whether it is a mark, and its version.
         self._grads = {
             id(fake): (given.kind == "mark", count_writes(fake))
             for given, fake in zip(inputs.all, inputs.fakes, strict=True)
@@ -248,7 +247,7 @@ class TensorFacts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """The answer, in a tuple, where a torch function reads a fact of an input; () for others.
+        """Returns (value,) if a torch function reads a fact of an input; () otherwise.
 
         Args:
             caller: the frame that calls the function.
@@ -316,10 +315,8 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, so that they are traced. Returns the
-    handles.
-    """
-    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
+    """Register the user's hooks of a leaf on its fake, to be traced; returns their handles."""
+    if not tensor.is_leaf:  # autograd calls its hooks outside the graph
         return []
     found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]
     for hook in select_user_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
@@ -332,7 +329,7 @@ OWN_ATTRIBUTES = OURS | {"_is_param"}
 
 
 def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
-    """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
+    """Returns the names of the attributes that the user has set on a tensor."""
     return _names_of_user(tuple(t.__dict__))
 
 

@@ -1,8 +1,9 @@
 """Outputs of a graph: what a function returns, and leaves in the state and in `.grad`.
 
-A caller may ask for gradients of results with a history ("cotangent"). "admitted" and "answers" are
-values for checks alone. `program_of_trace` drops inputs that are not read, gradients that would
-only hold memory, and the tensors of the captured call.
+For results with a history, the graph also returns gradients of inputs ("cotangent"). "admitted" and
+"answers" are values for checks alone: plain tensors used with DTensors, which must be equal on all
+ranks, and the results of branches on values. `program_of_trace` drops inputs that nothing reads,
+gradients that would only hold memory, and the tensors of the captured call.
 """
 
 from __future__ import annotations
@@ -79,11 +80,12 @@ class GraphOutputs:
         check: Callable[[Any], None],
         gives_inputs: bool = False,
     ) -> None:
-        """Add what the step returns.
+        """Add the values that the step returns.
 
         Args:
-            check: raises where a leaf that is no tensor cannot be returned by every call.
-            gives_inputs: a result that is an input is an output of the graph, too.
+            leaves, structure: of the result.
+            check: raises if a leaf that is no tensor cannot be returned by every call.
+            gives_inputs: True to make a result that is an input an output of the graph, too.
         """
         self.result = structure
         results: list[Any] = []
@@ -105,11 +107,11 @@ class GraphOutputs:
                     self._add_value("result", leaf)
 
     def add_slot(self, slot: Slot, value: Any) -> None:
-        """Add what a slot holds after the step."""
+        """Add the value that a slot has after the step."""
         self._add_value("slot", value, slot=slot)
 
     def add_left_gradients(self) -> None:
-        """Add the gradients that the step leaves on tensors that it has made, and on inputs."""
+        """Add the gradients that the step leaves on inputs, and on tensors that it has made."""
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
             if is_first and self._inputs.input_of(self.values[i]) is None:
@@ -132,7 +134,7 @@ class GraphOutputs:
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
-        """Add the gradients of inputs; none where the step has used up the results' history."""
+        """Add the gradients of inputs; none if the step has freed the results' history."""
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
@@ -166,8 +168,7 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """Add what the step does not return: plain values next to DTensors ("admitted"), or the
-        "answers" to what torch has asked, which become one output."""
+        """Add "admitted" values, each an output, or "answers", which together become one output."""
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]
         self.values += values
@@ -197,10 +198,10 @@ class GraphOutputs:
 
 
 def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
-    """Index and new value of `requires_grad` of each input for which the step sets it.
+    """Returns (index, new value) for each input whose `requires_grad` the step sets.
 
     Raises:
-        CaptureError: it has hooks of the user's, which were not traced.
+        CaptureError: such an input has hooks of the user, which were not traced.
     """
     found = []
     for given, fake in zip(inputs.all, inputs.fakes, strict=True):
@@ -233,18 +234,18 @@ def _untraced_spec(spec: Spec | None) -> Spec | None:
 
 
 OF_FAKES = frozenset(FakeTensor.__annotations__)
-"""Attributes that every fake tensor has."""
+"""The names of attributes that every fake tensor has."""
 
 _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 
 
 def attributes_given_to(fake: torch.Tensor) -> list[str]:
-    """The names of attributes set on a tensor, without what a fake caches, as of `.item()`."""
+    """Returns the names of attributes set on a tensor, without the caches of a fake."""
     return [name for name in user_attributes_of(fake) if not name.endswith(_MEMO)]
 
 
 def _left_gradient(made: torch.Tensor) -> torch.Tensor | None:
-    """The `.grad` that the step's backward passes left on a tensor that it made."""
+    """Returns the `.grad` that the step's backward passes left on a tensor that it made."""
     if has_history(made) and not _retains_gradient(made):
         return None  # torch warns whoever reads it
     with Local():
@@ -259,7 +260,7 @@ def _retains_gradient(made: torch.Tensor) -> bool:
 
 
 def _check_no_marks(made: torch.Tensor) -> None:
-    """Raise CaptureError if the step sets a hook or an attribute on a tensor that it makes."""
+    """Raise CaptureError if the step has set a hook or an attribute on a tensor that it made."""
     given = [name for name in attributes_given_to(made) if name not in OF_FAKES]
     marks = [f"the attribute {name}" for name in given]
     if asks_gradient(made) and user_hooks_of(made):
@@ -279,7 +280,7 @@ def program_of_trace(
     outputs: GraphOutputs,
     kind: type[_P],
 ) -> tuple[_P, dict[fx.Node, Input], list[tuple[fx.Node, Wire]]]:
-    """The program of a traced graph, which is changed in place.
+    """Returns the program of a traced graph, which is changed in place.
 
     Args:
         wires: by real wire, the one that traced.
@@ -319,12 +320,12 @@ def _select_outputs(
     marked: Set[int],
     cleared: list[int],
 ) -> tuple[list[Output], list[tuple[fx.Node, Wire]]]:
-    """The outputs that stay and the admitted (node, wire)s; others are taken off the graph.
+    """Drop outputs that are not needed; returns the others, and the admitted (node, wire) pairs.
 
     Args:
         given: by node, the input.
-        marked: places of tensors that had no gradient, as the step has not read.
-        cleared: gets the places of tensors whose gradients are taken off.
+        marked: indices of tensors that had no gradient; the step has not read their marks.
+        cleared: gets the indices of tensors whose gradients are dropped.
     """
     (end,) = graph.find_nodes(op="output")
     pairs = [*zip(outputs.all, end.args[0], strict=True)]
@@ -353,7 +354,7 @@ def _select_outputs(
 def _updated_by_gradients(
     graph: fx.Graph, given: dict[fx.Node, Input], outputs: Sequence[tuple[Output, fx.Node]]
 ) -> set[int]:
-    """The places of tensors whose new values are computed from their new gradients."""
+    """Returns the indices of tensors whose new values depend on their new gradients."""
     gradients = {value: out.index for out, value in outputs if out.kind == "gradient"}
     found = set()
     # A bit for the place of each gradient that a node depends on.
@@ -371,7 +372,7 @@ def _updated_by_gradients(
 
 
 def _without_memory(given: Input, inputs: GraphInputs) -> Input:
-    """The input with a fake in place of a tensor that belongs to the captured call alone."""
+    """Returns an input with a fake for a tensor that belongs to the captured call alone."""
     if given.kind != "argument" and given.tensor.is_leaf:
         return given
     with Local(), torch.no_grad():
@@ -380,7 +381,6 @@ def _without_memory(given: Input, inputs: GraphInputs) -> Input:
 
 
 def _find_compared(value: fx.Node) -> fx.Node:
-    """What is compared for an "admitted" output, which is a copy of it; that of a block is made in
-    the block."""
+    """Returns the node of which an "admitted" output is a copy; a block's copy itself."""
     made: Any = value.args[0]
     return value if subgraph_of(made) is not None else made

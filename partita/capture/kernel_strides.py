@@ -2,15 +2,15 @@
 
 A graph is traced over fakes, and a step may depend on their strides: `reshape` is a view or a copy,
 `contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands are
-transposed, its strides differ from the kernel's:
+transposed, its strides may differ from the kernel's:
 
     softplus_backward(grad, x)    the fake has the strides of x, the kernel's result those of grad
 
-So if an operand is not contiguous, the kernel is called on the device of the graph. It gets zeros
-with the operands' order of strides, and a small size in place of each above 6. The real result has
+So if an operand is not contiguous, the kernel is called on the device of the graph with zeros. They
+have the operands' order of strides, and a small size in place of each above 6. The real result has
 the same order of strides. Equal calls are made once in a process.
 
-An op that computes with sizes, as padding does, is called with those of its operands if they are
+An op that computes with sizes, as padding does, is called with the operands' own sizes if they are
 small. For large ones torch's own result is used. The executor makes no view with it that a tensor
 does not have (`backend/executor.py`).
 """
@@ -31,17 +31,17 @@ from torch.utils import _pytree as pytree
 from partita.tensor.op_facts import facts_of, without_any_autocast
 
 _LARGEST_KEPT = 6
-"""Sizes up to this one are kept: such a number among the arguments may also be a dimension."""
+"""Sizes up to this are kept, because such a number in the arguments may be a dimension index."""
 _MOST_ELEMENTS = 1 << 16
-"""Operands that have more elements are not made in their own sizes."""
+"""The most elements of operands that are made in their own sizes."""
 _RESULTS_KEPT = 4096
 
 Order = tuple[int, ...]
-"""Dimensions of a tensor without gaps, beginning with the one that has the longest stride."""
+"""The dimensions of a tensor without gaps, by stride, the longest first."""
 
 
 class KernelStridesMode(FakeTensorMode):
-    """A mode in which fakes have the strides that kernels give.
+    """A fake mode in which fakes have the strides that kernels return.
 
     Private torch: `dispatch`, which each call of an op in the mode goes through.
     """
@@ -105,7 +105,7 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 
 def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """Returns the strides of a tensor without gaps whose dimensions lie in `order`."""
+    """Returns the strides of a tensor without gaps whose dimensions have the order `order`."""
     strides, size = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = size
@@ -114,7 +114,7 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two strides say the same of `shape`: those of a single element count for nothing."""
+    """True if two strides are equal for `shape`; strides of dimensions of size 1 do not count."""
     return 0 in shape or all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 
@@ -123,7 +123,7 @@ def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[
 
 @dataclass(frozen=True)
 class _Operand:
-    """The operand that a kernel gets in place of a tensor."""
+    """The metadata of the operand that a kernel gets in place of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -142,7 +142,7 @@ _results: dict[Any, list[_Result]] = {}
 
 
 def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list[Order | None]:
-    """Returns the order of each result; None where it is not known."""
+    """Returns the order of each result; None if it is unknown."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for size_of in _smaller_sizes([t for t in leaves if isinstance(t, torch.Tensor)]):
         try:
@@ -162,7 +162,7 @@ def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list
 
 
 def _smaller_sizes(operands: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """Yields replacements by size: for small operands first, then their own sizes."""
+    """Yields dicts that replace sizes: by small ones first, then none, if operands are small."""
     large = sorted({n for t in operands for n in t.shape if n > _LARGEST_KEPT})
     yield {n: _LARGEST_KEPT + 1 + i for i, n in enumerate(large)}
     if large and sum(t.numel() for t in operands) <= _MOST_ELEMENTS:
@@ -185,13 +185,13 @@ def _twin_of(leaf: Any, size_of: dict[int, int]) -> Any:
         raise ValueError("a number that is not known")
     if type(leaf) is not int or not size_of or abs(leaf) <= _LARGEST_KEPT:
         return leaf
-    if leaf not in size_of:  # a length, perhaps, which is beyond the end of what is smaller
+    if leaf not in size_of:  # perhaps a length, beyond the end of a smaller operand
         raise ValueError("a number that is none of the sizes")
     return size_of[leaf]
 
 
 def _strides_of_twin(t: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides for `shape` with the order, the gaps and the repeated elements of `t`."""
+    """Returns strides for `shape` with the order, the gaps and the repeated elements of `t`."""
     strides, size, size_of_twin = [0] * t.dim(), 1, 1
     for d in sorted(range(t.dim()), key=lambda d: (t.stride(d), t.shape[d] > 1)):
         n, stride = t.shape[d], t.stride(d)
@@ -208,7 +208,7 @@ def _strides_of_twin(t: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _call_kernel(func: Any, args: Any, kwargs: Any) -> list[_Result]:
-    """Returns the shape and order of each result of a call; no results where it fails."""
+    """Returns the shape and order of each result of a call; [] if it fails."""
     kept = torch.random.fork_rng() if facts_of(func).draws else nullcontext()
     below_autograd = torch._C._AutoDispatchBelowAutograd()
     try:
@@ -222,7 +222,7 @@ def _call_kernel(func: Any, args: Any, kwargs: Any) -> list[_Result]:
 
 
 def _order_of(t: torch.Tensor) -> Order | None:
-    """Returns the order of a tensor's dimensions in memory; None where there are gaps in it."""
+    """Returns the order of a tensor's dimensions in memory; None if it has gaps."""
     if t.layout is not torch.strided:
         return None
     strides = t.stride()

@@ -1,11 +1,10 @@
-"""Known masks: attention with a causal mask, or one that hides nothing, needs no mask in the graph.
+"""Known masks: attention with a causal mask, or one that hides nothing, needs no mask.
 
 Models compute masks from positions. A mask that hides from each query the later keys means the same
-as `is_causal`. But with a mask torch uses a slower kernel than flash attention. It reads (queries,
-keys) numbers more, and keeps them for backward. Libraries know this, and omit such masks in eager.
-When they are traced they make one all the same (transformers does, because it checks positions for
-packed sequences). So a mask that depends only on constants is computed once, at capture, and
-removed from the call:
+as `is_causal`. But with a mask torch uses a slower kernel than flash attention, which reads
+(queries, keys) more numbers and keeps them for backward. Libraries omit such masks in eager, but
+make one when they are traced (transformers does, because it checks positions for packed sequences).
+So a mask that depends only on constants is computed once, at capture, and removed from the call:
 
     scaled_dot_product_attention(q, k, v, mask)  ->  ...(q, k, v, is_causal=True), or no mask at all
 
@@ -42,33 +41,33 @@ from partita.tensor.op_facts import facts_of
 from .fakes import is_symbolic
 
 ATTENTION: Any = F.scaled_dot_product_attention
-"""The function whose masks are left out."""
+"""The function whose masks are removed."""
 
 HIDDEN = -1e30
-"""A number that is added to a score hides its key if it is no greater: the weight is 0 then, unless
-scores are of that size themselves. Of float16, whose numbers are smaller, only -inf does."""
+"""A number up to this, added to a score, hides its key: the weight is 0, unless scores are as
+large themselves. In float16, whose numbers are smaller, only -inf hides a key."""
 
 ROWS = 256
 """The most rows that are computed at once."""
 AT_ONCE = 2**22
-"""Elements that are computed at once, at most."""
+"""The most elements that are computed at once."""
 MOST = 2**33
-"""Numbers that are computed to look at one mask: some seconds of a core. That suffices for a causal
-mask of 2^16 tokens."""
+"""The most numbers that are computed for one mask: some seconds of a core. That suffices for a
+causal mask of 2^16 tokens."""
 LARGE = 2**20
-"""Elements: a value of more is not computed as a whole."""
+"""The most elements of a value that is computed as a whole."""
 _MOST_NODES = 256
-"""A value that depends on more nodes is not known."""
+"""The most nodes that a known value may depend on."""
 
 _aten = torch.ops.aten
 
 
 class NotKnown(Exception):
-    """A value is not computed from constants alone, or not in a way that is understood here."""
+    """A value does not depend on constants alone, or is computed in an unsupported way."""
 
 
 class KnownMasks:
-    """The masks of one capture run, and what was found of each."""
+    """The masks of one capture run, and what each of them hides."""
 
     def __init__(self) -> None:
         self._found: dict[Any, str] = {}
@@ -79,7 +78,7 @@ class KnownMasks:
         kwargs: Mapping[str, Any],
         find_node: Callable[[torch.Tensor], fx.Node | None],
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments of a call of attention, without its mask where that need not be there.
+        """Returns the arguments of a call of attention, without a mask that is not needed.
 
         Args:
             find_node: returns the node that makes a mask; None if there is none.
@@ -99,7 +98,7 @@ class KnownMasks:
         return (query, key, value), {**rest, "is_causal": found == "later keys"}
 
     def _find_hidden(self, node: fx.Node, scores: tuple[int, ...]) -> str:
-        """ "later keys", "nothing", or "" where that is not known, or it is something else."""
+        """Returns `find_hidden` of the mask that a node makes; "" also if it cannot be computed."""
         try:
             known = KnownNode(node)
         except NotKnown:
@@ -134,7 +133,7 @@ def _bind(
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
-    """Returns the shape of a tensor, of a DTensor the global one."""
+    """Returns the shape of a tensor; for a DTensor the global one."""
     spec = getattr(x, "_spec", None)
     with Unheard():
         return tuple(x.shape if spec is None else spec.shape)
@@ -160,7 +159,7 @@ def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
     """Returns what a mask hides; every element is checked.
 
     Returns:
-        "nothing"; "later keys": from each query those with a greater number; "" for anything else.
+        "nothing"; "later keys": from each query those with a greater index; "" for anything else.
 
     Raises:
         NotKnown: it cannot be computed, or that would take too long.
@@ -197,10 +196,10 @@ def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
 
 
 def _blocks_of(queries: int, keys: int, times: int) -> Iterator[tuple[slice, slice]]:
-    """Yields the rows and columns of blocks, each element in one of them.
+    """Yields the rows and columns of blocks that cover all elements once.
 
     Args:
-        times: how many numbers an element has, for the leading dimensions.
+        times: the product of the leading dimensions, as numbers for each element.
     """
     height = max(1, min(ROWS, math.isqrt(AT_ONCE // max(1, times))))
     width = max(1, AT_ONCE // max(1, times * height))
@@ -236,7 +235,7 @@ class KnownNode:
 
     @property
     def key(self) -> tuple[fx.Node, ...]:
-        """Equal for nodes of one value."""
+        """A key that is equal for nodes with one value."""
         return (*self._order,)
 
     @property
@@ -263,7 +262,7 @@ class KnownNode:
     def compute_block(self, rows: slice, columns: slice) -> torch.Tensor:
         """Returns the elements in some rows and columns, the last two dimensions.
 
-        Dimensions of size 1 stay as they are.
+        Dimensions of size 1 are kept.
 
         Raises:
             NotKnown: a part of the value cannot be computed without the rest.
@@ -352,12 +351,12 @@ class KnownNode:
     ) -> None:
         """Raise NotKnown if the memory of `node` is written between it and its reader.
 
-        The write may go through a view, or through what it is a view of. The reader would get the
-        older content.
+        The write may go through a view, or through the base of a view, which the values here do not
+        follow.
 
         Args:
             reader: the call that reads it; None if that has no node yet.
-            writes: by the node that makes some memory, the calls that write it; is added to.
+            writes: a cache: by the node that makes some memory, the calls that write it.
         """
         root = node
         while (shown := shown_operand(root)[0]) is not None:
@@ -383,8 +382,7 @@ def _find_writes(root: fx.Node) -> Iterator[fx.Node]:
 
 
 def _operands_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values that of `node` depends on. Raises NotKnown for a node that is no call
-    whose result its operands decide."""
+    """Returns the nodes that decide the value of `node`; raises NotKnown if more than these do."""
     target: Any = node.target
     is_python = not isinstance(target, torch._ops.OpOverload) and node.op == "call_function"
     reckons = is_python and is_symbolic(node.meta.get("val"))
@@ -411,16 +409,14 @@ def _writes_first(target: Any) -> bool:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Compute inside the block as torch normally does: nothing is traced, intercepted, cast or
-    saved.
-    """
+    """Compute normally inside the block: without tracing, modes, autocast and gradients."""
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
     with _disable_current_modes(), Unheard(), torch.no_grad(), casts_off:
         yield
 
 
 def _has_small_memory(node: fx.Node) -> bool:
-    """True if the value of a node is small, or is shown with strides of 0 or in others' memory."""
+    """True if a node's value needs little memory: it is small, a view, or expanded."""
     like, target = node.meta.get("val"), node.target
     if not isinstance(like, torch.Tensor) or like.numel() <= LARGE:
         return True
@@ -438,9 +434,9 @@ def _is_fill(node: fx.Node) -> bool:
 
 
 def _compute_node(node: fx.Node, value_of: Callable[[fx.Node], Any], root: Any) -> Any:
-    """Returns the value of a node, a tensor, a list or a number.
+    """Returns the value of a node: a tensor, a list or a number.
 
-    Integers and bools that are equal along a dimension are stored once.
+    Integers and bools that are equal along a dimension are stored once, by a stride of 0.
     """
     if node.op == "get_attr":
         return _check_constant(functools.reduce(getattr, str(node.target).split("."), root))
@@ -460,7 +456,7 @@ def _compute_node(node: fx.Node, value_of: Callable[[fx.Node], Any], root: Any) 
     elif facts_of(target).is_view:
         try:
             found = target(*args, **kwargs)
-        except RuntimeError:  # what is stored once is a view only in memory of its own
+        except RuntimeError:  # an expanded tensor lacks some views that the original has
             if args[0].numel() > LARGE:
                 raise NotKnown from None
             found = target(args[0].contiguous(), *args[1:], **kwargs)
@@ -478,7 +474,7 @@ def _on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_writing(target: Any) -> Any:
-    """Returns the operator that gives what `target` writes."""
+    """Returns the operator that returns what `target` writes."""
     if not facts_of(target).writes:
         return target
     return getattr(getattr(_aten, target._opname.removesuffix("_")), target._overloadname)
@@ -506,12 +502,12 @@ def _store_once(found: torch.Tensor) -> torch.Tensor:
 # -- blocks of a value -----------------------------------------------------------------------------
 
 _LEADING_VIEWS = ("expand", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice")
-"""Views that keep the matrices in the last two dimensions, in order, where these have equal
-sizes and there are as many elements, or they are expanded."""
+"""Views that keep the matrices in the last two dimensions, in order, if these keep their sizes
+and the number of elements is equal, or grows by `expand`."""
 
 
 def _block_size(shape: Sequence[int], rows: slice, columns: slice) -> Iterator[int]:
-    """Yields the shape of a block of a value."""
+    """Yields the sizes of a block of a value, dimension by dimension."""
     cut = (*(slice(0, n) for n in shape[:-2]), rows, columns)[-len(shape) :] if shape else ()
     for size, at in zip(shape, cut, strict=True):
         yield 1 if size == 1 else at.stop - at.start
@@ -524,12 +520,12 @@ def _take_block(value: torch.Tensor, rows: slice, columns: slice) -> torch.Tenso
 
 
 def _without_repeats(x: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without repeats: with size 1 in dimensions of stride 0."""
+    """Returns a view of size 1 in each dimension of stride 0."""
     return x[tuple(slice(None) if step else slice(0, 1) for step in x.stride())]
 
 
 def _swaps_last_two(name: str, dims: Sequence[Any], ndim: int) -> bool:
-    """True if a call of a view of `ndim` dimensions swaps the last two, and no other."""
+    """True if a view call of `ndim` dimensions swaps the last two, and no other."""
     if name == "permute":
         places = [dim % ndim for dim in dims[0]]
         return ndim > 1 and places == [*range(ndim - 2), ndim - 1, ndim - 2]

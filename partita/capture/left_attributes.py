@@ -1,6 +1,7 @@
-"""What a captured function leaves in the attributes of declared modules.
+"""Fakes that a captured function leaves in attributes of declared modules.
 
-A program would not repeat it, and the module would keep a fake. So it is taken back and refused.
+A program would not repeat the write, and the module would keep a fake. So the attributes are
+restored, and capture raises an error.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from .fakes import is_symbolic
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Take back, after the block, attributes of modules in which it leaves fakes.
+    """Restore, after the block, attributes of modules in which it leaves fakes.
 
     Lists and dictionaries that are attributes get their old items back.
 
     Raises:
-        CaptureError: there were some, and the block has raised nothing.
+        CaptureError: there were some, and the block itself has raised nothing.
     """
     before = [
         (f"{prefix}." if prefix else "", home, {**home}, _copies_of_containers(home))
@@ -87,7 +88,7 @@ def _holds_fake(value: Any) -> bool:
 
 
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """True for the list that nn.GRU makes of its parameters whenever these are exchanged."""
+    """True for the list that nn.GRU makes of its parameters whenever these are replaced."""
     return (
         type(value) is type(before) is list
         and len(value) == len(before)

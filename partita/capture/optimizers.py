@@ -2,11 +2,12 @@
 
 Its state and parameters are inputs like all others. So are the floats of its groups, which
 schedules change: as constants they would make another graph in every step. State that the first
-step would make is made before (`make_optimizer_state`), so that the first step has the same program
-as the others. If the model has blocks, `block_updates` updates each separately.
+step would make is made before capture (`make_optimizer_state`), so that the first step has the same
+program as the others. If the model has blocks, `block_updates` updates each separately.
 
-Step counts of parameters need a dozen scalar calls each, and are normally equal. This becomes a
-condition (`EqualInputs`), under which one count represents all (`share_equal_counts`).
+The step count of each parameter needs a dozen scalar calls, and normally all counts are equal. This
+becomes a condition (`EqualInputs`), under which the calls are made for one count only
+(`share_equal_counts`).
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ from .whose_code import codes_within
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
 _UNSCALES = "_step_supports_amp_scaling"
-"""Private torch: the attribute by which fused optimizers tell a GradScaler that they unscale."""
+"""Private torch: the attribute of fused optimizers that makes a GradScaler leave unscaling to
+them."""
 
 
 _CAPTURED = {"capturable": True, "foreach": True, "fused": False}
-"""Settings of an optimizer while it is captured: capturable, so that no count is read as a number;
-foreach, because the compiler fuses it."""
+"""Settings of an optimizer during capture: capturable, so that no count is read as a number;
+foreach, because the compiler fuses its kernels."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
@@ -65,7 +67,7 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     optimizer of torch.optim has, makes the state of each parameter with a gradient.
 
     Returns:
-        The (optimizer, parameter)s whose state was made, for `drop_unused_state`.
+        (optimizer, parameter) for each new state, for `drop_unused_state`.
     """
     found: MadeState = []
     for optimizer in optimizers.values():
@@ -87,7 +89,7 @@ def _check_state_is_apart(optimizer: Optimizer) -> None:
     """Raise CaptureError if two parameters have one tensor in their state.
 
     A captured update goes operation by operation over all parameters, as foreach kernels do; eager
-    may go parameter by parameter. The two agree if parameters share no state.
+    may go parameter by parameter. Both agree if parameters share no state.
     """
     seen: set[int] = set()
     for entries in optimizer.state.values():
@@ -111,7 +113,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 def _leaves_state_to_torch(optimizer: Optimizer) -> bool:
     """True for a class of torch, or a subclass whose own methods do not name the state.
 
-    Methods that name it may check whether there is any, and make it in their own way if not.
+    Methods that name it may check whether it exists, and make it in their own way if not.
     """
     for kind in type(optimizer).__mro__:
         if _is_defined_in_torch(kind):
@@ -128,7 +130,7 @@ def _is_defined_in_torch(found: Any) -> bool:
 
 
 def _find_modes() -> tuple[Any, ...]:
-    """Returns the user's modes that intercept function calls, and the number of dispatch modes."""
+    """Returns the user's modes that intercept functions, and the number of dispatch modes."""
     return (*map(id, hearing_modes()), dispatch_listeners()[0])
 
 
@@ -143,7 +145,7 @@ def _steps_under_mode() -> CaptureError:
 
 
 def _make_state(optimizer: Optimizer, only_with_gradient: bool = False) -> MadeState:
-    """Make the state of parameters, as their first step would, or of those with a gradient."""
+    """Make the state of parameters, or of those with a gradient, as their first step would."""
     found: MadeState = []
     make: Any = getattr(optimizer, "_init_group", None)
     lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
@@ -166,9 +168,9 @@ def _make_state(optimizer: Optimizer, only_with_gradient: bool = False) -> MadeS
 
 
 def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Returns the group with `fused` off where its parameters are meta tensors.
+    """Returns the group with `fused` off if its parameters are meta tensors.
 
-    A fused optimizer refuses those, though to make its state it needs no kernel. A capturable one
+    A fused optimizer refuses those, although making its state needs no kernel. A capturable one
     counts its steps in a tensor beside each parameter, as a fused one does.
     """
     if not group.get("fused") or not all(p.is_meta for p in params):
@@ -194,7 +196,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete made state without a tensor that is used, by `used`. Returns True if there was any."""
+    """Delete made state of which `used` is True for no tensor. Returns True if there was any."""
     found = False
     for optimizer, p in made_state:
         state = optimizer.state.get(p)
@@ -224,13 +226,15 @@ class CapturedOptimizers:
         recorder: Recorder,
         updates: BlockUpdates,
     ) -> Iterator[None]:
-        """Give the optimizers fakes of their parameters and floats inside the block.
+        """Replace parameters and floats in the optimizers' groups by fakes, inside the block.
 
-        Tensors of their state are exchanged elsewhere, as slots.
+        Optimizer steps inside the block are set up to be captured. Tensors of the optimizers' state
+        are replaced elsewhere, as slots.
 
         Args:
             stand_in: returns the fake of a tensor.
-            number: returns the symbolic float of a float, by name, value, home and path.
+            number: returns the symbolic float for a float, given name, value, home and path.
+            recorder: its phase is "update" while an optimizer steps.
             updates: makes the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
@@ -340,8 +344,7 @@ class CapturedOptimizers:
         return {key: stand_in_for(value, key) for key, value in group.items()}
 
     def _set_up_groups(self, optimizer: Optimizer) -> None:
-        """Have an optimizer update as it is captured, until `_restore_settings`. The step may read
-        its own settings before and after."""
+        """Set an optimizer to update as it is captured, until `_restore_settings`."""
         for group in optimizer.param_groups:
             own = {name: group[name] for name in _CAPTURED if name in group}
             self._settings.append((group, own))
@@ -355,10 +358,10 @@ class CapturedOptimizers:
     def list_new_state(
         self, find_slot: Callable[[torch.Tensor], Slot | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
-        """After the step: (slot, value) of state that optimizers did not hold before.
+        """Returns, after the step, (slot, value) of state that optimizers did not have before.
 
         Args:
-            find_slot: returns the slot of the input for which a fake stands.
+            find_slot: returns the slot of the input that a fake replaces.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
@@ -389,16 +392,16 @@ class CapturedOptimizers:
 
 # -- equal step counts -----------------------------------------------------------------------------
 
-_COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
+_COUNTED_ON = (HOST.type, "meta")  # reading these waits for no device
 
 
 def find_equal_counts(
     inputs: Sequence[Input], optimizers: Iterable[Optimizer]
 ) -> list[EqualInputs]:
-    """Groups of counts of torch's optimizers that are equal now.
+    """Returns a condition for each group of torch's step counts that are equal now.
 
-    Only counts on the host: to compare others at each call would wait for their device. And none of
-    a user's optimizer, whose numbers may differ between ranks: they might be equal on one alone.
+    Only counts on the host: comparing others in each call would wait for their device. And none of
+    a user's optimizer, whose counts may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)
@@ -417,7 +420,7 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns the places of equal counts among all inputs."""
+    """Returns the positions of equal counts among all inputs."""
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 
@@ -425,8 +428,8 @@ def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> li
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
     """Compute once what an update computes from equal numbers.
 
-    The graph has no writes but into inputs, at its end; each input is still written. Two results
-    may be one node afterwards: see `functional_memory.keep_apart`.
+    The graph's only writes are those into inputs at its end; each input is still written. Two
+    results may become one node: see `functional_memory.keep_apart`.
 
     Args:
         equal: groups of inputs that hold the same number.
@@ -451,7 +454,7 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
 
 
 def _exchange_operands(node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> None:
-    """Make a node read, in place of operands that are keys of `of`, their values."""
+    """Replace the operands of a node that are keys of `of` by their values in `of`."""
     # At once: a call may read many, and each change of one of them copies its operands.
     if not of.keys().isdisjoint(node.all_input_nodes):
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: of.get(n, n))

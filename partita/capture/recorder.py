@@ -3,21 +3,21 @@
 `Recorder` is the dispatch mode that every ATen call goes through. It traces the call (or repeats an
 equal one: `RepeatedCalls`), and gives the new nodes a `Note`: the user's line (in backward: the
 line of the forward call whose gradient it is), the phase of the step and, inside a redistribution,
-the move. The nodes of a redistribution are copied for each tensor of equal metadata
-(`RepeatedMoves`). The parameters of one block are gathered like those of the next, and tracing a
-move takes ten times as long as copying its nodes.
+the redistribution (move). The nodes of a redistribution are copied for each tensor of equal
+metadata (`RepeatedMoves`): the parameters of all blocks are gathered alike, and tracing takes ten
+times as long as copying nodes.
 
 `StepFunctionMode`, a torch-function mode, follows the functions that the step calls on tensors.
 
-- `x.data = y` exchanges the node that makes x. Reads of x from then on are reads of y. At the
-  step's end y's value is copied into the memory of x. Other views of that memory keep their values
-  until then, as in eager.
+- `x.data = y` replaces the node that makes x. Reads of x from then on are reads of y. At the step's
+  end y's value is copied into the memory of x. Other views of that memory keep their values until
+  then, as in eager.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
-- Metadata of inputs, such as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
+- Metadata of inputs, such as `is_leaf`: conditions of the program (`graph_inputs.TensorFacts`).
 - Checks of values that torch makes in eager and omits when it traces: nodes of the graph.
-- Attention masks that are not needed (`known_masks`).
+- Attention masks that are not needed are removed (`known_masks`).
 - Calls that run no code of the user are not profiled (`LibraryCalls`).
-- What a graph cannot express is refused: at once, or when the step has run (`capture`).
+- What a graph cannot express is refused: at once, or after the run (`tracer`).
 """
 
 from __future__ import annotations
@@ -114,10 +114,8 @@ def _shape_of_value(value: Any) -> Any:
 
 
 def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the output shape of this call is known, though for other operands of `func` it is
-    not.
-    """
-    if func is _aten.index.Tensor:  # masks have a data-dependent count, integers have not
+    """True if the output shape of this call is known, though `func` may depend on data."""
+    if func is _aten.index.Tensor:  # masks select a data-dependent count, integers do not
         given = [i for i in args[1] if i is not None]
         return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
     if func is _aten.one_hot.default:
@@ -187,7 +185,9 @@ _COUNTED: dict[Any, Callable[..., Any]] = {
     _aten.masked_select.default: _select_counted,
     _aten.index.Tensor: _index_counted,
 }
-"""By op whose output has a shape that depends on data, the same for a known count."""
+"""By op whose output shape depends on data, a function that computes it for a known count.
+
+Its first argument counts the true elements of a mask, or sums repeats."""
 
 
 def _other_settings() -> CaptureError:
@@ -202,22 +202,22 @@ def _other_settings() -> CaptureError:
 
 
 class Recorder(FakeRunHooks, TorchDispatchMode):
-    """Traces each call and notes the nodes that it adds to `graph`.
+    """Traces each ATen call and gives the nodes that it adds to `graph` their notes.
 
-    Calls see local shapes. Kernels that Python implements read shapes, and in backward, where torch
-    functions must be on, a saved DTensor would return its global shape.
+    Calls get local shapes. Kernels implemented in Python read shapes, and in backward, where torch
+    functions must be enabled, a saved DTensor would return its global shape.
 
     Attributes:
-        masks: what is known of attention masks.
+        masks: the attention masks of the run.
         updating: True while an optimizer steps.
-        exact: during one of torch's steps, the ids for `with_exact_numbers`; otherwise None.
-        is_behind_forward: True while the backward of a region is traced, which the step itself has
-            not called.
+        exact: while one of torch's optimizers steps, `held` of `with_exact_numbers`; otherwise
+            None.
+        is_behind_forward: True while backward is traced for a region, which did not call it itself.
         regions_begun: the number of remat regions that have begun.
         follows_from_integers: True for a number that depends only on integers and bools of the
             step's arguments.
-        note_read: called with each number that is read of a tensor, and that tensor.
-        block_kinds: for each call of a block the class of the block, and for each update of one the
+        note_read: called with each number that is read from a tensor, and that tensor.
+        block_kinds: for each block call the class of the block, and for each update of a block the
             classes of the optimizer and of the block.
     """
 
@@ -234,7 +234,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
         self._outer: list[Any] = []
         self._within = NO_NOTE  # the move, region and policy that nodes belong to now
-        self._noted: tuple[Any, ...] = ()  # of what the last note was made
+        self._noted: tuple[Any, ...] = ()  # what the last note was made from
         self._note = NO_NOTE
         self._moves = 0
         self._last = self.newest()
@@ -251,14 +251,12 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Private torch: True if each dispatch must turn Dynamo off. Capture has done so for the
-        step.
-        """
+        """True if each dispatch must turn Dynamo off. Private torch; capture has turned it off."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # Kernels over lists ask it for each operand, several times: a sixth of a trace.
+            # Kernels over lists read it several times for each operand: a sixth of a trace.
             return args[0].device
         if func is DETACH:
             out = unprofiled(self._repeated.detach, args[0])
@@ -302,8 +300,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return out
 
     def _call_for_count(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call whose output has as many places as a mask, or as repeats add up to, where that
-        follows from the whole numbers of a batch: the count is a question."""
+        """Returns the value of a call whose output shape depends on data.
+
+        The call's integers must decide it: the count of true elements, or the sum of repeats.
+        """
         call = _COUNTED.get(func)
         if call is None:
             raise of_data(func._schema.name)
@@ -319,7 +319,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             return call(count, *args, **kwargs)
 
     def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Give each tensor whose shape or storage a call will change a node of its own."""
+        """Give each tensor whose shape or storage a call will change its own node."""
         for written in tensors_written(func, args, kwargs):
             if known_node_of(written) in self._repeated.shared:
                 self.add_alias(written)
@@ -340,7 +340,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return out
 
     def finish(self) -> None:
-        """Note the layouts, which tensors get after the calls that make them."""
+        """Add layouts to notes: tensors get theirs after the calls that make them."""
         for node, made in self._made:
             if isinstance(made, DTensor):
                 node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
@@ -349,9 +349,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Assign nodes that are made inside the block to `move`, with bytes as a ledger counts
-        them.
-        """
+        """Assign nodes that are made inside the block to the redistribution `move`."""
         self._moves += 1
         return self._noting(
             kind=move.kind,
@@ -365,19 +363,17 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def _noting(self, **fields: Any) -> AbstractContextManager[None]:
-        """Set these fields in the notes of nodes that are made inside the block."""
+        """Set fields in the notes of nodes that are made inside the block."""
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
-        """Assign nodes that are made inside the block to a remat region, the outermost of nested
-        ones.
-        """
+        """Assign nodes that are made inside the block to a remat region, the outermost one."""
         if not self._within.region:
             self.regions_begun += 1
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise the error of regions with a budget of bytes: a captured step has one budget."""
+        """Raise CaptureError for a remat region with its own budget: a captured step has one."""
         raise not_captured(
             f"pt.remat gives {title} a budget of {nbytes} bytes of its own",
             "what a captured step makes again is chosen over all of it, for the budget of the step",
@@ -386,11 +382,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Mark values that are made inside the block as kept for backward, if `keep`."""
+        """Mark values that are made inside the block as saved for backward, if `keep`."""
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Mark the nodes that made the memory of `x` as kept for backward."""
+        """Mark the nodes that made the memory of `x` as saved for backward."""
         with Local():
             wanted = x.untyped_storage()._cdata
             for node, made in self._made:
@@ -398,7 +394,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into `x`: a graph finds a tensor by its object, and has writes alone."""
+        """Write `value` into `x`. A graph needs the write: it identifies a tensor by its object."""
         x.copy_(value)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
@@ -426,7 +422,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return attribute_set(self, "is_behind_forward", True)
 
     def line(self) -> str:
-        """Returns the user's line that calls now; in backward that of the forward call."""
+        """Returns the user's current line; in backward that of the forward call."""
         backward = torch._C._current_autograd_node()  # private; there is no public way to ask
         if backward is not None:
             known = self._lines.get(backward._sequence_nr(), "")
@@ -459,10 +455,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._note_new_nodes()
 
     def _note_new_nodes(self) -> None:
-        """Give a note to new nodes that have none.
-
-        These are arithmetic of numbers, which no call announces.
-        """
+        """Give a note to new nodes that have none: arithmetic of numbers, which calls no op."""
         for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
                 self._note_nodes([node], unprofiled(self._make_note))
@@ -489,13 +482,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     @contextmanager
     def block(self, *kinds: type) -> Iterator[None]:
-        """Within, nodes belong to one call of a block, and so do the nodes of its backward.
+        """Assign nodes made inside the block, and those of their backward, to one block call.
 
         A block within a block belongs to the outer one.
 
         Args:
-            kinds: the class of the block; for its update behind that of the optimizer; nothing
-                where nodes belong to no block.
+            kinds: the class of the block; for its update the optimizer's class and the block's;
+                nothing to assign nodes to no block.
         """
         if self._running_block is not None or not kinds:
             yield
@@ -540,12 +533,12 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Traced:
-    """A move that was traced.
+    """A redistribution that was traced.
 
     Attributes:
         move: kept alive, since the key has its id.
         given, made: the nodes of its operand and of its result.
-        nodes: of the move, in order.
+        nodes: of the redistribution, in order.
         like: the fake value of its result.
     """
 
@@ -557,7 +550,7 @@ class _Traced:
 
 
 class RepeatedMoves:
-    """The traced moves of one capture, by move and metadata of the operand."""
+    """The traced redistributions of one capture, by move and metadata of the operand."""
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode):
         self._recorder, self._mode = recorder, mode
@@ -566,7 +559,7 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The result of `run()`, which traces the move of `x`, or of a copy of its nodes."""
+        """Returns `run()`, which traces the redistribution of `x`, or a copy of a traced one."""
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()
@@ -607,8 +600,7 @@ class RepeatedMoves:
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
-"""Attributes that must not be read from a real tensor in place of its fake: the result would be
-wrong.
+"""Attributes that must not be read from a real tensor in place of its fake, which may have others.
 """
 _READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
@@ -618,8 +610,8 @@ class StepFunctionMode(TorchFunctionMode):
 
     Args:
         inputs: of the graph.
-        facts: answers reads of their metadata.
-        reads_values: True if `.item()` returns the value, if that depends on the call's data alone.
+        facts: handles reads of their metadata.
+        reads_values: True if `.item()` returns the value if that depends on the call's data alone.
 
     Attributes:
         called_last: the name of the function that was called last.
@@ -649,7 +641,7 @@ class StepFunctionMode(TorchFunctionMode):
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
         if _has_symbolic_int((args, kwargs)) and not takes_number(name):
-            # A shape, a place, a count: a graph is for one.
+            # A graph is for one value of a shape, an index or a count.
             args, kwargs = _with_ints((args, kwargs))
         if func is ATTENTION:
             args, kwargs = HERE.trace.masks.leave_out(args, kwargs, node_of)
@@ -668,7 +660,7 @@ class StepFunctionMode(TorchFunctionMode):
         return answer[0] if answer else self.calls.call(func, args, kwargs)
 
     def _set_data(self, x: Any, value: Any) -> None:
-        """`x.data = value`."""
+        """Handle `x.data = value`."""
         with Local(), torch.no_grad():
             before = x.detach()
         with torch.no_grad():
@@ -678,7 +670,7 @@ class StepFunctionMode(TorchFunctionMode):
         HERE.trace.replace_value(x, value)
 
     def copy_back(self) -> None:
-        """Write what the step has left in the `.data` of its inputs into their memory."""
+        """Write the values that the step has left in the `.data` of inputs into their memory."""
         with Local(), torch.no_grad():
             for x, memory in self._memory:
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
@@ -699,8 +691,10 @@ class StepFunctionMode(TorchFunctionMode):
                 before.copy_(value)
 
     def _refuse_shared_memory(self) -> None:
-        """Raise CaptureError where two inputs lie in one memory after `x.data = y`: each would get
-        a copy, and keep it when the other is written later."""
+        """Raise CaptureError if two inputs share memory after `x.data = y`.
+
+        A graph would copy y into each, and writes of one would not change the other.
+        """
         ends = [x.untyped_storage()._cdata for x, _ in self._memory]
         shared = {end for end, count in Counter(ends).items() if count > 1}
         for (x, _), end in zip(self._memory, ends, strict=True):
@@ -723,7 +717,7 @@ def _has_symbolic_int(value: Any) -> bool:
 
 
 def _with_ints(value: Any) -> Any:
-    """`value` with the answer for each symbolic int in it, which becomes a question."""
+    """Returns `value` with ints for the symbolic ints in it, which are read."""
     if isinstance(value, slice):
         return slice(*map(_with_ints, (value.start, value.stop, value.step)))
     if type(value) is dict:
@@ -734,7 +728,7 @@ def _with_ints(value: Any) -> Any:
 
 
 def _read_number(value: Any) -> Any:
-    """Returns the result of `.item()`: True or False itself, because a step may use `is True`."""
+    """Returns the result of `.item()`; for a bool True or False itself, for code like `is True`."""
     return bool(value) if isinstance(value, torch.SymBool) else as_number(value)
 
 
@@ -760,10 +754,10 @@ def _shape_is_changed(name: str) -> CaptureError:
 
 
 def _check_function(func: Any) -> None:
-    """Raise CaptureError if the program has replaced a function of torch by one that calls it.
+    """Raise CaptureError if the user has replaced a function of torch by one that calls it.
 
-    Torch announces the call of its own function under the replacement's name, so the replacement
-    would run twice.
+    Torch dispatches its own function under the replacement's name, so the replacement would run
+    twice.
     """
     if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
@@ -775,10 +769,10 @@ def _check_function(func: Any) -> None:
 
 
 def _laid_out_like(x: Any, value: Any) -> Any:
-    """`value`, redistributed to the layout of x, which x keeps.
+    """Returns `value`, redistributed to the layout of x, which x keeps.
 
     Raises:
-        CaptureError: it is another kind of tensor than x.
+        CaptureError: x cannot hold it: another shape, dtype or device, or plain next to a DTensor.
     """
     one, other = (getattr(t, "_spec", None) for t in (x, value))
     if one is not None and other is not None and one.shape == other.shape:
@@ -801,11 +795,11 @@ def _laid_out_like(x: Any, value: Any) -> Any:
 
 
 _Checks = Iterator[tuple[torch.Tensor, str]]
-"""Conditions that must hold, and torch's message if one does not."""
+"""(condition tensor, torch's message if it is false) of each check."""
 
 
 def _check_values(func: Any, args: Any, kwargs: Any) -> None:
-    """Make the graph check what `func` checks in eager, on this rank's local values."""
+    """Add to the graph the checks that `func` makes in eager, on this rank's local values."""
     if func not in _CHECKS:
         return
     with Local(), torch.no_grad():
@@ -829,7 +823,7 @@ _CHECKS: dict[Any, Callable[..., _Checks]] = {F.one_hot: _check_classes} | {
     for home in (torch, torch.Tensor)
     for name in ("quantile", "nanquantile")
 }
-"""By function, the checks that it makes of its operands in eager."""
+"""By function, the checks of its operands that it makes in eager."""
 
 
 # -- library calls ---------------------------------------------------------------------------------
@@ -858,15 +852,15 @@ _PLAIN = frozenset(
     )
     + (torch.memory_format, torch.Size, torch.Tensor, torch.nn.Parameter, FakeTensor, FakeDTensor)
 )
-"""Types of operands that have no method of the user's."""
+"""Types of operands that have no methods of the user."""
 
 
 class LibraryCalls:
-    """Calls functions of torch, unprofiled if that runs none of the user's code.
+    """Calls functions of torch, unprofiled if they run no user code.
 
-    The user may have put something between a function and its kernels. This is compared with the
-    state when this object was made: torch-function modes must not be the user's, and there must be
-    no additional dispatch modes and hooks on saved tensors.
+    User code could intercept a function's calls. So this compares with the state when the object
+    was made: no function mode of the user may be active, and no more dispatch modes and
+    saved-tensor hooks than then.
     """
 
     def __init__(self) -> None:
@@ -874,7 +868,7 @@ class LibraryCalls:
         self._listeners = dispatch_listeners()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func(*args, **kwargs)`. Called within `unprofiled`."""
+        """Returns `func(*args, **kwargs)`. Called within `unprofiled`."""
         if self._calls_nothing_of_users(func, args, kwargs):
             return func(*args, **kwargs)
         return profiled_again(func, *args, **kwargs)
@@ -882,7 +876,7 @@ class LibraryCalls:
     def call_own(self, func: Callable[..., Any], *args: Any) -> Any:
         """Returns `func(*args)`, for a function of partita.
 
-        It is unprofiled, unless a mode of the user intercepts the torch functions that it calls.
+        It is unprofiled, unless a user's mode intercepts the torch functions that it calls.
         """
         if function_modes() or dispatch_listeners() != self._listeners:
             return func(*args)

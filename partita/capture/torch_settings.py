@@ -1,7 +1,7 @@
 """Settings of torch: of the whole process, read by kernels, composites and autograd.
 
-A call is compared in all of them with the captured call. A difference is the reason of a new
-capture, by the name in the table.
+Each call compares them with those at capture. If one differs, the step is captured again; the
+reason names the setting as in the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from partita.comm.device import KERNELS_WITH_PRECISIONS
 
 
 def read_matmul_precision() -> str:
-    """`torch.get_float32_matmul_precision()`, which raises where backends differ in it."""
+    """Returns `torch.get_float32_matmul_precision()`, which raises if it differs by backend."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -31,10 +31,10 @@ OF_KERNELS: dict[str, Callable[[], Any]] = {
     ),
     "torch.get_float32_matmul_precision()": read_matmul_precision,
 }
-"""The settings that a step must not change, as the kernels of its graph read its caller's."""
+"""The settings that a step must not change: its graph's kernels use those of its caller."""
 
 # Private torch: the public names take twenty times as long, or raise once a precision was set for
-# one backend alone. A torch that lacks one has no such setting.
+# one backend alone. Names that a version lacks are skipped.
 OF_C = {
     "torch.utils.deterministic.fill_uninitialized_memory": (
         "_get_deterministic_fill_uninitialized_memory"
@@ -110,10 +110,10 @@ _READ, _READ_OF_KERNELS = tuple(SETTINGS.values()), tuple(OF_KERNELS.values())
 
 
 def read_settings() -> tuple[Any, ...]:
-    """Returns the values of all settings now, in the order of `SETTINGS`."""
+    """Returns the current values of all settings, in the order of `SETTINGS`."""
     return tuple([read() for read in _READ])
 
 
 def read_kernel_settings() -> tuple[Any, ...]:
-    """Returns the values of the settings in `OF_KERNELS` now."""
+    """Returns the current values of the settings in `OF_KERNELS`."""
     return tuple([read() for read in _READ_OF_KERNELS])

@@ -1,12 +1,12 @@
 """The tracer: `Tracer`, which makes a graph of one run of a function, and `capture`, which uses it.
 
-In a run fake tensors (metadata without memory) take the places of the tensors of modules,
-optimizers and arguments. The function then runs as it is, and torch's `make_fx` records each ATen
-call, in backward and in the optimizer too, as a node. A redistribution becomes functional
-collectives on local tensors (`TraceWire`): nothing is sent, and the real tensors do not change.
+In a run, fake tensors (metadata without memory) replace the tensors of modules, optimizers and
+arguments. The function then runs as it is, and torch's `make_fx` records each ATen call, also in
+backward and in the optimizer, as a node. A redistribution becomes functional collectives on local
+tensors (`TraceWire`): nothing is sent, and the real tensors do not change.
 
-`capture` alone takes declared state. `guards.capture_run` drives a `Tracer` for steps that reach
-their state through Python.
+`capture` takes only declared state. `guards.capture_run` drives a `Tracer` for steps that reach
+their state through Python objects.
 """
 
 from __future__ import annotations
@@ -82,23 +82,23 @@ def capture(
     - *Leaves* of the arguments and of the result are tensors and numbers, in tuples, lists and
       dictionaries. A number, also an optimizer's learning rate, is a constant of the program.
     - *Anything else is an error*: a tensor that is neither state nor an argument, a branch on a
-      tensor's value, a leaf of another kind.
-    - Gradients that are there when the program is captured are there in each call, others are not.
-    - What the function reads of Python otherwise is as at capture, in all calls, and what it writes
-      of Python is written once. Whether that holds is the caller's business (`guards` finds out).
-    - Arguments that are one tensor at capture are one tensor in each call.
+      tensor's value, a leaf of another type.
+    - Gradients that exist when the program is captured must exist in each call; others must not.
+    - Other Python values that the function reads are fixed at capture. Its writes to Python objects
+      happen once, at capture. The caller must ensure that this is right (`guards` detects changes).
+    - Arguments that are one tensor at capture must be one tensor in each call.
     - State that the first step of an optimizer makes is made at capture. Then `list_slots` has it.
-    - A tensor that the function leaves in an attribute of a module is an error and is taken back.
-      So is new state of an optimizer that is not made at capture.
+    - A tensor that the function leaves in an attribute of a module is removed, and an error. So is
+      new state of an optimizer that is not made at capture.
     - A tensor that replaces one of the state is an output of the kind "slot".
 
-    `program.run_graph(leaves)` runs the program and gives this rank's values of its outputs,
-    without a history. A result that is an input is one of them. What the program writes is written
-    in place. The leaves of a call are the values of `list_slots` and of `slots`, then the tensors
-    and numbers of the arguments.
+    `program.run_graph(leaves)` runs the program and returns this rank's values of its outputs,
+    without a history. A result that is an input is one of them. The program writes state in place.
+    The leaves of a call are the values of `list_slots` and of `slots`, then the tensors and numbers
+    of the arguments.
 
     Args:
-        slots: where other tensors of the state stand.
+        slots: the places of other tensors of the state.
         blocks: which modules are blocks; None for none.
 
     Raises:
@@ -127,7 +127,7 @@ def _capture(
     slots: Sequence[Slot],
     blocks: BlockChoice,
 ) -> tuple[Program, set[int]]:
-    """`capture` over the state as it is now; also the ids of the tensors that the program takes."""
+    """Returns `capture` over the current state, and the ids of the tensors in the program."""
     places = [*list_slots(modules, [*optimizers.values()]), *slots]
     given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     leaves = [*(slot.value for slot in places), *given]
@@ -184,8 +184,7 @@ def _capture(
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
-    """Returns where the tensors of modules and optimizers stand: their parameters and buffers, then
-    the optimizers' state as it is now."""
+    """Returns the slots of modules' parameters and buffers, and of optimizers' current state."""
     found = []
     for i, module in enumerate(modules):
         for prefix, part in module.named_modules():
@@ -203,7 +202,7 @@ def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
 
 
 def _refuse_new_state(outputs: GraphOutputs) -> None:
-    """Raise CaptureError if an optimizer holds state after the step that it did not hold before."""
+    """Raise CaptureError if the step has made optimizer state that did not exist before."""
     for output in outputs.all:
         slot = output.slot
         if slot is None or not isinstance(slot.home, ParamState):
@@ -234,21 +233,21 @@ class Tracer:
 
     Args:
         inputs: of the graph.
-        slots: where the tensors of the state stand.
+        slots: the places of the tensors of the state.
         modules: of the state.
         optimizers: of the state, by name.
         blocks: which modules are blocks.
-        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+        counts_apart: True if optimizers' step counts of parameters may differ.
 
     Attributes:
         outputs: of the graph.
-        facts: answers what is asked of the metadata of inputs.
+        facts: handles reads of the metadata of inputs.
         wires: by real wire, the one that traces.
-        equal_counts: the step counts of which one stands for all.
+        equal_counts: conditions that step counts are equal, so that one represents them.
         recorder: the dispatch mode through which the calls of the run go.
         nodes: of the inputs in the graph that is traced.
         root: the module of that graph, which holds its constants.
-        slot_values: what each slot has held when the run began.
+        slot_values: the value of each slot when the run began.
         called_last: the name of the function of torch that was called last.
     """
 
@@ -279,10 +278,10 @@ class Tracer:
     # -- the run -----------------------------------------------------------------------------------
 
     def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
-        """The graph of the calls that `run()` makes within `tracing`; `run` returns its outputs."""
+        """Returns the graph of the calls by `run()` within `tracing`; `run` returns its outputs."""
         with self.inputs.mode, lazy_graph_modules():
             made = make_fx(
-                # Of a method fx would take `self` for an input.
+                # fx would take `self` of a method for an input.
                 lambda: self._trace(run),
                 _error_on_data_dependent_ops=True,
                 _disable_torch_fn_metadata_mode=True,
@@ -310,8 +309,8 @@ class Tracer:
         """Put fakes into the state and record calls of this thread as nodes, inside the block.
 
         Args:
-            number: returns the replacement of an optimizer's float, by name, value, home and path.
-            copy_attributes: gives a fake the attributes of its input (`GraphInputs.tag_fakes`).
+            number: returns what replaces an optimizer's float, given name, value, home and path.
+            copy_attributes: copies a tensor's attributes to its fake (`GraphInputs.tag_fakes`).
         """
         stand_in, recorder = self.inputs.stand_in, self.recorder
         with ExitStack() as stack:
@@ -343,8 +342,7 @@ class Tracer:
         """Follow the torch functions that the step calls inside the block.
 
         Args:
-            reads_values: True if `.item()` returns the value, if that depends on the call's data
-                alone.
+            reads_values: as for `StepFunctionMode`.
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own
@@ -362,10 +360,10 @@ class Tracer:
     # -- what comes out ----------------------------------------------------------------------------
 
     def collect_state(self) -> None:
-        """Add to the outputs what slots and optimizers hold after the run.
+        """Add to the outputs the new values of slots and of optimizers' state after the run.
 
         Raises:
-            CaptureError: a slot holds no tensor any more.
+            CaptureError: a slot no longer holds a tensor.
         """
         pairs = zip(self.slot_values, self.slots, strict=True)
         self._slots_by_fake = {id(fake): slot for fake, slot in reversed([*pairs])}
@@ -383,16 +381,16 @@ class Tracer:
             self.outputs.add_slot(slot, value)
 
     def _find_slot(self, fake: torch.Tensor) -> Slot | None:
-        """The slot of the input for which `fake` stands; None where it is no input."""
+        """Returns the slot of the input that `fake` replaces; None if it replaces none."""
         given = self.inputs.input_of(fake)
         if given is None:
             return None
         return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
 
     def finish_outputs(self) -> None:
-        """Add the gradients of results that have a history, and the values that ranks compare."""
+        """Add gradients of inputs for results with a history, and the values that ranks compare."""
         if self.outputs.differentiable:
-            for hook in self._hooks:  # the tensors' own will see the gradients that backward gives
+            for hook in self._hooks:  # the real tensors' hooks get the gradients of backward
                 hook.remove()
             self.outputs.add_cotangents(self.recorder)
         admitted = [value for trace in self.wires.values() for value in trace.admitted]
@@ -401,17 +399,17 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raise CaptureError where the graph would do something else than the run."""
+        """Raise CaptureError if the graph would not do what the run did."""
         _check_constants(made.graph)
         _check_operators(made.graph)
         self.inputs.drop_unread_marks(made.graph)
         drop_unused(made.graph)
 
     def fold(self, made: fx.GraphModule, flat: str = "") -> StepBlocks:
-        """Replace equal blocks by calls of one program.
+        """Replace equal blocks by calls of one subgraph.
 
         Args:
-            flat: why all blocks are inlined; "" to fold them.
+            flat: a reason to leave all blocks flat; "" for none.
         """
         nodes, least = made.graph.find_nodes(op="placeholder"), self.blocks.outline_above
         pairs = zip(nodes, self.inputs.all, strict=True)
@@ -433,22 +431,22 @@ class Tracer:
         return blocks
 
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
-        """Inline blocks around whose calls the graph cannot do without writes."""
+        """Inline blocks because functionalization cannot handle the graph with calls of them."""
         inline_subgraphs(made.graph)
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
 
     def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:
-        """The inputs that the graph reads, the gradients of results among them."""
+        """Returns the inputs that the graph reads, including the gradients of results."""
         make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)
         return [i for node, i in zip(nodes, self.inputs.all, strict=True) if node.users]
 
     def functionalize(self, made: fx.GraphModule) -> fx.GraphModule:
-        """The graph without writes but those into inputs, at its end.
+        """Returns the graph without writes except `copy_` into inputs at its end.
 
         Raises:
-            UnsureOfWrites: blocks that are calls in it have to be inlined.
+            UnsureOfWrites: blocks that are calls in it must be inlined.
         """
         with self.inputs.mode:
             return functionalize_graph(made, self._places_of_equal())
@@ -457,10 +455,10 @@ class Tracer:
         return places_of_equal(self.inputs.all, self.equal_counts)
 
     def make_program(self, made: fx.GraphModule) -> tuple[Program, list[Any]]:
-        """The program of a traced graph, and the values that ranks compare before it runs.
+        """Returns the program of a traced graph, and the values that ranks compare before it runs.
 
         Raises:
-            UnsureOfWrites: blocks that are calls in it have to be inlined.
+            UnsureOfWrites: blocks that are calls in it must be inlined.
         """
         self.list_read_inputs(made)
         made = self.functionalize(made)
@@ -483,7 +481,7 @@ class Tracer:
 def _noting_blocks(
     choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
 ) -> Iterator[None]:
-    """Record, inside the block, which block each node belongs to that `tracer` (fx's) makes."""
+    """Assign nodes that fx's `tracer` makes inside the block to blocks, as modules run."""
     blocks, usual = choice.find(models), tracer.call_module
 
     def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -501,13 +499,12 @@ def _noting_blocks(
 
 
 def _keep_dead_code(graph: fx.Graph) -> None:
-    """Have `make_fx` not look for dead code, of which it drops only numbers, in a fortieth of the
-    time of a capture."""
+    """Skip the search of `make_fx` for dead code, a fortieth of a capture's time."""
     graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 def _drop_unused_numbers(graph: fx.Graph) -> None:
-    """Erase numbers that are computed of numbers alone, and that nobody uses."""
+    """Erase numbers that are computed from numbers alone, and that nothing uses."""
     for node in reversed(graph.nodes):
         is_dead = not node.users and is_symbolic(node.meta.get("val")) and node.op != "placeholder"
         if is_dead and all(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes):
@@ -530,8 +527,7 @@ def _check_constants(graph: fx.Graph) -> None:
 
 
 def _check_operators(graph: fx.Graph) -> None:
-    """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
-    not known that it only makes tensors of its arguments."""
+    """Raise CaptureError if the step calls a custom operator that may not only return tensors."""
     for node in graph.nodes:
         space = getattr(node.target, "namespace", "aten")
         if node.op != "call_function" or space in (*SPACES, "profiler"):

@@ -1,4 +1,4 @@
-"""Whose code a file holds: the user's, which a capture follows, or that of torch or partita."""
+"""Whose code a file contains: the user's, which a capture follows, or that of a library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIBRARY_MODULES = (
 
 @functools.cache
 def is_recorded(filename: str) -> bool:
-    """True if a file's code is recorded: it is not of torch, partita or Python."""
+    """True if capture records the code of a file: it is not of torch, partita or Python."""
     if filename.startswith("<frozen"):
         return False
     path = os.path.abspath(filename)
@@ -48,7 +48,7 @@ def is_recorded(filename: str) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """True if the module of this name is the user's, or of a library whose code is recorded."""
+    """True if a module name is the user's, or that of a library whose code is recorded."""
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names
@@ -56,7 +56,7 @@ def is_user_module(module: Any) -> bool:
 
 
 def codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions that it defines."""
+    """Yields a code object and those of the functions that it defines."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):

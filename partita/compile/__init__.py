@@ -1,12 +1,12 @@
 """Compiled steps: `pt.compile`, and what a call of a compiled step does.
 
 In reading order: `step` (`pt.compile`, `CompiledStep`; finds the program of a call), `pipeline`
-(how a program is made: `capture`, then what `graph` does with it), `region` (a part of an eager
-model: forward and backward), `progress` (shown while a first call takes minutes). `passes` and
-`verify` offer names of `graph` at their former places.
+(makes a program: by `capture`, then by the passes and compilers of `graph`), `region` (a part of an
+eager model: forward and backward), `progress` (shown while a first call takes minutes). `passes`
+and `verify` offer names of `graph` at their former places.
 
-The rooms below: `guards` (Python made safe: what a step reads and writes, and when it is captured
-again), `capture` (the step as a graph) and `graph` (what a graph is, passes, memory, backends).
+The rooms below: `guards` (what a step reads and writes in Python, and when it is captured again),
+`capture` (makes the graph of a step) and `graph` (graphs, passes, memory, backends).
 """
 
 from partita.graph.errors import CaptureError

@@ -1,4 +1,4 @@
-"""Passes of one's own, at the former place of `partita.graph.passes`."""
+"""The functions for writing passes, at the former place of `partita.graph.passes`."""
 
 from partita.graph.passes import find, put, replace
 

@@ -1,7 +1,7 @@
-"""The pipeline: how a program is made for a call, equally on all ranks.
+"""The pipeline: makes a program for a call, the same on all ranks.
 
 It captures, runs the passes, splits a region, and computes the key, which ranks compare before
-anything is compiled. If one rank fails, the comparison tells the others, and they raise too.
+anything is compiled. If one rank fails, the comparison fails on the others, and they raise too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_program(
 
     Args:
         state: what the step reaches.
-        guesses: assumed answers to branches on values.
+        guesses: assumed answers to branches on values (`guards.answers`).
         values: what is known of the call's values.
         blocks: which modules are blocks.
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
@@ -79,9 +79,9 @@ def make_program(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's cycle collector inside the block.
+    """Pause Python's garbage collector inside the block.
 
-    A graph grows by thousands of nodes that are all alive, and each collection visits all of them.
+    A graph grows by thousands of nodes that all stay alive, and each collection visits all of them.
     That is a third of the time of a first step, and more for a deeper model.
     """
     was = gc.isenabled()
@@ -90,8 +90,8 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         if was:
-            # To the oldest generation, in which all objects belong now: else the next allocations
-            # would have the collector visit each node once for each younger generation.
+            # Move all objects to the oldest generation. Otherwise the next collections would visit
+            # each node once for each younger generation.
             if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
                 gc.freeze()
                 gc.unfreeze()
@@ -101,17 +101,17 @@ def _collector_paused() -> Iterator[None]:
 def kept_within(
     program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
-    """Compile a program so that it takes no more than its budget. Every rank calls this.
+    """Compile a program, rebuilt if it takes more than its budget. Every rank calls this.
 
-    Compiled code may take more than the graph would: a fused kernel holds what all of its calls
-    make at once. Then the program is rebuilt with a smaller budget, so that more is recomputed.
+    Compiled code may take more memory than the graph: a fused kernel holds at once what all of its
+    calls make. Then the program is rebuilt with a smaller budget, so that more is recomputed.
 
     Args:
         prepare: compiles a program.
         tensors: the leaves of the call for which it was made.
 
     Raises:
-        CaptureError: the budget cannot be kept; names the least that can.
+        CaptureError: the budget is too small; the error names the smallest that suffices.
     """
     budget, search, least = program.options.budget, program.search, None
     assert search is not None
@@ -131,7 +131,7 @@ def kept_within(
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
-    """The peak bytes of a program as it runs, the most of all ranks; of a region's of its graph."""
+    """Returns the peak of a program as it runs (a region: of its graph), the most of all ranks."""
     taken = peak_of(program) if program.built is None else scheduled(program).peak
     for wire in program.wires:
         taken = max(n for (n,) in wire.gather_ints((taken,), "peaks of memory"))
@@ -145,8 +145,9 @@ def _finish_program(
     wires: Iterable[Wire],
     options: StepOptions,
 ) -> CapturedProgram:
-    """The first form of a step, after passes and split, whose predicted peak is within `limit`
-    bytes, with its agreed key."""
+    """Returns the first form of a step whose predicted peak is at most `limit` bytes, after passes
+    and split, with a key on which ranks have agreed.
+    """
     failed, lines, where, captured = None, [], [], None
     try:
         ran = order_passes(options)
@@ -171,7 +172,7 @@ def _finish_program(
 
 
 def _digest_stages(captured: CapturedForms | None) -> list[tuple[str, int]]:
-    """(name, digest of the program after it) for capture and each pass, up to one that raises."""
+    """Returns (name, digest of the program afterwards) of capture and each pass that works."""
     if captured is None:
         return []
     found = [("capture", digest_of(canonical(captured.inlined())))]

@@ -1,7 +1,7 @@
 """Progress of a call that captures: shown on standard error if it takes longer than five seconds.
 
-On a terminal one line shows the phase and its duration. Elsewhere one line is written, once. Only
-the first rank writes.
+On a terminal one line shows the phase and its duration, and is updated. Elsewhere one line is
+written, once. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DOES = {"capture": "is captured", "compile": "is compiled", "graph": "runs as a
 
 _listeners: list[Callable[[str], None]] = []
 _shows = threading.Lock()
-"""Held by the thread whose step is shown: of ranks that are threads, one."""
+"""Held by the thread whose step is shown; if ranks are threads, only one shows its step."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Call the listeners with a phase that begins."""
+    """Call the listeners with the name of a phase that begins."""
     for tell in _listeners:
         tell(name)
 
@@ -45,10 +45,10 @@ def begin_phase(name: str) -> None:
 def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
     """Show the progress of capturing and compiling a step of this title inside the block.
 
-    A listener shows it in its own way.
+    Nothing is shown if there is a listener.
 
     Args:
-        is_first: it has no program yet.
+        is_first: True if the step has no program yet.
     """
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if _listeners or not is_first_rank or not _shows.acquire(blocking=False):
@@ -64,7 +64,7 @@ def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
 
 
 class _Line:
-    """The line, which a thread of its own writes."""
+    """The shown line, written by its own thread."""
 
     def __init__(self, title: str, stream: Any, when: str = "in its first call"):
         self._title, self._stream, self._phase = escape_controls(title), stream, "capture"
@@ -78,7 +78,7 @@ class _Line:
         self._phase = name
 
     def end(self) -> None:
-        """Stop, and clear what stands on a terminal."""
+        """Stop, and clear the line on a terminal."""
         self._ended.set()
         self._thread.join()
 

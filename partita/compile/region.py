@@ -1,10 +1,10 @@
 """Regions: a compiled part of an eager model, through which gradients flow.
 
-A program whose results have a history is split (`split`) into a forward graph and the parts of a
-backward graph. In a call each part is one `autograd.Function` (`_RegionPart`): forward has run
-already, backward runs the part's graph. To autograd these are nodes like any other: what they save
-goes through saved-tensor hooks (remat, ZeRO, offload), and gradients are this rank's, laid out by
-duality.
+A program whose results have a history (require gradients) is split (`split`) into a forward graph
+and the parts of a backward graph. In a call each part is one `autograd.Function` (`_RegionPart`):
+its forward only passes on the results of the forward graph, its backward runs the part's graph. To
+autograd these are nodes like any other: what they save goes through saved-tensor hooks (remat,
+ZeRO, offload). Gradients are this rank's, with the dual of the results' placements.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from partita.tensor.op_facts import facts_of, without_any_autocast
 
 @dataclass(frozen=True)
 class _Entrance:
-    """How a tensor enters the graph of a backward.
+    """How a tensor is converted to an input of a backward graph.
 
     Attributes:
-        size, stride, dtype, device: of the input for which the graph is made.
+        size, stride, dtype, device: of the input for which the graph is compiled.
         border: how it is padded; None if it is not.
     """
 
@@ -68,7 +68,7 @@ class _Entrance:
     border: PaddingBoundary | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
-        """`x` with the metadata of the input; zeros where it is None."""
+        """Returns `x` with the metadata of the input; zeros if it is None."""
         if x is None:
             return self._new().zero_()
         x = x.detach()
@@ -92,13 +92,13 @@ class _BackwardPart:
     Attributes:
         backward: its program.
         results: positions of the results among the outputs of the region.
-        numbers: of these results, as in `Output.number`.
+        numbers: the `Output.number` of these results.
         ancestors: positions of results from which these are computed; it returns their gradients.
         graded: indices of the leaves of a call whose gradients it returns after those.
-        saved: positions, among what the region saves, of what it reads.
-        entrances: for each of its inputs.
-        reached: for each gradient that it returns, the numbers of the cotangents that it depends
-            on. Without any of them it is None, as in eager.
+        saved: positions of what it reads, among the tensors that the region saves.
+        entrances: one for each of its inputs.
+        reached: for each gradient that it returns, the numbers of the cotangents on which it
+            depends. If all of these are None, the gradient is None, as in eager.
     """
 
     def __init__(self, backward: Program, given: Sequence[Output], results: list[int]):
@@ -109,7 +109,7 @@ class _BackwardPart:
         self.graded = [o.index for o in backward.outputs[len(self.ancestors) :]]
         self.saved = sorted({i.index for i in backward.inputs if i.kind in ("saved", "kept")})
         self.entrances = [
-            # A fake has the device of the tensor that it stands for.
+            # A fake has the device of the tensor that it replaces.
             _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
             for i, x in enumerate(backward.example())
         ]
@@ -120,11 +120,11 @@ class _BackwardPart:
     def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run the backward; the gradients of ancestors and leaves.
+        """Run the backward and return the gradients of ancestors, then of leaves.
 
         Args:
             cotangents: by number, the gradients of its results.
-            saved: by place, what it reads of the saved tensors.
+            saved: by position, the saved tensors that it reads.
         """
         backward = self.backward
         given: dict[str, Any] = {"saved": saved, "kept": saved, "cotangent": cotangents}
@@ -171,7 +171,7 @@ class Region(CapturedProgram):
 
     @cached_property
     def unshared(self) -> list[int]:
-        """The places of results that share memory with no other result and no input."""
+        """The positions of results that share memory with no other result and no input."""
         pairs = overlapping_results(self.halves.forward.graph.graph)
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
         return [i for i in range(len(self.given)) if i not in shared]
@@ -205,7 +205,8 @@ class Region(CapturedProgram):
         with Local():
             results, inside = list(made[:count]), iter(made[count:])
             with torch.no_grad():
-                # A view could not be written: autograd would look for its base.
+                # Detached, so that the caller may write them in place: autograd would look for
+                # the base of a view.
                 for i in self.unshared:
                     results[i] = results[i].detach()
                 saved = [next(inside).detach() if i < 0 else tensors[i] for i in self.halves.saved]
@@ -222,11 +223,11 @@ class Region(CapturedProgram):
 
 
 def region_of(program: CapturedProgram) -> CapturedProgram:
-    """Returns the program, as a region if it gives gradients for those of its results.
+    """Returns the program; as a `Region` if it returns gradients for those of its results.
 
     Raises:
         IllegalGraph: one of its halves breaks the grammar.
-        CaptureError: the backward pass is to be watched for NaN.
+        CaptureError: torch's anomaly mode is on, which would check backward for NaN.
     """
     if not any(o.kind == "cotangent" for o in program.outputs):
         return program
@@ -241,7 +242,7 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
 
 
 def _check_unheard(ctx: Any) -> None:
-    """Raise LayoutError where the user looks at the gradient of an `unheard` result."""
+    """Raise LayoutError if the user reads the gradient of an `unheard` result."""
     for known in getattr(ctx, "unheard", ()):
         result = known()
         if result is not None and (result.retains_grad or result._backward_hooks):
@@ -262,7 +263,7 @@ def _check_unheard(ctx: Any) -> None:
 
 
 class _RegionPart(Function):
-    """The autograd node of a part: forward passes its results on, backward runs its graph."""
+    """The autograd node of a part: forward returns its results, backward runs its graph."""
 
     @staticmethod
     def forward(
@@ -302,7 +303,7 @@ class Halves:
     Attributes:
         forward: its outputs are those of the whole without gradients, then the values it saves.
         backwards: by number, the parts of the backward, in the order in which they run. The inputs
-            of each are what it reads of `saved` (an input's index is the place there), then
+            of each are what it reads of `saved` (`Input.index` is the position there), then
             gradients of results.
         saved: for each value saved for backward: its index among the leaves of a call, or -1 for
             the next of the values that forward saves.
@@ -314,11 +315,12 @@ class Halves:
 
 
 def split(program: Program) -> Halves:
-    """Split a program that has both. Its graph is changed: views are copied into backward.
+    """Split a program into forward and backward. Changes its graph: views are copied to backward.
 
-    Backward is what results do not need: what depends on their gradients, and what passes make
-    again. Of a view its base is saved, of a cast of an input the input. So what is saved of a
-    gathered parameter is the parameter itself, which its owner can free in between.
+    Backward gets the nodes that results do not need: those that depend on gradients, and those that
+    passes added to recompute values. For a view its base is saved, for a cast of an input the
+    input. So for a gathered parameter the parameter itself is saved, whose gathered value can be
+    freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
@@ -359,7 +361,7 @@ def _find_backward_calls(program: Program, given: dict[fx.Node, Input]) -> set[f
         if node.op != "call_function" or node in needed:
             continue
         after = not late.isdisjoint(node.all_input_nodes)
-        piece = node.target is operator.getitem  # of what an earlier call gave
+        piece = node.target is operator.getitem  # an item of what an earlier call returned
         if after or (note_of(node).phase == "backward" and not piece):
             late.add(node)
     return late - set(given)
@@ -390,9 +392,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """True if the node is a view of a whole tensor. (For a view of a part, saving the part is
-    smaller.)
-    """
+    """True if a node is a view of a whole tensor. Saving a view of a part takes less memory."""
     if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is WAIT:
         return False
     shown, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
@@ -480,7 +480,7 @@ def _make_backward(
 def _with_memory_of_their_own(
     program: Program, nodes: list[fx.Node]
 ) -> dict[fx.Node, torch.Tensor]:
-    """Fake values of nodes, with storages that two share only where the nodes' values do."""
+    """Returns fake values of nodes, which share a storage only if the nodes' values do."""
     if not nodes:
         return {}
     storages = storages_of(program)
@@ -499,7 +499,7 @@ def _with_memory_of_their_own(
 
 
 class _NewGraph:
-    """A new graph, built of parts of a program's."""
+    """A new graph, built from parts of a program's graph."""
 
     def __init__(self, program: Program):
         self.graph, self._from = fx.Graph(), program
@@ -518,7 +518,7 @@ class _NewGraph:
     def program(
         self, values: list[fx.Node], outputs: list[Output], whole: Program | None
     ) -> Program:
-        """The program of this graph with outputs `values`, and the result of `whole`, if any."""
+        """Returns the program of this graph that returns `values`, with the result of `whole`."""
         self.graph.output(values)
         drop_unused(self.graph)
         inputs = []

@@ -2,8 +2,8 @@
 
 The first call captures a program, compiles it and runs it; later calls run it. A call with other
 shapes, layouts or modes, or after a change of what the step reads of Python, needs another program,
-which is captured then. At most `keep` programs are kept, and `reasons` says why each was made. To
-find the program of a call:
+which is captured then. At most `keep` programs are kept, and `reasons` says why each was captured.
+To find the program of a call:
 
 1. The call guard compares it with the last call (`CallGuard`): the usual case.
 2. Otherwise the programs of its signature are tried: their guards and conditions must hold.
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
-    """Several, or one: a tuple of them."""
+    """Returns a tuple of the items of an iterable, or of one object."""
     return tuple(given) if isinstance(given, Iterable) else (given,)
 
 
@@ -169,7 +169,7 @@ _REFUSED_KEPT = 1024  # signatures of calls that could not be captured
 _MOST_PROGRAMS_TRIED = 64  # by one call
 
 Found = tuple[CapturedProgram | None, list[Any], RefusedCall | StepRaises | None]
-"""For a call its program and its leaves; else, where that is known, why it runs eagerly."""
+"""(program, leaves, None) for a call; or (None, [], the reason to run eagerly, if known)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ class _StepCall:
 
     @property
     def slots(self) -> list[Slot]:
-        """Those that the state has now: of optimizers they come and go."""
+        """The current slots of the state, including those of optimizers."""
         return [*self.state.slots, *self.state.optimizer_slots()]
 
     def list_leaves(self) -> list[Any]:
@@ -193,7 +193,7 @@ class _StepCall:
         return signature_of(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def describe(self, leaves: Sequence[Any]) -> Any:
-        """Returns what `History` compares."""
+        """Returns a description of the call, for `History`."""
         return describe_call(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def _list_names(self) -> list[str]:
@@ -212,20 +212,20 @@ class CompiledStep:
         self._made = 0
         self._counts_apart = False  # parameters' step counts were seen to differ
         self._eager: dict[Any, RefusedCall] = {}  # by signature
-        # Of memory, by kind of device: one for the recordings of all programs.
+        # By device type, one memory pool for the CUDA graphs of all programs.
         self._recording_pool = functools.cache(lambda kind: Device(kind).make_recording_pool())
-        self._is_running = True  # False within `capture`
+        self._is_running = True  # False in `capture`
         self._state: State | None = None
-        self._reached: list[Place] = []  # with state, as runs have shown
+        self._reached: list[Place] = []  # places with state that only capture runs have shown
         self._last: CapturedProgram | None = None
-        # Of the last call, where others can be compared with it.
+        # Of the last call, if others can be compared with it.
         self.call_guard: CallGuard | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A decorated method: each instance has a compiled step of its own."""
+        """Returns the compiled step of an instance, for a decorated method: each has its own."""
         if instance is None:
             return self
         bound = CompiledStep(self.step.__get__(instance, owner), self._given, self.options)
@@ -242,7 +242,7 @@ class CompiledStep:
         return getattr(self.step, "__qualname__", None) or type(self.step).__name__
 
     def __reduce__(self) -> Any:
-        """Copies and pickles have no programs: a copy of a module compiles for itself."""
+        """Copy and pickle without programs: a copy of a module captures its own."""
         return CompiledStep, (self.step, self._given, self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -351,11 +351,10 @@ class CompiledStep:
 
     @property
     def artifact(self) -> Built | None:
-        """The result of compiling the last program. Prints as "compiled in 10.3 s" or "loaded in
-        0.4 s".
+        """The result of compiling the last program, as "compiled in 10.3 s" or "loaded in 0.4 s".
 
-        None if the program runs without being compiled. For a region, `artifact.sections` has such
-        a result of the forward, and of each part of the backward. Raises like `program`.
+        None if the program runs without being compiled. For a region, `artifact.sections` has the
+        results of the forward, and of each part of the backward. Raises like `program`.
         """
         return self.program.artifact
 
@@ -366,18 +365,16 @@ class CompiledStep:
 
     @property
     def key(self) -> str:
-        """The key of the last program. Equal programs have equal keys, on every rank and in every
-        run.
-        """
+        """The key of the last program, equal for equal programs on every rank and in every run."""
         return self.program.key
 
     # -- the program of a call, and its run --------------------------------------------------------
 
     def _run_program(self, found: Found, args: Any, kwargs: Any, watcher: Any = None) -> Any:
-        """Run the program of a call, and others as long as torch's questions get other answers.
+        """Run the program of a call, and other programs while answers to branches on values differ.
 
         Args:
-            watcher: to which written tensors are announced.
+            watcher: is notified of written tensors.
         """
         for _ in range(_MOST_PROGRAMS_TRIED):
             program, tensors, why_eager = found
@@ -396,7 +393,7 @@ class CompiledStep:
             self.call_guard = None
             with attribute_set(HERE, "watcher", None):
                 found = self._find_program(args, kwargs, result)
-        # A value is so near to where an answer changes that programs round to either side.
+        # A value is so close to a threshold that programs round it to different sides.
         said = f"{self.title} gets other values in each program ({result.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs, found[2])
@@ -405,7 +402,7 @@ class CompiledStep:
         """Returns the program of a call and the call's leaves; or why it runs eagerly.
 
         Args:
-            others: the answers of a run of this call, where they were other than its program's.
+            others: the answers of this call's last run, if they differed from its program's.
         """
         guard = self.call_guard
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
@@ -436,8 +433,8 @@ class CompiledStep:
         return self._admit_program(program, tensors)
 
     def _search_state(self, args: Any, kwargs: Any) -> State:
-        """Returns what the step reaches now."""
-        self.call_guard = None  # whose slots may get other homes
+        """Returns the state that the step reaches now."""
+        self.call_guard = None  # because its slots may get other homes
         before = self._state
         self._state = find_state(self.step, self._given, args, kwargs, self._reached, before)
         return self._state
@@ -447,8 +444,7 @@ class CompiledStep:
     ) -> tuple[tuple[Any, int] | None, str]:
         """Returns the key of a kept program for such a call, or None.
 
-        Returns:
-            The key, and the condition that does not hold if that is the reason, or "".
+        Also returns the condition that does not hold, or "".
         """
         why = ""  # of the newest program
         for key, program in reversed(self._programs.items()):
@@ -466,8 +462,12 @@ class CompiledStep:
         return None, why or (others.reason if others is not None else "")
 
     def _admit_program(self, program: CapturedProgram, tensors: list[Any]) -> Found:
-        """A kept program and the leaves; none, or CaptureError, where what it writes overlaps, or a
-        mode of the user's would not see what compiled code calls."""
+        """Returns a kept program and the leaves, if it may run in this call.
+
+        It may not if a written input overlaps another, or a user's dispatch mode would miss the
+        calls of compiled code. Then the step runs eagerly; without a fallback this raises
+        CaptureError.
+        """
         sharing, error = program.sharing, None
         if sharing.may_overlap(tensors):
             error = sharing.find_error(tensors)
@@ -512,7 +512,7 @@ class CompiledStep:
     def _capture_call(
         self, signature: Any, call: _StepCall, why: str, others: OtherAnswers | None
     ) -> Found:
-        """Capture a program for a call; as `_find_program`.
+        """Capture a program for a call; returns as `_find_program`.
 
         Args:
             why: the condition of kept programs that does not hold, or "".
@@ -547,7 +547,7 @@ class CompiledStep:
         return self._admit_program(program, tensors)
 
     def _refuse_call(self, signature: Any, error: CaptureError) -> RefusedCall:
-        """Note that calls of a signature could not be captured."""
+        """Store that calls of a signature could not be captured."""
         if len(self._eager) >= _REFUSED_KEPT:
             self._eager.clear()
         before = self._eager.get(signature)
@@ -558,12 +558,12 @@ class CompiledStep:
     def _prepare_program(
         self, call: _StepCall, guesses: Guesses, made_state: MadeState
     ) -> tuple[CapturedProgram, list[Any]]:
-        """Returns a program that is captured for a call, ready to run, and the leaves of the call.
+        """Returns a program that is captured for a call and ready to run, and the call's leaves.
 
-        State that was made for optimizers and that the step does not use is removed. After an error
-        Python's objects are as they were before the capture.
+        State that was made for optimizers and that the step does not use is removed. After an
+        error, Python objects are as they were before the capture.
         """
-        from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import
+        from .pipeline import kept_within, make_program  # here, because importing it takes seconds
 
         options = self.options
         blocks = BlockChoice.from_option(options.blocks)
@@ -614,10 +614,9 @@ class CompiledStep:
     # -- what runs a program's graph ---------------------------------------------------------------
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
-        """Returns a function that runs a program's graph.
+        """Returns a function that runs a program's graph, compiled by the backend.
 
-        The backend compiles it. A CUDA graph records it if the options request that and it is
-        possible.
+        A CUDA graph records it if the options request that and it is possible.
         """
         if self.options.cuda_graphs:
             from partita.graph.backend.cuda_graphs import NotRecorded, ReplayedProgram
@@ -631,8 +630,8 @@ class CompiledStep:
         return self._compile(program, wires)
 
     def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
-        """Compile a program by the backend; what runs its graph."""
-        # Compiled code finds process groups by name; other wires are only known to Python.
+        """Compile a program by the backend; returns the function that runs its graph."""
+        # Compiled code finds process groups by name; other wires exist only in Python.
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from partita.graph.backend.inductor import build
 

@@ -1,6 +1,7 @@
-"""Errors of capture: raised if a step cannot become one graph, and when to try again.
+"""Errors of capture, and when a call that failed to be captured is tried again.
 
-`explain_error` converts an error of torch during capture to what the step does, and at which line.
+`explain_error` turns an error of torch during capture into a `CaptureError` that says what the step
+does, and at which line.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ class CaptureError(LayoutError):
     Examples are a branch on data, and a tensor that is neither an argument nor reachable state.
 
     Attributes:
-        guards: a `guards.Guards`: what the step had read of Python before the error. None if that
-            is not known.
+        guards: a `guards.Guards` over what the step had read of Python before the error; None if
+            that is unknown.
     """
 
     guards: Any = None
 
 
 class RefusedCall:
-    """A kind of call that could not be captured, and what the step had read of Python until then.
+    """A signature of calls that could not be captured, with guards of what the step had read.
 
-    It is tried again when something of that has changed. Changes that the step itself makes when it
-    runs eagerly do not count: the next call is compared with the state after the run.
+    Capture is tried again when a value that was read has changed. Changes that the step itself
+    makes when it runs eagerly do not count: the next call is compared with the state after the
+    eager run.
 
     Args:
-        guards: of what was read; None if unknown.
-        tries: the number of failed captures; after `_MOST_TRIES` there are no more.
+        guards: a `guards.Guards`; None if unknown, so that capture is never tried again.
+        tries: the number of failed captures; after `_MOST_TRIES` capture is not tried again.
     """
 
     def __init__(self, guards: Any, tries: int):
@@ -50,20 +52,20 @@ class RefusedCall:
         self.tries = tries
 
     def holds(self) -> bool:
-        """True if another capture would read what the last one read."""
+        """True if another capture would read the same values, and so fail again."""
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
-        """The step has run eagerly."""
+        """Store the values after an eager run of the step, to compare the next call with."""
         if self._guards is not None and not self._guards.hold():
             self._guards = self._guards.as_of_now()
 
 
-_MOST_TRIES = 16  # captures of one kind of call, for other values of Python
+_MOST_TRIES = 16  # captures of calls with one signature, for changed Python values
 
 
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:
-    """Returns the error to raise; `place` is the user's current line where None."""
+    """Returns the error to raise; `place` is a "file:line", or None for the user's current line."""
     return CaptureError(
         f"capture: {fact}",
         place=user_line() if place is None else place,
@@ -73,7 +75,7 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
 
 
 def of_data(op: str, *, place: str | None = None) -> CaptureError:
-    """The error to raise where the output shape of `op`, as "aten::nonzero", depends on data."""
+    """Returns the error to raise if the output shape of `op` ("aten::nonzero") depends on data."""
     return not_captured(
         f"the shape of {op.removeprefix('aten::')} depends on data",
         "a graph is of tensors whose shapes are known before it runs",
@@ -82,7 +84,7 @@ def of_data(op: str, *, place: str | None = None) -> CaptureError:
 
 
 def of_lazy_parameters() -> CaptureError:
-    """Returns the error to raise where a step reaches a parameter that has no shape yet."""
+    """Returns the error to raise if a step reaches a parameter that has no shape yet."""
     return not_captured(
         "the step reaches a parameter that has no shape yet, as a LazyLinear has",
         "a lazy module makes its parameters in its first forward, and a graph is of known shapes",
@@ -91,7 +93,7 @@ def of_lazy_parameters() -> CaptureError:
 
 
 def of_anomalies() -> CaptureError:
-    """Returns the error to raise where a backward pass runs in anomaly mode."""
+    """Returns the error to raise if a backward pass runs in anomaly mode."""
     return not_captured(
         "the step has a backward pass in torch's anomaly mode",
         "a graph has a backward pass of its own, in which nothing checks for NaN",
@@ -100,7 +102,7 @@ def of_anomalies() -> CaptureError:
 
 
 def of_dispatch_mode(mode: Any) -> CaptureError:
-    """Returns the error to raise where a compiled step is called within a mode of the user's."""
+    """Returns the error to raise if a compiled step is called within a user's dispatch mode."""
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
         "compiled code makes none of the calls that the mode would see, or change",
@@ -110,7 +112,7 @@ def of_dispatch_mode(mode: Any) -> CaptureError:
 
 
 def of_recording(error: Exception) -> CaptureError:
-    """Returns the kernels of a step could not be recorded as a CUDA graph."""
+    """Returns the error to raise if a step's kernels cannot be recorded as a CUDA graph."""
     return not_captured(
         "a step's kernels cannot be recorded as a CUDA graph",
         f"{type(error).__name__}: {error}",
@@ -119,7 +121,7 @@ def of_recording(error: Exception) -> CaptureError:
 
 
 def cannot_be_kept(budget: int, least: int) -> CaptureError:
-    """The error to raise where a step needs more bytes than its budget; `least` suffices."""
+    """Returns the error to raise if a step needs more than its budget; `least` bytes suffice."""
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",
@@ -137,11 +139,11 @@ _NUMBERS += [
     "required argument is not a",
     "is not JSON serializable",
 ]
-"""Parts of messages where code in C is given what stands for a number that a step has read."""
+"""Parts of messages of C code that got a symbolic number in place of a Python number."""
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if code in C has raised an error because it was given no number of Python's."""
+    """True if `error` is that of C code which needs a Python number and got a symbolic one."""
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
 
@@ -152,12 +154,12 @@ _OF_MEMORY = "torch.storage.UntypedStorage", "elem.device.type must be", ".numpy
 
 
 def explain_error(error: Exception, line: str, function: str = "") -> Exception:
-    """A CaptureError that says what the step did; the error itself where it is the step's own.
+    """Returns a CaptureError that says what the step did, or `error` if it is the user's own.
 
     Args:
         error: raised while a step was captured.
         line: the user's line that raised it.
-        function: of torch, that the step called last by name.
+        function: the name of the torch function that the step called last.
     """
     if isinstance(error, Uneven):
         return not_captured(error.fact, error.reason, place=error.place)
@@ -222,7 +224,7 @@ _WITHOUT_READING = {
         "BatchNorm(momentum=0.1)", "a number: for None it reads how many batches there were"
     )
 }
-"""By file of torch that reads a value, what avoids it."""
+"""By the file of torch that reads a value, a fix that avoids the read."""
 
 _MACHINERY = (
     *("_ops.py", "_tensor.py", "_compile.py", "overrides.py", "__init__.py"),
@@ -231,17 +233,17 @@ _MACHINERY = (
     "fx",
     "utils",
 )
-"""Files of torch that only pass a question on."""
+"""Files and folders of torch that only forward a call, so that they are not named in errors."""
 
 
 def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
     """Returns the file of torch whose code reads a value, as "torch/nn/functional.py".
 
-    "" if the user's code reads it.
+    Returns "" if the user's code reads it.
 
     Args:
         frames: the innermost first.
-        machinery: files and folders of torch that only pass a call on.
+        machinery: files and folders of torch that only forward a call.
     """
     for frame in frames:
         path = Path(frame.f_code.co_filename)
@@ -270,7 +272,7 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error to raise where a step uses a tensor that it does not reach by name."""
+    """Returns the error to raise if a step uses a tensor that is no input and not found by name."""
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(
@@ -282,7 +284,7 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
 
 
 def user_line_of(error: BaseException) -> str:
-    """Returns the user's innermost line in the traceback of an error."""
+    """Returns the user's innermost line in the traceback of an error, as "file:line"."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):
         line = user_line(frame)
@@ -292,4 +294,4 @@ def user_line_of(error: BaseException) -> str:
 
 
 class UnsureOfWrites(Exception):
-    """Raised if rewriting cannot decide which values a write changes: the graph is traced again."""
+    """Functionalization cannot decide which values a write changes; the graph is traced again."""

@@ -1,9 +1,9 @@
 """Fake values of nodes: the metadata of a call's result, computed once for equal calls.
 
-A FakeTensor has metadata and a device, but no memory. The fake value of a call depends on its
-target, its numbers, and the shapes, strides, dtypes and devices of its operands. These are its key
-(`key_of_call`). Equal calls share one fake tensor (`call_without_memory`). So a node's
-`meta["val"]` describes its value, but not its memory.
+The fake value of a call depends on its target, its numbers, and the shapes, strides, dtypes and
+devices of its operands. These are its key (`key_of_call`). Calls with equal keys share one
+FakeTensor (`call_without_memory`). So a node's `meta["val"]` has the metadata of its value, but two
+nodes may share a fake, and so a fake storage, that share no memory when they run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _META = torch.device("meta")
 
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
-    """Returns the mode in which a graph's inputs were made; a new one for a graph that has none."""
+    """Returns the fake mode of a graph's inputs; a new one if none of them is a fake tensor."""
     return fake_mode_in(inputs) or FakeTensorMode()
 
 
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
-    """Returns the mode of the first fake tensor among values, also in lists and dictionaries."""
+    """Returns the mode of the first fake tensor in `values`, also inside lists and dictionaries."""
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode  # type: ignore[no-any-return]
@@ -65,19 +65,18 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
 
 
 def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Returns a fake like `t`, in its own memory."""
+    """Returns a fake tensor with the metadata of `t` and its own storage."""
     with building_fakes():
         return make_fake(mode, make_empty_meta(t), t.device)
 
 
 def make_distinct(value: Any, known: set[int]) -> Any:
-    """Returns a value for an input, in its own memory.
+    """Returns a fake value for an input that shares no storage with other inputs.
 
-    Equal calls have made several values that share one fake, but inputs are distinguished by their
-    fakes.
+    Values of equal calls share one fake, but a graph's inputs are distinguished by their fakes.
 
     Args:
-        known: the memory of the inputs before; that of this one is added.
+        known: identifiers of the storages of the inputs so far; that of this one is added.
     """
     if isinstance(value, FakeTensor) and value.layout is torch.strided:
         if value.untyped_storage()._cdata in known:
@@ -88,9 +87,7 @@ def make_distinct(value: Any, known: set[int]) -> Any:
 
 @lru_cache
 def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.device]:
-    """Returns the attributes that torch gives each new fake of a device, and the device with its
-    index.
-    """
+    """Returns the attributes of a new fake on a device, and the device with its index."""
     with building_fakes():
         fake = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
     return dict(fake.__dict__), fake.fake_device
@@ -98,7 +95,7 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Hide tensors that are made inside the block from all modes."""
+    """Hide operations inside the block from all torch modes."""
     with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
         yield
 
@@ -109,13 +106,13 @@ def make_empty_meta(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeByCall:
-    """The fake value of a call, and the memory that it shows.
+    """The fake value of a call, and where the memory of its tensors comes from.
 
     Attributes:
-        value: as the call returns it.
-        shows: for each tensor of the value, the index of the operand (among the tensors of the
-            call) whose memory it shows; -1 - i for the i-th new memory.
-        nbytes: of each new memory.
+        value: the fake value that the call returns.
+        shows: for each tensor in `value`: i if it shares the storage of the i-th tensor operand;
+            -1 - i if it has the i-th new storage.
+        nbytes: the bytes of each new storage.
     """
 
     value: Any
@@ -124,7 +121,7 @@ class MadeByCall:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
-    """Returns `target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
+    """Returns the result of `target(*args, **kwargs)` over fake tensors, cached by the call's key.
 
     Args:
         like: a value of the same fake mode, for calls without a tensor operand; for a call of a
@@ -144,7 +141,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
     made = known.get(key)
     if made is None:
-        # With operands that share no memory, so that what a view shows does not depend on theirs.
+        # Operands get separate storages, so that `shows` does not depend on which of them share.
         def own_of(value: Any) -> Any:
             return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
 
@@ -154,7 +151,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
-    """Returns the tensors of a value, in order."""
+    """Returns the tensors of a nested value, in order."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if value is None or isinstance(value, (int, float, str)):
@@ -189,8 +186,8 @@ def _call_and_describe(
 def _without_bases(value: Any) -> Any:
     """Returns the value with views detached from their bases.
 
-    A view holds its base, which holds the mode, which holds the known calls. Python's collector
-    does not see this cycle.
+    A view holds its base, which holds the fake mode, which holds the cached calls. The garbage
+    collector of Python does not see this cycle.
     """
     if not any(t._is_view() for t in tensors_in(value)):
         return value
@@ -199,7 +196,7 @@ def _without_bases(value: Any) -> Any:
 
 
 def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
-    """Returns the memory of a tensor; for a sparse one that of its values."""
+    """Returns the storage of a tensor; for a sparse one that of its values."""
     if t.layout is torch.strided:
         return t.untyped_storage()
     with torch.no_grad():
@@ -208,7 +205,7 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
 
 
 def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the key that decides the fake value of a call; None if it depends on more."""
+    """Returns the key that decides a call's fake value; None if the value depends on more."""
     try:
         key = (
             target,

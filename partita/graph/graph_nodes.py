@@ -1,10 +1,12 @@
-"""Nodes of graphs: added, copied, dropped and ordered; their notes; subgraphs, which are called.
+"""Nodes of FX graphs: added, copied, dropped and ordered; their notes; subgraphs that are called.
 
-`fx.Graph` walks through the operands of each new call to warn about symbolic numbers, which is half
-the cost of a node. A captured graph (`verify`) has none, so operands are assigned afterwards.
-`fx.GraphModule` writes and compiles Python code whenever its graph is set. Between capture and the
-last pass nobody runs it, so the modules here do it on first use. A `Note` has the user's line, the
-phase and the move of a node. A `Subgraph` is one call in a graph, and equal parts are one subgraph:
+Two parts of FX are slow and replaced here. `fx.Graph` searches the operands of each new call for
+symbolic numbers, which is half the cost of a node. A captured graph has none, so operands are
+assigned afterwards. `fx.GraphModule` generates Python code whenever its graph is set. Nobody runs
+it between capture and the last pass, so the modules here generate it on first use.
+
+A `Note` has the user's line, the phase and the redistribution of a node. A `Subgraph` is called by
+a node, and equal parts of a graph are calls of one subgraph:
 
     call = call_subgraph(part, [x, weight])       y = call[0]
 """
@@ -49,8 +51,8 @@ NOTE = "partita"
 """The key of the note in a node's `meta`."""
 
 BLOCK_RESULT = "result of a block"
-"""A key in the `meta` of a node that makes a block's result. Under a budget, such results are
-dropped last (`passes.remat`).
+"""A key in the `meta` of a node whose value a block returns. Under a budget, `passes.remat`
+recomputes such results last.
 """
 
 
@@ -66,12 +68,12 @@ class Note:
         source: the user's "file:line".
         phase: "forward", "backward" or "update" (inside an optimizer's step).
         layout: of the value, if it is a DTensor.
-        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
-            a ledger's `Record`; kind is "" if there is none.
+        kind, axes, nbytes, op, reason, before, after: of the redistribution (move) that the node
+            belongs to, as in a ledger's `Record`; kind is "" if there is none.
         move: the number of the move in the step; 0 for none.
         region: the number of the call of a `pt.remat` region; 0 outside.
-        kept: True if the region's policy keeps the value.
-        again: True if a pass added the node, to recompute or gather again what forward had.
+        kept: True if the region's policy saves the value.
+        again: True if a pass added the node, to recompute or regather a value of forward.
     """
 
     source: str = ""
@@ -101,8 +103,8 @@ NO_NOTE = Note()
 
 # -- calls that are added, copied and compared -----------------------------------------------------
 
-# As `node.args = args`, but for `fx.Node.__setattr__`: it takes the node out of the table in which
-# the graph finds it, and puts it back, as if its target changed, in half the time of a new node.
+# As `node.args = args`, without `fx.Node.__setattr__`: that removes the node from the table of
+# `find_nodes` and inserts it again, which takes half the time of making a node.
 _set_args: Callable[[fx.Node, Any], None] = fx.Node.args.__set__  # type: ignore[attr-defined]
 _set_kwargs: Callable[[fx.Node, Any], None] = fx.Node.kwargs.__set__  # type: ignore[attr-defined]
 
@@ -110,7 +112,7 @@ _set_kwargs: Callable[[fx.Node, Any], None] = fx.Node.kwargs.__set__  # type: ig
 def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
-    """Add a call at the graph's insertion point; as `fx.Graph.call_function`."""
+    """Add a call at the graph's insertion point, as `fx.Graph.call_function`, and return it."""
     node = graph.create_node("call_function", target, name=name or _name_of(target))
     _set_args(node, args)
     if kwargs:
@@ -119,20 +121,19 @@ def add_call(
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Add an input at the graph's insertion point; as `fx.Graph.placeholder`, of a name in lower
-    case."""
+    """Add an input at the graph's insertion point, as `fx.Graph.placeholder`, in lower case."""
     return graph.create_node("placeholder", name, name=name)  # or fx makes a name of the name
 
 
 @lru_cache(maxsize=4096)
 def _name_of(target: Any) -> str:
-    """Returns fx's name for a node with this target, before it appends a number. Private torch."""
+    """Returns the name that fx gives a node with this target, before it appends a number."""
     found: str = _GRAPH._target_to_str(target)
     return found
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
-    """Add a copy of a node whose operands are mapped by `of`; as `fx.Graph.node_copy`."""
+    """Add a copy of a node, as `fx.Graph.node_copy`; `of` returns the copy of an operand."""
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     _set_args(made, fx.node.map_arg(node.args, of))
     if node.kwargs:
@@ -152,8 +153,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """A graph of copies of some nodes of another, and of its inputs among these, that gives the
-    values `gives`."""
+    """Returns a module with copies of `nodes`, without unused inputs, that returns `gives`."""
     graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node in nodes:
@@ -164,8 +164,9 @@ def extract_graph(
 
 
 def key_of_operands(value: Any) -> Any:
-    """A key of operands. 1, 1.0 and True have different keys; floats and complex numbers have one
-    key if they have the same bits, as 0.0 and -0.0 have not."""
+    """Returns a hashable key of operands. 1, 1.0 and True have different keys; floats and complex
+    numbers are compared by their bits, so 0.0 and -0.0 differ.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(key_of_operands(v) for v in value)
     if isinstance(value, dict):
@@ -179,14 +180,14 @@ def key_of_operands(value: Any) -> Any:
 
 
 def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module of `graph` with the attributes of `root` that it uses; its code is made on use."""
+    """Returns a module of `graph` and attributes of `root`; generates its code on first use."""
     # Private torch: its own class for this, which Inductor and Dynamo use.
     made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
     return made
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Make the modules of `make_fx` write their code on first use, too, inside the block."""
+    """Make `make_fx` return modules that generate their code on first use, inside the block."""
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
 
@@ -195,14 +196,13 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 
 
 def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
-    """The places of the inputs that a graph without writes but into inputs writes, in order."""
+    """Returns the positions of the inputs that a captured graph writes, in order."""
     written = {operand for node in graph.nodes for operand in written_operands(node)}
     return tuple(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in written)
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a call of a graph without writes but into inputs writes: those of `copy_`
-    and of subgraphs with it."""
+    """Yields the operands that a call of a captured graph writes, by `copy_` or in a subgraph."""
     if node.target is _COPY:
         yield node.args[0]  # type: ignore[misc]
     elif (part := subgraph_of(node)) is not None and part.written:
@@ -212,7 +212,7 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that were added at the end of a graph after `first`, the newest first."""
+    """Yields the nodes at the end of a graph after the node `first`, the newest first."""
     node = graph._root.prev
     while node is not first:
         yield node
@@ -227,7 +227,7 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """True if a node must stay although its value is not used: it writes, draws or checks."""
+    """True if an unused node must stay: it writes, draws random numbers or checks a value."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if (part := subgraph_of(node)) is not None:
@@ -247,12 +247,12 @@ def checks_value(node: fx.Node) -> bool:
 
 
 def examples_of(graph: fx.Graph) -> list[torch.Tensor]:
-    """Fake tensors like the inputs of a graph."""
+    """Returns the fake tensors of a graph's inputs."""
     return [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Returns bytes of a node's value on a rank; 0 where that is no tensor."""
+    """Returns the bytes of a node's value on a rank; 0 if it is not a tensor."""
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
@@ -271,20 +271,20 @@ COLLECTIVES: dict[Any, str] = {
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True for a collective that sends."""
+    """True if a node calls a collective; False for `wait_tensor`."""
     return node.op == "call_function" and _sends(node.target)
 
 
 @functools.lru_cache(maxsize=4096)
 def _sends(target: Any) -> bool:
-    """True if calls of `target` send."""
+    """True if `target` is a collective."""
     named = getattr(target, "namespace", "") == "_c10d_functional"
     ours = (all_gather, all_gather_pieces, all_to_all)
     return (named and "wait_tensor" not in str(target)) or target in ours
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """Returns the request that runs a collective of a graph on a wire."""
+    """Returns the request that runs a collective node on a wire."""
     args: Any = node.args
     operand, *given, name = args
     x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
@@ -311,11 +311,11 @@ N = TypeVar("N", bound=Hashable)
 def order_by_needs(
     wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]
 ) -> Iterator[N]:
-    """`wanted` in order, each after what it needs, without what is done.
+    """Yields `wanted` in order, each node after the nodes that it needs.
 
     Args:
-        needs: by node what it needs, without cycles; what is not a key is there already.
-        done: what was yielded is added.
+        needs: by node the nodes that it needs, without cycles; others need nothing and are skipped.
+        done: nodes to skip; each yielded node is added.
     """
     stack = list(wanted)[::-1]
     while stack:
@@ -333,11 +333,11 @@ def order_by_needs(
 # -- subgraphs -------------------------------------------------------------------------------------
 
 DEEP = 3000
-"""Calls in a graph above which it is cut. A smaller one is compiled whole in as little time, and
-the call of a section costs some microseconds."""
+"""Calls in a graph above which it is cut into sections. A smaller graph compiles as fast in one
+piece, and each call of a section costs some microseconds."""
 
 LABELS = "labels"
-"""The key, in the `meta` of a `call_subgraph` node, of the labels of that block's moves."""
+"""The key, in the `meta` of a `call_subgraph` node, of that block's own `Subgraph.labels`."""
 
 
 @dataclass(frozen=True)
@@ -345,8 +345,8 @@ class SectionSchedule:
     """The memory of a section in each of its calls, in bytes; its inputs are not counted.
 
     Attributes:
-        live: for each call in it, the bytes allocated while that call runs.
-        given: the bytes allocated at the end: its results.
+        live: for each call in the section, the bytes allocated while that call runs.
+        given: the bytes of its results, which are still allocated at its end.
         last_reads: for each input, the position of the last call that reads it.
     """
 
@@ -356,26 +356,27 @@ class SectionSchedule:
 
     @property
     def workspace(self) -> int:
-        """The most bytes that are allocated at once beside the results."""
+        """The most bytes that are allocated at once, minus those of the results."""
         return max(self.live, default=0) - self.given
 
 
 @dataclass(eq=False)
 class Subgraph:
-    """A part of a graph as a graph of its own; the first operand of its calls in the outer graph.
+    """A graph that nodes of an outer graph call; it is the first operand of those nodes.
 
-    It has no writes but those of its `copy_` calls into inputs. A block with a backward has two
-    calls, all others have one. A section is a part that is compiled alone: between two collectives,
-    with results that have their own memory.
+    Its only writes are `copy_` calls into inputs. A block with a backward is called twice, for
+    forward (`call_subgraph`) and for backward (`call_backward`); all others once. A section is a
+    part between two collectives that is compiled separately. Each of its results has its own
+    storage.
 
     Attributes:
         graph: its output is a list; None in place of an output that nothing reads.
-        name: of the class of a block; of an update "AdamW of Block".
-        key: of a section, a hash of its text, equal for equal sections; "" for others.
-        taken, returned: of a block with a backward, how many of the inputs and outputs are those of
-            forward; None for others.
-        labels: of the moves of forward that have one, in order, as in the notes.
-        schedule: of a section's memory if it runs call by call; None until it is computed
+        name: the class of a block; for an optimizer's update "AdamW of Block".
+        key: for a section, a hash of its text, equal for equal sections; "" for others.
+        taken, returned: for a block with a backward, how many of its first inputs and outputs are
+            those of forward; None for others.
+        labels: the distinct labels (`Note.op`) of the redistributions of forward, in order.
+        schedule: a section's memory if it runs call by call; None until it is computed
             (`memory`).
     """
 
@@ -388,11 +389,11 @@ class Subgraph:
     schedule: SectionSchedule | None = None
 
     def example(self) -> list[torch.Tensor]:
-        """Fake tensors like its inputs, for the compiler."""
+        """Returns fake tensors with the metadata of its inputs, for the compiler."""
         return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """Returns the arguments of a call for the inputs."""
+        """Returns the operands of a call node, in the order of the subgraph's inputs."""
         given: Any = call.args[-1]
         return given  # type: ignore[no-any-return]
 
@@ -403,24 +404,22 @@ class Subgraph:
         return end.args[0]  # type: ignore[return-value]
 
     def inputs_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the inputs that backward adds, or those of forward."""
+        """Returns the inputs of backward alone if `is_late`, else those of forward."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return inputs[self.taken :] if is_late else inputs[: self.taken]
 
     def outputs_of(self, is_late: bool) -> list[Any]:
-        """Returns the outputs of backward, or those of forward."""
+        """Returns the outputs of backward if `is_late`, else those of forward."""
         return self.outputs[self.returned :] if is_late else self.outputs[: self.returned]
 
     def nodes_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the calls of backward, or those of forward."""
+        """Returns the calls of backward if `is_late`, else those of forward."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         return [n for n in calls if (n in self.late) is is_late]
 
     @cached_property
     def late(self) -> set[fx.Node]:
-        """The nodes of backward: those in its phase, and those that depend on them or on inputs of
-        backward.
-        """
+        """The nodes of backward: those in its phase, or that depend on them or on its inputs."""
         if self.taken is None:
             return set()
         late = set(self.inputs_of(True))
@@ -455,13 +454,13 @@ class Subgraph:
 
 @declare_facts(OpFacts(makes_new=True))
 def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a subgraph, a block's forward; it is never called itself."""
+    """The target of nodes that call a subgraph, or a block's forward. It is never executed."""
     raise RuntimeError("a subgraph was not put in its place")
 
 
 @declare_facts(OpFacts(makes_new=True))
 def call_backward(part: Subgraph, forward: Any, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call the backward of a block, whose forward was another call."""
+    """The target of nodes that call a block's backward; `forward` is the node of its forward."""
     raise RuntimeError("a block's backward was not put in its place")
 
 
@@ -477,19 +476,19 @@ def subgraph_calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def subgraphs_in(graph: fx.Graph) -> list[Subgraph]:
-    """Returns the different subgraphs that a graph calls, in the order of their first call."""
+    """Returns the distinct subgraphs that a graph calls, in the order of their first call."""
     calls = graph.find_nodes(op="call_function", target=call_subgraph)
     return list(dict.fromkeys(n.args[0] for n in calls))  # type: ignore[misc]
 
 
 def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the calls of a graph, those within its subgraphs once for each subgraph."""
+    """Yields the calls of a graph, and those of each distinct subgraph once."""
     for graph_of_part in (graph, *(s.graph.graph for s in subgraphs_in(graph))):
         yield from (n for n in graph_of_part.nodes if n.op == "call_function")
 
 
 class ByIdentity:
-    """An object as a part of a key: equal only to a `ByIdentity` of the same object."""
+    """A wrapper that compares by identity: equal only to a `ByIdentity` of the same object."""
 
     def __init__(self, value: Any):
         self.value = value

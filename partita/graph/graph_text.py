@@ -1,10 +1,10 @@
 """Graphs as text: for people, for comparison, and for the key on which all ranks agree.
 
-`Graph` prints a line for each node: name, call, shape and layout, bytes, the move and its reason,
-and the user's line. Parts that repeat (`repeats_of`) are printed once. `canonical` returns lines
-that describe the program and nothing of the process that captured it. So equal programs are equal
-texts on all ranks. `key_of` hashes these, with options and versions. Ranks compare hashes before
-any of them compiles. If they differ, bisection over the lines finds the first difference.
+`Graph` prints a line for each node: name, call, shape and layout, bytes, the redistribution and its
+reason, and the user's line. A part that repeats (`repeats_of`) is printed once. `canonical` returns
+lines that contain nothing of the process that captured the program, so that equal programs have
+equal lines on all ranks. `key_of` hashes these, with options and versions. Ranks compare hashes
+before any of them compiles. If they differ, bisection over the lines finds the first difference.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Graph:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """In the order in which they run."""
+        """The nodes, in the order in which they run."""
         return list(self.program.graph.graph.nodes)
 
     @property
     def moves(self) -> list[fx.Node]:
-        """The collectives."""
+        """The nodes that call collectives."""
         return [n for n in self.nodes if is_collective(n)]
 
     def to_string(self, repeats: bool = True) -> str:
         """Returns a line for each node, and a total.
 
         Args:
-            repeats: print repeated parts, as equal blocks, each time; else once, with a count.
+            repeats: True to print each repeat of equal blocks; False to print one, with a count.
         """
         nodes = self.nodes
         roles = [f"{given.kind} {given.name}" for given in self.program.inputs]
@@ -77,14 +77,14 @@ class Graph:
 def _write_rows(
     nodes: Sequence[fx.Node], roles: Iterable[str] = ()
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The cells of each node's line, and the lines; `roles` are what is said of the inputs."""
+    """Returns the cells of each node's line, and the lines; `roles` has a text for each input."""
     said = iter(roles)
     rows = [_row_of_node(n, next(said, "") if n.op == "placeholder" else "") for n in nodes]
     return rows, format_table(rows, widest=60).split("\n")
 
 
 def _row_of_node(node: fx.Node, role: str) -> tuple[str, ...]:
-    """Returns the cells of a line: name, call, value, bytes, reason, place."""
+    """Returns the cells of a line: name, call, value, bytes, reason or input's `role`, line."""
     note, value = note_of(node), node.meta.get("val")
     shape, size = "", ""
     if isinstance(value, torch.Tensor):
@@ -103,18 +103,18 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, ...]:
 
 
 _LEAST_LINES = 8
-"""The shortest part that is folded as a repeat, in lines."""
+"""The lines of the shortest part that is printed once for all repeats."""
 
 
 def _signature_of_row(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
-    """A key that is equal for corresponding lines of two blocks, whose names have other numbers."""
+    """Returns a key equal for corresponding lines of repeats, which differ in names' numbers."""
     others = fx.node.map_arg((node.args, node.kwargs), lambda _: None)
     called = "" if node.op == "placeholder" else f"{node.target}{others}"
     return called, *row[2:4], re.sub(r"\d+", "", row[4]), row[5]
 
 
 def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
-    """Returns the lines, with each repeated part printed once."""
+    """Returns the lines, repeated parts printed once; `alike` has equal numbers for equal lines."""
     if len(lines) < 2 * _LEAST_LINES or (found := repeats_of(alike, _LEAST_LINES)) is None:
         return lines
     part, period = found
@@ -135,10 +135,10 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
 
 
 def canonical(program: Program) -> list[str]:
-    """The program as lines that are equal for equal programs, on every rank and in every run.
+    """Returns a program as lines that are equal for equal programs, on every rank and in every run.
 
-    They do not contain names, source lines, addresses, device indices or coordinates. First the
-    graph's lines, one for each node, then each section once.
+    They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
+    are first, one for each node, then those of each section once.
     """
     number: dict[fx.Node, str] = {}
     lines = []
@@ -173,7 +173,7 @@ def _format_layout(spec: Spec) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Yields the graph as lines that are equal for graphs that compute the same."""
+    """Yields a line for each node; the lines are equal for graphs that compute the same."""
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
         number[node] = f"%{len(number)}"
@@ -181,16 +181,12 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """Returns a node as text that is equal for equal nodes.
-
-    Args:
-        number: how the nodes that it reads are named.
-    """
+    """Returns a text equal for nodes that compute the same; `number` names their operands."""
     return f"{_format_node(node, number)}{_format_result(node.meta.get('val'))}"
 
 
 def _format_node(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """Returns what a node does, without its result."""
+    """Returns the text of a node's call, without that of its result."""
     if node.op == "output":
         return f"output {_format_value(node.args[0], number)}"
     if node.op != "call_function":
@@ -237,22 +233,22 @@ def _digest_constant(value: Any) -> str:
 # -- parts that repeat themselves ------------------------------------------------------------------
 
 _PERIODS = 16
-"""How many of the most frequent distances between equal calls are tried as periods."""
+"""The number of frequent distances between equal calls that are tried as periods."""
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
     """Returns the longest part of `calls` that repeats, and its period.
 
-    A model of equal layers is a graph that repeats, and so is its update. The distance to a call's
-    last occurrence suggests periods. For each of the most frequent periods, the longest run of
-    calls that equal those one period later is found.
+    A model of equal layers has a graph that repeats, and so has its update. The distances between
+    equal calls suggest periods. For each of the most frequent distances, this finds the longest
+    range in which each call equals the one a period later.
 
     Args:
-        calls: equal if they do the same.
-        least: the shortest period; a multiple is used for shorter ones.
+        calls: values that are equal for calls that do the same.
+        least: the shortest period; for shorter ones a multiple is used.
 
     Returns:
-        The range of the part, at least two periods long; None if there is none.
+        The range of the part, at least two periods long, and the period; None if there is none.
     """
     before: dict[Hashable, int] = {}
     often: Counter[int] = Counter()
@@ -277,7 +273,7 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
 
 
 def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
-    """Returns the longest part in which each call equals the one a period later."""
+    """Returns the longest range in which each call equals the one a period later."""
     best, begin = range(0), 0
     for i in range(len(calls) - period + 1):
         if i == len(calls) - period or calls[i] != calls[i + period]:
@@ -291,7 +287,7 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 
 
 def versions() -> list[str]:
-    """Returns the versions and the kind of machine, which also decide what is compiled."""
+    """Returns the versions and the type of machine, as lines of a program's key."""
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 
@@ -311,16 +307,16 @@ def agree_on_program(
     wire: Wire,
     stages: Callable[[], Sequence[tuple[str, int]]] = tuple,
 ) -> None:
-    """Return if all ranks of `wire` have the same lines; raise on all of them if not.
+    """Check on all ranks of `wire` that they have captured the same program.
 
     Args:
         lines: the program of this rank.
         where: for each line the user's line that it comes from.
-        stages: gives (name, digest of the program after it) for capture and each pass. Called
-            only where ranks differ, and then on all of them.
+        stages: returns (name, digest of the program afterwards) for capture and each pass. It is
+            called only if ranks differ, and then on all of them.
 
     Raises:
-        LayoutError: the first line in which two ranks differ, as both have it.
+        LayoutError: on all ranks, with the first line that differs between two of them.
     """
     if _are_equal(lines, wire):
         return
@@ -352,7 +348,7 @@ def agree_on_program(
 
 
 def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
-    """Returns the first pass after which ranks differ; "" if capture or options do."""
+    """Returns the first pass after which ranks differ; "" if they differed before all passes."""
     count = min(n for (n,) in wire.gather_ints((len(stages),), "passes"))
     digests = tuple(digest for _, digest in stages[:count])
     by_rank = wire.gather_ints(digests, "passes") if count else [()]

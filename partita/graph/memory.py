@@ -1,16 +1,19 @@
-"""Memory of a captured step: each buffer, where it is made and where it is freed, and the peak.
+"""Memory of a captured step: each buffer, where it is allocated and freed, and the peak.
 
-A place of a schedule (`Memory`) is a node of the graph if the step runs node by node (`memory_of`),
-or a line of the generated code if Inductor compiled it (`backend.codegen_memory`). Either way the
-schedule is known before anything runs, and is the same on every rank.
+A schedule (`Memory`) counts time in places. A place is a node of the graph if the step runs node by
+node (`memory_of`), or a line of the generated code if Inductor compiled it
+(`backend.codegen_memory`). Either way the schedule is known before anything runs, and is the same
+on every rank.
 
-The storages of a graph are found call by call over fake tensors (`fake_values`). A result whose
-storage no operand has is new memory; every other result is a view. A storage lives from the node
-that makes it to the last node that reads a view of it, because the executor drops a value after its
-last use. `memory_of` converts these lifetimes to the schedule of a graph. The memory that a kernel
-allocates and frees while it runs (`workspace`) is computed, or measured for the operators that
-`OpFacts.workspace` names. The staging buffers of collectives are known from their backends
-(`staging`).
+`Storages` finds the storages of a graph call by call over fake tensors (`fake_values`). A result
+whose storage no operand has is new memory; every other result is a view. A storage lives from the
+node that makes it to the last node that reads a view of it, because the executor drops a value
+after its last use. The memory that a kernel allocates and frees while it runs (`workspace`) is
+computed, or measured for the operators that `OpFacts.workspace` names. The staging buffers of
+collectives are known from their backends (`staging`).
+
+`scheduled` returns the schedule of the code that runs, `memory_of` that of the graph, and `peak_of`
+only the peak of `memory_of`.
 """
 
 from __future__ import annotations
@@ -46,14 +49,14 @@ class Buffer:
     Attributes:
         name: of the node, or of the variable in generated code, that made it.
         nbytes: of the whole storage, on a rank.
-        birth: the place at which it is allocated.
-        death: the first place at which it is freed.
-        views: the names of other nodes that show the same memory.
+        birth: the index of the place at which it is allocated.
+        death: the index of the first place at which it is free again.
+        views: the names of other nodes with the same storage.
         made_by: the operator.
         source: the user's "file:line".
         phase: "forward", "backward" or "update".
         layout: of the DTensor in it, or "".
-        reason: of the move that made it: "gather", "regather", "gradient", or "".
+        reason: of the redistribution that made it: "gather", "regather", "gradient", or "".
         passing: True for a workspace, which a kernel frees before it returns.
     """
 
@@ -72,12 +75,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HeldInput:
-    """Memory of an input, which is allocated before and after the step.
+    """Memory of an input, which exists before and after the step.
 
     Attributes:
         name: of the input, in messages.
         kind: of the input, as in `program.Input`.
-        nbytes: of its storage, on a rank; 0 if another input has the same storage.
+        nbytes: of its storage, on a rank; 0 if an earlier input has the same storage.
     """
 
     name: str
@@ -90,7 +93,8 @@ class Memory:
     """The schedule of a step's memory on one rank. Print it to see the buffers at the peak.
 
     Attributes:
-        places: the text of what runs at each place.
+        places: a text for each node or line of code that runs, in order; other attributes use
+            indices into it.
         buffers: the buffers that the step allocates, in order of birth.
         held: its inputs.
     """
@@ -105,7 +109,7 @@ class Memory:
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns `live` of only those buffers for which `counts` returns True."""
+        """Returns `live`, counting only buffers for which `counts` returns True."""
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
             if counts(buffer):
@@ -119,7 +123,7 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes of buffers at once, without the inputs."""
+        """The most bytes of buffers that are allocated at once, without the inputs."""
         return max(self.live, default=0)
 
     @cached_property
@@ -134,11 +138,11 @@ class Memory:
 
     @cached_property
     def peak_place(self) -> int:
-        """The first place of the peak."""
+        """The index in `places` at which the memory is first at its peak."""
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """Returns the buffers that are allocated at a place, biggest first."""
+        """Returns the buffers that are allocated at the index `place`, largest first."""
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
 
@@ -175,7 +179,7 @@ class Storages:
     """The storages of a graph's nodes, by number. Inputs have one each, unless they share it.
 
     Attributes:
-        of: for each node the storages that its value shows.
+        of: for each node the storages of the tensors in its value.
         nbytes: for each storage its bytes.
         maker: for each storage the node that allocates it.
         passing: for each node the bytes of its kernel's workspace.
@@ -221,7 +225,10 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the storages made by calls that a call is the last to read."""
+        """Returns the storages that are freed after a call: it is the last to read them.
+
+        Storages of inputs are not among them.
+        """
         shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
         last, maker = self.last_reader, self.maker
         return [s for s in shown if last.get(s) is node and maker[s].op == "call_function"]
@@ -275,7 +282,7 @@ def storages_of(program: Program) -> Storages:
 
 
 def _schedule_of_section(section: Subgraph) -> SectionSchedule:
-    """Returns the allocated bytes in each call of a section, and which calls read an input last."""
+    """Returns the memory of each call in a section; computed once for each section."""
     if section.schedule is None:
         storages = Storages(section.graph, {})
         calls = [n for n in section.graph.graph.nodes if n.op == "call_function"]
@@ -293,7 +300,7 @@ def _schedule_of_section(section: Subgraph) -> SectionSchedule:
 
 
 def scheduled(program: Program) -> Memory:
-    """Returns the schedule of a program as it runs: of its graph, or of the generated code.
+    """Returns the schedule of a program as it runs: of the generated code, or else of its graph.
 
     Raises:
         ValueError: the memory of the generated code is unknown.
@@ -303,7 +310,7 @@ def scheduled(program: Program) -> Memory:
 
 
 def memory_of(program: Program) -> Memory:
-    """Returns the schedule of a graph that runs node by node."""
+    """Returns the schedule of a program's graph as if it runs node by node, sections inlined."""
     program = program.flat()
     nodes = [n for n in program.graph.graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)
@@ -331,7 +338,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def peak_of(program: Program) -> int:
-    """Returns the peak of `memory_of` in bytes. Fast also if a section is called often."""
+    """Returns the peak of `memory_of` in bytes; analyses each section once, not per call."""
     storages = storages_of(program)
     live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
     for node in program.graph.graph.nodes:
@@ -352,7 +359,7 @@ def _peak_of_call(
 ) -> int:
     """Returns the most bytes that a call of a section adds to those allocated before it.
 
-    The section frees those inputs that nobody reads later.
+    The section itself frees those inputs among `freed`, after its last read.
     """
     schedule = _schedule_of_section(section)
     frees = [0] * (len(schedule.live) + 2)
@@ -369,7 +376,7 @@ def _peak_of_call(
 
 
 def held_by(program: Program) -> Iterator[HeldInput]:
-    """Yields the inputs of a program that are there between calls, each storage once."""
+    """Yields the inputs of a program that exist between calls. A shared storage counts once."""
     seen: set[int] = set()
     for given, fake in zip(program.inputs, program.example(), strict=True):
         if given.kind != "number":  # which is made into a tensor when the step is called
@@ -382,8 +389,8 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
     """Yields the buffers that a call makes of its inputs before the step, and keeps until its end.
 
-    Tensors of Python numbers; and copies of inputs whose storage has no room for their padding, on
-    ranks with smaller pieces.
+    They are tensors of Python numbers, and padded copies of inputs whose storage has no room.
+    `places` is the number of places of the schedule.
     """
     examples = program.example()
     for i, given in enumerate(program.inputs):
@@ -398,7 +405,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
 
 
 def opname(node: fx.Node) -> str:
-    """Returns the name of what a node calls: "mm"; "" for other nodes."""
+    """Returns the name of the operator that a node calls, as "mm"; "" for other nodes."""
     if node.op != "call_function":
         return ""
     target: Any = node.target
@@ -406,7 +413,7 @@ def opname(node: fx.Node) -> str:
 
 
 def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """Returns the buffer of a call with this note; `more` are other attributes of it."""
+    """Returns a `Buffer` with a note's source, phase, layout and reason; `more` are attributes."""
     more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
     return Buffer(name, nbytes, made_by=made_by, **more)
 
@@ -417,7 +424,7 @@ _aten = torch.ops.aten
 
 
 def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
-    """Bytes of the workspace of a call, which torch does not document; 0 where none is known.
+    """Returns bytes of the workspace of a call, which torch does not document; 0 if unknown.
 
     Args:
         args: its operands, with fake tensors.
@@ -442,7 +449,7 @@ memory."""
 
 
 def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
-    """Returns bytes of the casts that an elementwise kernel makes of its two operands."""
+    """Returns the bytes of the casts that an elementwise kernel makes of its two operands."""
     common = _find_common_dtype(*args[:2])
     if packet is _aten.div and not (common.is_floating_point or common.is_complex):
         common = made.dtype
@@ -459,7 +466,7 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
 
 
 def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
-    """`torch.result_type`, with fast paths: it is slow for fake tensors."""
+    """Returns `torch.result_type(one, other)`, which is slow for fake tensors, by a fast path."""
     if isinstance(one, torch.Tensor):
         if isinstance(other, torch.Tensor):
             if one.dtype is other.dtype:
@@ -474,15 +481,15 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 _MEASURED_KEPT = 1024
 MEASURED: dict[Any, int] = {}
-"""By operator, and what its operands are, the workspace that was measured."""
+"""By operator and the metadata of its operands, the measured workspace in bytes."""
 
 
 def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
-    """Returns the workspace of a call with such arguments, measured by making one."""
+    """Returns the workspace of a call in bytes, measured by a call with real tensors."""
     key = target, tuple(map(_signature_of_argument, args))
     found = MEASURED.get(key)  # read once, because other threads clear it, too
     if found is None:
-        # Private torch: the caller's modes make fake tensors, and these here must be real.
+        # Private torch: the caller's modes make fake tensors, and these must be real.
         with _disable_current_modes(), torch.no_grad():
             real = [_make_real(x) if isinstance(x, torch.Tensor) else x for x in args]
             try:
@@ -501,9 +508,9 @@ def _make_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def _measure_peak(call: Callable[[], Any]) -> int:
-    """Returns the most bytes that a call allocates at once, above those of its result."""
-    # Private torch: its legacy profiler. Of the current one there is one per process, which the
-    # user may be running; and it prints that it starts.
+    """Returns the most bytes that a call allocates at once, minus those of its result."""
+    # Private torch: its legacy profiler. The current one prints when it starts, and a process has
+    # only one, which the user may be running.
     start, stop = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # type: ignore[attr-defined]
     try:
         start(_legacy_config())
@@ -539,10 +546,11 @@ def _signature_of_argument(value: Any) -> Any:
 
 
 def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compiled: bool) -> int:
-    """Returns bytes of the buffers that a collective of the program's groups stages its data in.
+    """Returns the bytes of the staging buffers of a collective of the program's groups.
 
     Args:
-        compiled: whether it is called as torch's functional collective, not through a wire.
+        args, made: of the call, with fake tensors.
+        compiled: True if it runs as torch's functional collective, False if through a wire.
     """
     if not args or args[-1] not in groups:
         return 0

@@ -1,10 +1,12 @@
-"""Programs: a graph, and what its inputs and outputs mean for the user's step.
+"""Programs: a graph, and how the values of its inputs and outputs belong to the user's step.
 
-An input defines where its value is in each call (`Input.now`): the leaf of the call at `index`,
-that leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output defines
-what its value becomes: a part of the result, the content of a slot, a gradient. `run_graph` runs
-the compiled graph (`Built`) over local tensors. Uneven pieces are padded before it and cut after it
-(`PaddingBoundary`). `captured_program` and `region` use its outputs.
+An input says where its value is in each call (`Input.now`): a tensor argument or state tensor of
+the call (a "leaf", by `index`), the gradient of one, a Python float at `home[path...]`, or the
+rank's coordinate on a mesh axis. An output says what its value becomes: a part of the step's
+result, the new content of a slot, a gradient. `Program.run_graph` runs the compiled graph (`Built`)
+over local tensors. A rank whose shard is smaller than the largest pads it before the graph and cuts
+the outputs after it (`PaddingBoundary`). `guards.captured_program` and `compile.region` write the
+outputs back.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from .slots import Slot
 from .subgraphs import flatten_module
 
 Pass = Callable[[Any], Any]
-"""Changes the graph of a `Program`, and returns in a few words what it did."""
+"""Changes the graph of a `Program` in place, and returns a short text of what it did."""
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
 """A user's passes: in order, before all others; or by the name of the pass that they precede."""
@@ -43,13 +45,13 @@ Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
 _BACKENDS = ("inductor", "graph")
 
 _OUTLINED_ABOVE = 2800
-"""The nodes of a traced graph, inputs included, above which blocks stay calls. A smaller one is
-compiled whole in as little time."""
+"""The nodes of a traced graph, inputs included, above which blocks are compiled as sections. A
+smaller graph compiles as fast in one piece."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """The options of `pt.compile`, which says what they mean.
+    """The options of `pt.compile`, which documents them.
 
     Raises:
         ValueError: an unknown backend or fallback.
@@ -75,9 +77,9 @@ class StepOptions:
 
     @property
     def outline_above(self) -> int | None:
-        """The number of nodes of a graph above which blocks stay calls of sections; None for never.
+        """The number of nodes above which blocks are compiled as sections; None for never.
 
-        Capture makes a program of each block structure that can have one (`capture/fold.py`), and
+        Capture folds blocks of equal structure into calls of one subgraph (`capture/fold.py`), and
         `FormSearch` inlines them if the budget requires it.
         """
         if self.sections is False or self.passes or self.cuda_graphs:
@@ -85,11 +87,7 @@ class StepOptions:
         return 0 if self.sections else _OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Returns those that decide what a program is, as lines of its key.
-
-        Args:
-            ran: the names of the passes that run.
-        """
+        """Returns the lines of a program's key for the options, and for the passes `ran`."""
         return [
             f"backend {self.backend}, sections {self.sections}, cuda graphs {self.cuda_graphs}",
             f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
@@ -102,7 +100,7 @@ class StepOptions:
 Call = Callable[..., Sequence[torch.Tensor]]
 Axes = tuple[str, ...]
 Groups = dict[str, tuple[Wire, Axes]]
-"""By its name in a graph, each process group: its wire, and the axes over which it goes."""
+"""By the name of a process group in a graph: its wire, and the mesh axes that it spans."""
 
 # Private torch. A graph has its own backward. Without this each collective would pass through
 # torch's Python code that checks for differentiation, 8 us for each call.
@@ -113,18 +111,20 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 class Input:
     """One input of a graph.
 
+    The leaves of a call are the tensors and numbers of its arguments and state, in a fixed order.
+
     Attributes:
-        name: for people, as "model.head.weight".
+        name: for messages, as "model.head.weight".
         kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "number" (a
             Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
             a result, an input of backward), "saved" (by forward, for backward), "kept" (an input of
             forward that backward reads too) or, during capture alone, "mark" (a gradient that is
-            not there, which shows whether the step reads it).
-        tensor: the tensor at capture, or a fake of its metadata; of a coordinate its value.
+            None now, which shows whether the step reads it).
+        tensor: the tensor at capture, or a fake of its metadata; for a coordinate its value.
         index: among the leaves of a call; for a gradient that of its tensor; for a cotangent the
-            number of its result.
-        home, path: of a number, unless it is a leaf, the slot in which it stands; or an optimizer's
-            group, where it is `home[path[0]][path[1]]...`.
+            number of its result; -1 for other inputs.
+        home, path: where a number that is no leaf is stored: without a path, a slot; with one,
+            `home[path[0]][path[1]]...` of an optimizer's group.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Input:
 
     @property
     def border(self) -> PaddingBoundary | None:
-        """How it is padded before the graph; None if its pieces are even."""
+        """How its local tensor is padded before the graph; None if all ranks have equal shapes."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -158,7 +158,7 @@ class Input:
         return padding_boundary(self.spec, stays=stays, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Returns its local value in a call with these leaves."""
+        """Returns its local value, given the leaves of a call."""
         if self.kind == "coordinate":
             return self.tensor
         if self.kind == "number":
@@ -168,14 +168,14 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """The identity of the place where a number stands now, as of a `Slot`."""
+        """An identifier of the place where a number is stored, as `Slot.identity`."""
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
         return id(self.home.now), self.path[0]
 
     def number(self, tensors: Sequence[Any]) -> Any:
-        """Returns the value of a number in a call with these leaves."""
+        """Returns the Python value of a "number" input, given the leaves of a call."""
         if self.index >= 0:
             return tensors[self.index]
         found = self.home
@@ -190,11 +190,13 @@ class Input:
 class Output:
     """One output of a graph.
 
+    A value "with a history" requires gradients: autograd calls backward through it after the call.
+
     Attributes:
         kind: "result" of the step, "slot" (the new value of a slot), "gradient" (the `.grad` of an
             input), "left gradient" (the `.grad` of a tensor that the step made), "cotangent" (a
-            gradient that backward returns), "saved" (for backward) or "answers" (to torch's
-            branches on values, as they are in this run).
+            gradient that backward returns), "saved" (for backward) or "answers" (the results of
+            torch's own branches on values in this run, to compare with those at capture).
         spec: of a DTensor; None for a plain tensor.
         slot: whose value it becomes.
         index: for a gradient, the index of its tensor among the leaves of a call; for a left
@@ -203,13 +205,13 @@ class Output:
             of such a result, the number of that result. Otherwise -1.
         part: for a value with a history, the part of backward that its gradient enters; for a
             cotangent, the part that returns it.
-        unheard: for a result, True if others of its part are computed from it, so that the gradient
-            that flows through those does not reach it.
-        scalar: True if the step has it as a Python number.
-        tensor: equal for outputs that are one tensor in the step.
-        asks_gradient: it has no history and requires a gradient, as a view of a parameter made
-            under `no_grad`.
-        retains_grad: it has a history, and the step called `retain_grad()` on it.
+        unheard: for a result, True if other results of its part are computed from it. Its hooks do
+            not see the gradient that flows through those.
+        scalar: True if the step returns or stores it as a Python number.
+        tensor: a number that is equal for outputs that are one tensor object in the step.
+        asks_gradient: True if it has no history and requires a gradient, as a view of a parameter
+            made under `no_grad`.
+        retains_grad: True if it has a history, and the step called `retain_grad()` on it.
     """
 
     kind: str
@@ -231,7 +233,7 @@ class ResultPlace:
 
     Attributes:
         source: "result": an output of the graph; "input": a tensor of the call itself.
-        index: among the graph's results, or among the leaves of the call.
+        index: among the graph's "result" outputs, or among the leaves of the call.
     """
 
     source: str
@@ -240,11 +242,10 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """How much of a step is recomputed in backward; one object for its graph and those of its
-    blocks.
+    """How much of a step is recomputed in backward. A graph and its blocks share one object.
 
     Attributes:
-        number: of a choice of the pass `remat`; 0 means nothing.
+        number: the number of a choice of the pass `remat`; 0 recomputes nothing.
         is_last: True if `remat` has found no further choice in any of the graphs.
     """
 
@@ -254,25 +255,27 @@ class RecomputeLevel:
 
 @dataclass(eq=False)
 class Program:
-    """A graph, and the meaning of its inputs and outputs.
+    """A graph, and how its inputs and outputs belong to the user's step.
 
     Attributes:
         graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
             end.
         inputs, outputs: in the graph's order.
-        result: the structure of the step's result, whose leaves are `constants`.
-        constants: for each leaf a `ResultPlace`, or the leaf itself if it is not a tensor.
-        cleared: indices of leaves whose `.grad` the step sets to None.
-        groups: each process group by its name in the graph: its wire and axes.
-        key: equal for equal programs.
-        call: runs the graph over its inputs.
-        carried: the records of its moves, computed on demand.
+        result: the tree structure of the step's result.
+        constants: for each leaf of the result a `ResultPlace`, or the leaf if it is not a tensor.
+        cleared: indices of the leaves of a call whose `.grad` the step sets to None.
+        groups: by the name of a process group in the graph: its wire and mesh axes.
+        key: a hash that is equal for equal programs.
+        call: the compiled function over local inputs; None before `prepare`.
+        carried: the ledger records of its collectives; None until they are computed.
         written: the positions of the inputs that it writes.
-        entering, leaving: by position, how uneven inputs are padded and outputs cut.
-        taken, given: the inputs and outputs without cotangents, which belong to backward.
+        entering: by position, how an uneven input is padded before the graph.
+        leaving: by position, how an uneven output is cut after the graph.
+        taken: the inputs of forward: all but cotangents.
+        given: the outputs of forward: all but cotangents.
         built: the compiled code; None if the graph runs without being compiled.
         options: of the step.
-        recompute: how much is recomputed in backward for a budget.
+        recompute: how much is recomputed in backward to meet a memory budget.
     """
 
     graph: fx.GraphModule
@@ -303,12 +306,12 @@ class Program:
 
     @property
     def level(self) -> int:
-        """The number of the choice of what is recomputed."""
+        """The number of the chosen `RecomputeLevel`."""
         return self.recompute.number
 
     @property
     def wires(self) -> list[Wire]:
-        """The wires of its inputs, outputs and collectives, in one order on all ranks."""
+        """The wires of its inputs, outputs and collectives, in the same order on all ranks."""
         specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
         # A cotangent's spec has the wire that traced, whose real wire it is.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
@@ -316,16 +319,16 @@ class Program:
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """By the position of an output that is an input, the position of that input."""
+        """A dict from the position of an output that is an input to the position of that input."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """By the position of an output that is also an earlier output, the position of that one.
+        """A dict from the position of a repeated output to the position of its first occurrence.
 
-        An output whose padding is cut off is not the one that is saved with it.
+        An output whose padding is cut does not equal the same node that is saved with padding.
         """
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
@@ -335,19 +338,19 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The ranks, by their numbers in the job, for which its collectives may wait forever."""
+        """The global ranks for which its collectives may wait forever."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @cached_property
     def draws_on(self) -> list[torch.device]:
-        """The devices whose generators it uses."""
+        """The devices whose random number generators it uses."""
         nodes = [n for n in calls_within(self.graph.graph) if facts_of(n.target).draws]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
 
     @cached_property
     def numbers_to_keep(self) -> set[Input]:
-        """The number inputs whose tensors later calls may use: no output shows their memory."""
+        """The "number" inputs whose tensors later calls may reuse: no output is a view of them."""
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {
             given
@@ -357,16 +360,16 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """The program that runs when a call runs this one: itself; for a region, its forward."""
+        """The program that a call runs: itself; for a region, its forward."""
         return self
 
     @property
     def artifact(self) -> Built | None:
-        """The result of compiling it; None if it runs without being compiled."""
+        """The result of compiling it, as `built`."""
         return self.built
 
     def flat(self) -> Program:
-        """Returns the program with the calls of its sections inlined; itself if it has none."""
+        """Returns a program in which calls of sections are inlined; itself if it has none."""
         graph = flatten_module(self.graph)
         if graph is self.graph:
             return self
@@ -375,20 +378,21 @@ class Program:
         return found
 
     def example(self) -> list[torch.Tensor]:
-        """Fake tensors of the inputs, for a compiler."""
+        """Returns fake tensors with the metadata of the inputs, for a compiler."""
         return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        """Compile it: `call_of` gives what runs a program."""
+        """Compile it: `call_of` compiles a program and returns the function that runs it."""
         self.call = call_of(self)
 
     def run_graph(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
-        """Runs the graph in a call with these leaves. Returns the local values of the outputs.
+        """Runs the graph and returns the local values of the outputs.
 
         Args:
-            inputs: the values of `taken` in this call, if the caller has them.
+            tensors: the leaves of the call.
+            inputs: the local values of `taken`, if the caller already has them.
         """
         assert self.call is not None
         locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
@@ -406,12 +410,12 @@ class Program:
             for i, j in self.given_again.items():
                 one = self.outputs[i].tensor == self.outputs[j].tensor
                 found[i] = found[j] if one else found[j].detach()
-        # Compiled code writes without increasing versions, by which partita tells writes.
+        # Compiled code does not increase the version counters by which partita detects writes.
         increment_version([locals_[i] for i in self.written])
         return found
 
     def _call_padded(self, call: Call, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """`call` over `given`, with uneven inputs padded and outputs cut."""
+        """Returns `call(*given)`, with uneven inputs padded and outputs cut."""
         inputs = list(given)
         for i, border in self.entering.items():
             inputs[i] = border.enter(given[i])
@@ -437,10 +441,10 @@ _NONE: frozenset[int] = frozenset()
 
 
 def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """Returns by node the numbers of the results whose gradients it depends on, if there are any.
+    """Returns for each node of backward the numbers of the results whose gradients it depends on.
 
-    Autograd gives None, not zeros, if none of these gradients exists. So passes must not join nodes
-    that depend on different ones.
+    Autograd passes None, not zeros, if none of these gradients exists. So passes must not combine
+    nodes that depend on different ones.
     """
     graph = program.graph.graph
     inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
@@ -459,13 +463,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Lender:
-    """For a dimension in which some ranks are empty: the rank with the element before each.
+    """For a dimension in which some ranks have empty shards: the ranks whose elements they copy.
 
     Attributes:
         axes: the mesh axes that split the dimension.
         members: the number of ranks along them.
-        place: the rank, in the group's order, whose element this rank uses; None if it is not
-            empty.
+        place: for an empty rank, the position in the group of the rank before it; None for others.
     """
 
     axes: tuple[str, ...]
@@ -475,20 +478,20 @@ class _Lender:
 
 @dataclass(frozen=True)
 class PaddingBoundary:
-    """How one tensor of uneven pieces is padded before a graph, and cut after it.
+    """How a local shard smaller than the largest is padded before a graph, and cut after it.
 
-    A graph is made for the pieces of the first rank, the largest. A smaller piece is padded with
-    copies of its last element, so that results for the padding are as finite as those for the
-    value. A gradient is padded with zeros. A rank whose piece is empty gets the copies from the
-    rank before it. A piece with room behind it is padded in place, and written there.
+    A graph is compiled for the shape of the first rank, whose shard is the largest. A smaller shard
+    is padded with copies of its last element, so that results for the padding are as finite as
+    those for the value. A gradient is padded with zeros. A rank with an empty shard copies from the
+    rank before it. If the storage has room behind the shard, it is padded and written in place.
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
-        behind: True if the padding is behind the piece in memory, so that there may be room for it.
-        stays: True if the tensor exists between calls, so that it gets room.
+        behind: True if the padding follows the shard in memory, so that the storage may have room.
+        stays: True if the tensor exists between calls, so that its storage is given room.
         zeros: True if it is padded with zeros.
-        read: True if the graph reads the padding.
-        lenders: by dimension in which some ranks are empty.
+        read: True if the graph reads the padding, which then must be filled.
+        lenders: for each dimension in which some ranks have empty shards.
     """
 
     wire: Wire
@@ -506,7 +509,7 @@ class PaddingBoundary:
         return self.behind and self.stays
 
     def enter(self, local: torch.Tensor) -> torch.Tensor:
-        """`local`, contiguous and padded: in its own memory, or a copy where that has no room."""
+        """Returns `local` padded: contiguous, in its own storage or a copy if that has no room."""
         local = local.data  # so that padding it is no write of the tensor
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:
@@ -542,7 +545,7 @@ class PaddingBoundary:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """Returns the axes, and the bytes that a rank sends, of each collective for empty ranks."""
+        """Returns (axes, bytes that a rank sends) of each collective that fills empty shards."""
         found = []
         for dim, lender in self.lenders.items():
             nbytes = itemsize * math.prod(n for d, n in enumerate(self.padded) if d != dim)
@@ -550,7 +553,7 @@ class PaddingBoundary:
         return found
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's piece of `value`, an output of the graph, in memory of its own."""
+        """Returns this rank's part of `value`, an output of the graph, in its own storage."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
@@ -558,7 +561,7 @@ class PaddingBoundary:
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a view of this rank's piece of `value`."""
+        """Returns `value` without its padding, as a view."""
         for dim, n in enumerate(self.true):
             value = value.narrow(dim, 0, n)
         return value
@@ -567,12 +570,12 @@ class PaddingBoundary:
 def padding_boundary(
     spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
 ) -> PaddingBoundary | None:
-    """Returns the boundary of a tensor of `spec`; None if its pieces are even.
+    """Returns how a tensor of `spec` is padded; None if all ranks have equal local shapes.
 
     Args:
-        stays: True if it exists between calls.
+        stays: True if the tensor exists between calls.
         zeros: True if it is padded with zeros, as a gradient.
-        read: True if the graph reads its padding, which must then be similar to the value.
+        read: True if the graph reads the padding, which then must resemble the value.
     """
     if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
         return None
@@ -584,9 +587,9 @@ def padding_boundary(
 
 
 def _fills_its_own(value: torch.Tensor) -> bool:
-    """True if it fills a storage that nothing else refers to."""
-    # On a device others may have it in hand on another stream, of which `record_stream` tells the
-    # allocator, and not through memory that is shown.
+    """True if `value` fills a storage that nothing else refers to."""
+    # On a GPU another stream may still use it: `record_stream` protects the storage itself, not
+    # a new tensor that is made over it.
     at_once = Device(value.device.type).runs_at_once
     if not at_once or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return False
@@ -619,16 +622,16 @@ def _find_lenders(spec: Spec) -> dict[int, _Lender]:
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A program that is ready to run.
+    """A compiled program.
 
     Attributes:
-        call: runs the program, over its inputs.
-        loaded: True if it came from the store; False if it was compiled here.
+        call: runs the program over its inputs.
+        loaded: True if it was loaded from the store; False if it was compiled here.
         seconds: of compiling or loading, without waiting for other ranks.
-        key: of the artifact in the store: of the program and of what it is compiled for.
-        metadata: of the artifact: what it is, when and in how many seconds it was compiled.
-        schedule: computes its `memory.Memory`; None for a section by itself.
-        sections: the different sections that it calls, if it was cut.
+        key: of the artifact in the store: a hash of the program and of what it is compiled for.
+        metadata: of the artifact: its description, when and in how many seconds it was compiled.
+        schedule: returns its `memory.Memory`; None for a section by itself.
+        sections: the distinct sections that it calls, if it was cut.
     """
 
     call: Call
@@ -641,7 +644,7 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """Returns a function that calls several built parts."""
+        """Returns the `Built` of `call`, a function that calls several built parts."""
         parts = tuple(parts)
         loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
         return cls(call, loaded, seconds, key, sections=parts)

@@ -1,9 +1,9 @@
 """Shared memory: which nodes of a graph share memory, and which results overlap.
 
-This follows from the schemas and facts of ops, not from the storages of fake tensors. Equal calls
-share one fake (`fake_values`), so two values may share a storage there and none when they run.
-`overlapping_results` finds the pairs of results with common elements, which passes must keep.
-`keep_apart` copies new pairs.
+This is derived from the schemas and facts of ops, not from fake tensors: equal calls share one fake
+(`fake_values`), so fakes may share a storage where the values do not. A value "shows" the memory of
+another if it is a view of it. `overlapping_results` finds pairs of results with common elements,
+which passes must keep. `keep_apart` copies a result that a pass made overlap another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns by node a number for the memory that it shows; only for memory that some call writes.
+    """Returns for each node whose memory some call writes the number of that memory.
 
     Each input has its own memory, as in torch's functionalization.
     """
@@ -50,10 +50,9 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """Returns for each tensor of a node's value the operand whose memory it shows, and which tensor
-    of it.
+    """Returns for each tensor of a node's value the tensor of an operand that it is a view of.
 
-    None for a tensor with its own memory.
+    The tensor is given as (operand, index among the operand's tensors); None for new memory.
     """
     made = tensors_in(_value_of(node))
     facts, schema = facts_of(node.target), getattr(node.target, "_schema", None)
@@ -85,9 +84,9 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """Returns the operand whose memory the value of a call shows, and whether the call writes it.
+    """Returns the operand that a call's value is a view of, and True if the call writes it.
 
-    None if the call makes its own memory. A call that writes shows the part that its operand shows.
+    The operand is None if the value has its own memory.
     """
     if node.op != "call_function":
         return None, False
@@ -106,7 +105,7 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
 
 
 def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
-    """Returns the operand whose memory one of a call's results shows; None for new memory."""
+    """Returns the operand that a call's result `returned` is a view of; None for new memory."""
     if returned.alias_info is None:
         return None
     arguments = zip(schema.arguments, node.args, strict=False)
@@ -128,7 +127,7 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def operands_written(node: fx.Node) -> list[fx.Node]:
-    """Returns the operands that a call writes, in a graph with writes."""
+    """Returns the operands that a call writes, in a graph before functionalization."""
     target: Any = node.target
     if node.op != "call_function":
         return []
@@ -142,9 +141,7 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Returns an identifier of the part of its memory that a tensor shows, with its dtype and so
-    on.
-    """
+    """Returns a key of the part of its storage that a tensor views: shape, strides, offset..."""
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
@@ -159,11 +156,11 @@ def lie_alike(a: Any, b: Any) -> bool:
 
 
 Pairs = frozenset[frozenset[int]]
-"""Pairs of places of results; for a result that shows input i, its place and -1 - i."""
+"""Pairs of indices of results; for a result that is a view of input i, its index and -1 - i."""
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of results that overlap, or of a result and the input that it shows."""
+    """Returns the pairs of results that overlap, or of a result and the input it is a view of."""
     return frozenset(_find_overlapping_pairs(graph))
 
 
@@ -184,20 +181,20 @@ def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
 def _find_overlaps_within(
     first: fx.Node, results: list[tuple[int, fx.Node]]
 ) -> Iterator[frozenset[int]]:
-    """Returns the pairs that overlap among results in the memory that `first` made."""
+    """Yields the pairs that overlap among (index, node) in memory that the node `first` made."""
     shown = _replay_views([node for _, node in results], first)
     pairs = zip(shown, (i for i, _ in results), strict=True)
     ordered = sorted(pairs, key=lambda pair: (pair[0].storage_offset(), pair[1]))
     for at, (one, i) in enumerate(ordered):
         for other, j in ordered[at + 1 :]:
-            if other.storage_offset() > last_element_offset(one):  # and so do all behind it
+            if other.storage_offset() > last_element_offset(one):  # and so are all that follow
                 break
             if _has_common_elements(one, other):
                 yield frozenset((i, j))
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
-    """Copy results that overlap now, but not in `before`."""
+    """Copy results that overlap now, but did not overlap in `before`."""
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
     now = overlapping_results(graph)
@@ -205,7 +202,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
         return
     for place in sorted({max(pair) for pair in now - before}):
         shown = values[place]
-        # Where it is made: it may show an input, into which the graph writes later.
+        # It is copied where it is made: it may be a view of an input that is written later.
         behind = graph.find_nodes(op="placeholder")[-1] if shown.op == "placeholder" else shown
         with graph.inserting_after(behind):
             values[place] = copy = add_call(graph, _aten.clone.default, (shown,))
@@ -216,7 +213,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
 
 
 def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
-    """Returns meta tensors whose memory in `first` corresponds to that of the nodes' values."""
+    """Returns for each of `nodes` a meta tensor with its strides and offset in `first`'s memory."""
     value = first.meta["val"]
     with _disable_current_modes(), torch.no_grad():
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -250,10 +247,10 @@ def last_element_offset(t: torch.Tensor) -> int:
 
 
 def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
-    """Returns the node that made the memory of a node, and the view calls from there to the node.
+    """Returns the node that made a node's memory, and the view calls from there to the node.
 
     Args:
-        known: nodes at which to stop before that.
+        known: nodes at which to stop earlier.
     """
     calls: list[fx.Node] = []
     while True:

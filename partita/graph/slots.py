@@ -1,7 +1,7 @@
-"""Slots: the places of a step's state.
+"""Slots: the places where a step's state is stored.
 
-A slot is an item of a home: a dictionary, a list, or an object that is read and written in the same
-way (`home[key]`). A program reads its inputs from slots and writes outputs into them.
+A slot is an item `home[key]`. Its home is a dictionary, a list, or an object here that reads and
+writes something else in that way. A program reads inputs from slots and writes outputs to them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from torch.optim import Optimizer
 
 
 def is_no_tuple(value: Any) -> bool:
-    """True for what a slot's tuple holds as one: tuples within it are exchanged with it."""
+    """True if `value` is a leaf of the value of a slot, whose tuples are replaced as a whole."""
     return not isinstance(value, tuple)
 
 
 class SlotHome:
-    """An object's parts, read and written as the items of a dictionary or list."""
+    """The base of objects that let `owner`'s parts be read and written as `home[key]`."""
 
     def __init__(self, owner: Any):
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Returns an identifier that is equal for one place, whichever home returns it."""
+        """Returns an identifier that is equal for one place, whichever home it is reached by."""
         return id(self.owner), key
 
 
 class ParamGroup:
-    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
+    """The home of a parameter group's options.
+
+    It finds the group by number, because `load_state_dict` replaces the dictionaries.
+    """
 
     def __init__(self, optimizer: Optimizer, index: int):
         self.optimizer, self.index = optimizer, index
@@ -43,7 +46,7 @@ class ParamGroup:
 
 
 class ParamState:
-    """The state of the parameter in a slot, as a dictionary that is created at its first write."""
+    """The home of the optimizer state of the parameter in slot `p`; created at the first write."""
 
     def __init__(self, optimizer: Optimizer, p: Slot):
         self.optimizer, self.p = optimizer, p
@@ -57,13 +60,13 @@ class ParamState:
 
 @dataclass(eq=False)
 class Slot:
-    """A place of a value.
+    """A place where a value is stored.
 
-    A search may find another object on the path to it. Then the slot gets another home, so that
-    programs that read or write the slot follow.
+    When another object is found on the path to the place, only `home` changes, so that programs
+    that use the slot follow.
 
     Attributes:
-        name: for people, as "model.head.weight".
+        name: for messages, as "model.head.weight".
         kind: "parameter", "buffer", "optimizer" (its state) or "value".
         home, key: `home[key]` is the value.
     """
@@ -78,7 +81,7 @@ class Slot:
         return self.home[self.key]
 
     def find_value(self) -> Any:
-        """Returns the value; None if the place has none any more."""
+        """Returns the value; None if the place no longer exists."""
         try:
             return self.value
         except (LookupError, AttributeError, ValueError):  # of a cell the last
@@ -89,7 +92,7 @@ class Slot:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """Equal for slots of one place; as `Place.identity`."""
+        """An identifier that is equal for slots of one place; as `Place.identity`."""
         if isinstance(self.home, SlotHome):
             return self.home.identity(self.key)
         return id(self.home), self.key

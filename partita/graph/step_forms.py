@@ -1,13 +1,14 @@
-"""Forms of a captured step: blocks are calls or inlined, more or less is recomputed in backward.
+"""Forms of a captured step: blocks called or inlined, and how much is recomputed in backward.
 
-A program is kept as captured (`CapturedForms`) and rebuilt in any form, to be rewritten within a
-smaller budget, or to explain what the passes do. `FormSearch` finds the form whose predicted peak
-of memory is within a number of bytes. `_lower_blocks` makes the passes rewrite each block structure
-once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
+Blocks are calls of modules with equal structure; capture folds them into calls of one subgraph for
+each structure (`capture.fold`). `CapturedForms` keeps a program as captured and rebuilds it in any
+form, to rewrite it for a smaller budget or to explain what the passes do. `FormSearch` finds the
+form whose predicted peak of memory is within a limit. `_lower_blocks` runs the passes once on each
+block structure and cuts it at its collectives into sections, which the step then calls.
 
-Blocks stay calls if all of these allow it: the options, by the size of the graph
+Blocks stay calls only if all of these allow it: the options, by the size of the graph
 (`StepOptions.outline_above`); capture, which inlines a structure that cannot be a separate graph
-(`fold`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
+(`capture.fold`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .subgraphs import inline_subgraphs
 
 @dataclass(frozen=True)
 class StepForm:
-    """How a captured step is rewritten.
+    """One way to rewrite a captured step.
 
     Attributes:
         level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
@@ -58,17 +59,17 @@ class StepForm:
 
 
 _CHANGED_PARTS = ("inputs", "outputs")
-"""Parts of a program that are changed in place, beside its graph."""
+"""The attributes of a program that passes change in place, besides its graph."""
 
 
 class CapturedForms:
-    """A program before the passes, from which programs are made in any form.
+    """A program before the passes, from which a program of any form can be made.
 
-    The first is the program itself. For others it stores a row for each node.
+    The first one made is the captured program itself. For others it stores a row for each node.
 
     Attributes:
-        form: the one in which it was rewritten: with blocks as calls if it has any, unless a budget
-            required another.
+        form: the chosen form: with blocks as calls if there are any, unless a budget requires
+            another.
     """
 
     def __init__(self, program: Program):
@@ -86,10 +87,9 @@ class CapturedForms:
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
     ) -> Program:
-        """Returns a new program like it, which may be changed.
+        """Returns a new copy of the program in `form` (None: in `self.form`), for passes to change.
 
         Args:
-            form: `self.form` where None.
             recorded: as for `_lower_blocks`.
         """
         form = form or self.form
@@ -102,7 +102,7 @@ class CapturedForms:
         return program
 
     def inlined(self) -> Program:
-        """As `program`, with its blocks inlined."""
+        """Returns `program` of the chosen form with its blocks inlined."""
         return self.program(replace(self.form, in_blocks=False))
 
     def _rebuild_program(self) -> Program:
@@ -120,27 +120,26 @@ class CapturedForms:
 
 
 class FormSearch:
-    """The forms of one captured step, each rewritten when those before it take too much memory.
+    """A search for the form of a captured step that fits a memory limit.
 
-    They are tried in one order, whatever the limit, so that a larger budget never takes a later
-    one. If blocks are calls, a level is chosen in each structure's own program and in the graph
-    around them. If no such level is enough, blocks are inlined. Recomputation may then go back
-    through several of them.
+    Forms are tried in one fixed order, so that a larger limit never takes a later form. With blocks
+    as calls come first, with more and more recomputation inside and around the blocks. If none of
+    these fits, blocks are inlined. Recomputation may then reach back through several blocks.
     """
 
     def __init__(self, captured: CapturedForms):
         self.captured = captured
         self._untried = self._rewrite_in_order()
-        self._peak = math.inf  # the least of those that were compared, in bytes,
-        self._cost = (0, 0)  # and what is made again for it
+        self._peak = math.inf  # the lowest so far, in bytes,
+        self._cost = (0, 0)  # and the cost of its recomputation
 
     def first_within(self, limit: int | None) -> Program:
-        """Returns the step in the first form whose predicted peak is at most `limit` bytes.
+        """Returns the rewritten program of the first form with a peak of at most `limit` bytes.
 
-        None means the first form of all. Later calls need a smaller limit.
+        None returns the first form. Each later call needs a smaller limit.
 
         Raises:
-            CaptureError: there is none; the error names the least that can be kept.
+            CaptureError: no form fits; the error names the smallest budget that one fits.
         """
         for form, program in self._untried:
             if limit is None or (self._is_better(program) and self._peak <= limit):
@@ -153,7 +152,7 @@ class FormSearch:
         """True if the form has a lower peak than those before, and recomputes no less.
 
         A form with a lower peak that recomputes less, or less of one kind, is skipped. Otherwise a
-        smaller limit would recompute less than a larger one.
+        smaller limit could recompute less than a larger one.
         """
         peak = peak_of(program)
         if peak >= self._peak:
@@ -185,7 +184,7 @@ class FormSearch:
 
 @dataclass(frozen=True)
 class RewrittenBlock:
-    """What passes did in one block structure.
+    """What the passes did to one block structure.
 
     Attributes:
         name: of the class of the blocks.
@@ -199,16 +198,14 @@ class RewrittenBlock:
 
 
 def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
-    """Replace the block nodes of a program by calls of sections, and collectives.
-
-    They are replaced by copies of the calls of their blocks if a part of a block passes another
-    part a value that is not a tensor with its own memory.
+    """Replace calls of blocks by calls of sections with collectives between them.
 
     Collectives and waits become nodes of the step's graph, where later passes place them. The parts
-    between two of them are sections. Forward and backward are never in one section.
+    between two of them become sections. Forward and backward never share a section. All blocks are
+    inlined instead if a section would return a value that is not a tensor with its own memory.
 
     Args:
-        recorded: what passes did in each structure is appended to it, if it is not None.
+        recorded: a list to append what passes did to each structure; None to record nothing.
 
     Raises:
         IllegalGraph: a pass breaks a block's graph.
@@ -222,7 +219,7 @@ def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None
 
 
 class _Lowering:
-    """The blocks of one step as calls of sections."""
+    """The rewritten and cut blocks of one step; each structure is handled once."""
 
     def __init__(self, program: Program, recorded: list[RewrittenBlock] | None):
         self.program, self._recorded = program, recorded
@@ -258,10 +255,7 @@ class _Lowering:
 
 
 def _find_read(graph: fx.Graph) -> dict[Any, set[int]]:
-    """Returns for each block the places of its outputs that are used.
-
-    Values that were only compared are not used.
-    """
+    """Returns for each block the indices of the outputs that some call uses."""
     found: defaultdict[Any, set[int]] = defaultdict(set)
     for call in subgraph_calls(graph):
         block: Any = call.args[0]
@@ -274,9 +268,9 @@ def _find_read(graph: fx.Graph) -> dict[Any, set[int]]:
 def _copy_narrowed(
     block: Subgraph, read: Collection[int], equal: Iterable[tuple[int, int]]
 ) -> fx.Graph:
-    """Returns a copy of a block's graph with only the outputs at the places `read`.
+    """Returns a copy of a block's graph, with only the outputs whose indices are in `read`.
 
-    Of operands that are `equal`, by pairs of places, it reads only the first.
+    The second input of each pair of indices in `equal` is replaced by the first.
     """
     graph = copy_graph(block.graph.graph)
     inputs, (end,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
@@ -289,9 +283,7 @@ def _copy_narrowed(
 
 
 def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
-    """Yields the nodes that pack the operand of each gather of a block, if it depends on inputs
-    alone.
-    """
+    """Yields the nodes that pack each gather's operand, if it depends on a block's inputs alone."""
     for node in filter(is_gather, graph.nodes):
         packing, sources = packing_of(node)
         if all(source.op != "call_function" for source in sources):
@@ -299,7 +291,7 @@ def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
 
 
 def _find_equal_operands(block: Subgraph, calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
-    """Pairs of places at which each call of a block gives one node, that is not written."""
+    """Yields pairs of indices of unwritten inputs that have one operand in each call of a block."""
     first: dict[tuple[Any, ...], int] = {}
     for place, given in enumerate(zip(*(block.operands(call) for call in calls), strict=True)):
         if place not in block.written and first.setdefault(given, place) != place:
@@ -307,7 +299,7 @@ def _find_equal_operands(block: Subgraph, calls: Sequence[fx.Node]) -> Iterator[
 
 
 def _program_of_block(graph: fx.GraphModule, step: Program) -> Program:
-    """Returns a block's graph as a program that passes rewrite."""
+    """Returns a block's graph as a program that passes can rewrite."""
     inputs = graph.graph.find_nodes(op="placeholder")
     (end,) = graph.graph.find_nodes(op="output")
     outputs: Any = end.args[0]

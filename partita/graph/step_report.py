@@ -1,7 +1,7 @@
 """Reports of a captured step: memory by class, bytes by line, and what each pass did and saved.
 
-Describing changes takes longer than all passes together, and is rarely needed. So the passes run
-again over the captured program when a report is requested.
+Describing changes takes longer than all passes together and is rarely needed. So a report runs the
+passes again over the captured program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHOWN_OF_PASS = ("name", "promise", "did", "collectives", "sent")
 
 
 def facts_of_graph(step: Any) -> dict[str, Any]:
-    """Returns the last program of a compiled step, as the event "graph" of `report.RunFacts`.
+    """Returns memory and passes of a step's last program: the event "graph" of `report.RunFacts`.
 
     Raises:
         ValueError: nothing was captured yet.
@@ -54,10 +54,10 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
 def facts_of_memory(
     memory: Memory, class_of: Callable[[Buffer], str] | None = None
 ) -> dict[str, Any]:
-    """Returns bytes over a step by class, as `report.RunFacts.memory` has them.
+    """Returns the bytes of each class of memory at each place, as in `report.RunFacts.memory`.
 
     Args:
-        class_of: gives the class of a buffer; None for `_class_of`.
+        class_of: returns the class of a buffer, as "activations"; `_class_of` if None.
     """
     class_of = class_of or _class_of
     held = Counter[str]()
@@ -76,7 +76,7 @@ def facts_of_memory(
 
 
 def _class_of(buffer: Buffer) -> str:
-    """Returns the class of a buffer: by the move that made it, else by the phase."""
+    """Returns the class of a buffer: by the redistribution that made it, otherwise by its phase."""
     if buffer.passing:
         return "workspace"
     if buffer.reason in ("gather", "regather"):
@@ -88,7 +88,7 @@ def _class_of(buffer: Buffer) -> str:
 
 
 def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
-    """Returns the moves of one rank, summed by line, kind, axes and reason: the event "moves"."""
+    """Returns one rank's moves, summed by line, kind, axes and reason: the event "moves"."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for move in moves:
         name = (move.source, move.kind, " ".join(move.axes), move.reason)
@@ -100,7 +100,7 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
 
 
 def facts_of_layouts(program: Program) -> list[list[Any]]:
-    """`facts_of_parameter` of each DTensor parameter that a program reads: the event "layouts"."""
+    """Returns `facts_of_parameter` of a program's DTensor parameters: the event "layouts"."""
     return [
         facts_of_parameter(given.name, given.tensor)
         for given in program.inputs
@@ -109,7 +109,7 @@ def facts_of_layouts(program: Program) -> list[list[Any]]:
 
 
 def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
-    """[name, layout, mesh, bytes on a rank] of a parameter; layout and mesh as text."""
+    """Returns [name, layout, mesh, bytes on a rank] of a parameter; layout and mesh as text."""
     mesh = p._spec.wire.mesh
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
     nbytes = math.prod(p._spec.local_shape) * p.element_size()
@@ -120,7 +120,7 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 
 
 def explain_passes(captured: CapturedForms) -> str:
-    """Returns what each pass changes and saves, with a short diff; then all of them together."""
+    """Returns what each pass changes and saves, with a short diff, and a summary, as text."""
     program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
@@ -141,7 +141,7 @@ def explain_passes(captured: CapturedForms) -> str:
 
 
 def _describe_budget(program: Program, peak: int, budget: int) -> str:
-    """Returns what a program recomputes for its budget, in each section and between them."""
+    """Returns what a program recomputes for its budget, in sections and outside, as text."""
     graph = program.graph.graph
     lines = [f"{human(peak)} of {human(budget)}, at level {program.level} of recomputation"]
     calls = Counter(map(subgraph_of, graph.find_nodes(op="call_function", target=call_subgraph)))
@@ -156,16 +156,15 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 
 
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
-    """Returns the change of each pass in a captured program, one after another.
+    """Returns an iterator over the change of each pass in a captured program.
 
-    The first is that of all passes within blocks, where blocks stay calls.
+    If blocks stay calls, the first is that of all passes within blocks.
     """
     return (change for _, change in _run_and_record(captured))
 
 
 def _record_changes(captured: CapturedForms) -> tuple[Any, list[Change], list[int]]:
-    """The rewritten program, the change of each pass, and the predicted peak (bytes above the
-    inputs) around each."""
+    """Returns the rewritten program, the changes, and the predicted peaks around them in bytes."""
     program = captured.inlined()
     changes, peaks = list[Change](), [memory_of(program).peak]
     for program, change in _run_and_record(captured):
@@ -175,7 +174,7 @@ def _record_changes(captured: CapturedForms) -> tuple[Any, list[Change], list[in
 
 
 def _run_and_record(captured: CapturedForms) -> Iterator[tuple[Program, Change]]:
-    """Rewrite a captured program; after each pass the program, and what the pass did."""
+    """Run the passes on a captured program; yields the program and the change after each pass."""
     blocks: list[RewrittenBlock] = []
     quiet = partial(warnings.catch_warnings, action="ignore")  # passes warned at capture
     with quiet():
@@ -195,7 +194,7 @@ def _run_and_record(captured: CapturedForms) -> Iterator[tuple[Program, Change]]
 def _change_in_blocks(
     before: GraphFigures, after: GraphFigures, blocks: Iterable[RewrittenBlock]
 ) -> Change:
-    """Returns what passes did inside blocks; each structure is rewritten and cut once."""
+    """Returns the change that all passes made inside blocks."""
     lines = ["each structure is rewritten once, and its parts between collectives are sections:"]
     for block in blocks:
         lines.append(f"{block.name}, {block.calls} times")

@@ -1,10 +1,10 @@
-"""Subgraphs in place of their calls: copies of their nodes, for each call.
+"""Inlining of subgraphs: each call is replaced by copies of the subgraph's nodes.
 
-`fold` makes the subgraphs of blocks and of the updates of their parameters. A block's forward and
-backward are one subgraph, so it is functionalized, rewritten by passes and compiled once, however
-many blocks have the structure. Its first inputs are the operands of forward, its first outputs the
-results of forward. The others are those of backward. `section_cutter` makes the subgraphs that are
-compiled, each with one call.
+`capture.fold` makes subgraphs of blocks and of the updates of their parameters. A block's forward
+and backward are one subgraph, so it is functionalized, rewritten by passes and compiled once for
+all blocks of equal structure. Its inputs are the operands of forward, then those of backward; its
+outputs the results of forward, then those of backward. `section_cutter` makes the subgraphs that
+are compiled, each with one call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def inline_subgraphs(
     """Replace calls of subgraphs by copies of their nodes.
 
     Args:
-        find_subgraph: returns the subgraph whose nodes replace a call.
+        find_subgraph: returns for a call node the subgraph to copy; its own by default.
     """
     calls = subgraph_calls(graph)
     if not calls:
@@ -73,11 +73,9 @@ def inline_subgraphs(
 
 
 def flatten_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph with the nodes of each section in place of its calls; `module` itself if
-    there is none.
+    """Returns a module with all sections inlined; `module` itself if it calls none.
 
-    A result of a section that is not used stays alive until the section has ended, as when it is
-    called.
+    An unused result of a section stays alive until the section's end, as when it is called.
     """
     if not subgraph_calls(module.graph):
         return module
@@ -104,7 +102,7 @@ class _Copy:
     Attributes:
         of: by the subgraph's node, the copied node, operand or number.
         labels: by the label in the subgraph's notes, the label in the copies.
-        free_moves, free_regions: return the next numbers that are free in the graph.
+        free_moves, free_regions: iterators over numbers that are unused in the graph.
         moves, regions: by the number in the subgraph's notes, the number in the copies.
         notes: by the id of a note of the subgraph, the note of the copies.
     """
@@ -134,7 +132,7 @@ class _Copy:
                 copied.meta[NOTE] = self.notes[id(note)]
 
     def _renumber_note(self, note: Note) -> Note:
-        """Returns the note with numbers of this copy, so that moves and regions are distinct."""
+        """Returns the note with this copy's own move and region numbers, and its label."""
         region = note.region
         if region:  # it lies within the block
             region = self.regions.get(note.region) or next(self.free_regions)

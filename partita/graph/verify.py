@@ -34,14 +34,12 @@ class IllegalGraph(LayoutError):
 
 
 def verifies_each_pass() -> bool:
-    """True if the graph is checked after capture and after each pass, so that an error names the
-    pass.
-    """
+    """True if PARTITA_VERIFY is set: each pass is verified, so that an error names the pass."""
     return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 
 def verify(program: Program, after: str) -> None:
-    """Raise IllegalGraph unless the graph is legal; `after` names what made it."""
+    """Raise IllegalGraph unless the program's graph is legal; `after` names the last pass."""
     for node, fact in _find_faults(program):
         place = "" if node is None else note_of(node).source
         shown = () if node is None else (node.format_node() or node.name,)
@@ -49,7 +47,7 @@ def verify(program: Program, after: str) -> None:
 
 
 def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
-    """Yields each violation of the grammar, and its node."""
+    """Yields each violation of the grammar: its node, or None, and a text."""
     graph = program.graph.graph
     seen: set[fx.Node] = set()
     closed: dict[fx.Node, fx.Node] = {}
@@ -70,7 +68,7 @@ def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
         seen.add(node)
     fakes: set[int] = set()
     inputs = graph.find_nodes(op="placeholder")
-    for node in inputs:  # a tracer, as a compiler's, knows an input by its fake
+    for node in inputs:  # tracers, as a compiler's, identify an input by its fake
         if id(node.meta["val"]) in fakes:
             yield node, f"{node.name} shares its fake tensor with another input"
         fakes.add(id(node.meta["val"]))

@@ -1,15 +1,15 @@
 """Numbers and answers: how a step branches on its floats, and torch on tensors' values.
 
-A float that the step reads (a learning rate, an argument) is a symbolic float, an input of the
-graph (`CapturedNumbers`). What the step branches on becomes a condition, under which the program
-may be used for other values.
+A float that the step reads (a learning rate, an argument) becomes a symbolic float, an input of the
+graph (`CapturedNumbers`). Branches on it become conditions, under which the program may be used for
+other values.
 
-If the step branches on a tensor's value, or makes a shape of it, each such question gets a guess:
-the answer of an earlier run, or what follows from the values of the call's small inputs
-(`predicted_values`). If nothing predicts it, what has been read so far is computed
-(`ValuesWanted`), and the capture starts again with the values. The graph computes the true answers
-as one more output. If one differs, `gate_writes` has kept the graph from writing anything, and the
-call runs the program of the other answers (`OtherAnswers`).
+A branch on a tensor's value, or a shape made of it, is a *question*. Capture continues with a guess
+of its *answer*: that of an earlier run, or one that follows from the call's small inputs
+(`predicted_values`). If nothing predicts it, the values read so far are computed (`ValuesWanted`),
+and the capture starts again with them. The graph computes the true answers as one more output. If
+one differs, `gate_writes` has kept the graph from writing anything, and the call runs the program
+of the other answers (`OtherAnswers`).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from .predicted_values import ValuesOfCall
 # -- floats as inputs ------------------------------------------------------------------------------
 
 NUMBER = torch.zeros((), dtype=torch.float64)
-"""A tensor of the metadata that a number has in a graph."""
+"""A tensor with the metadata of a number in a graph."""
 
 
 @dataclass
 class PlainNumbers:
-    """Which floats are not traced, so that the program is for their values alone.
+    """The floats that are not traced: the program is for their values only.
 
     Attributes:
         why: the reason if none is traced; "" otherwise.
-        named: names of floats that stay numbers, and the user's line: zeros that the step reads or
-            compares with something, and what code may compare by `is`.
+        named: by name of a float that is not traced, the user's line: zeros that the step reads or
+            compares, and floats that code may compare by `is`.
     """
 
     why: str = ""
@@ -69,9 +69,8 @@ class CapturedNumbers:
         plain: floats that are not traced.
 
     Attributes:
-        met: the inputs of all floats that were met, also of those that are not traced, and the
-            value of each.
-        traced: by symbol, the input of a float that is traced.
+        met: (input, value) of each float that the step reads, traced or not.
+        traced: by symbol, the input of a traced float.
     """
 
     def __init__(self, env: NumberEnv, plain: PlainNumbers):
@@ -80,11 +79,7 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns the symbolic float, an input of the graph, for `value`; or `value` itself.
-
-        Args:
-            given: the input that it becomes.
-        """
+        """Returns a symbolic float in place of `value`, as the input `given`; or `value` itself."""
         self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.named):
             return value
@@ -102,10 +97,7 @@ class CapturedNumbers:
         return found
 
     def asked_zeros(self) -> bool:
-        """True if the step has read or compared a traced zero.
-
-        It stays plain from the next run on.
-        """
+        """True if the step has read or compared a traced zero: it is plain in the next run."""
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
             given.name: lines[id(given)]
@@ -116,13 +108,13 @@ class CapturedNumbers:
         return bool(found)
 
     def keep_plain(self, numbers: Sequence[Input]) -> bool:
-        """Have these floats stay numbers from the next run on; True if some are traced now."""
+        """Make these floats plain from the next run on. Returns True if some are traced now."""
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
         return bool(traced)
 
     def _list_asked(self) -> list[tuple[Input, str]]:
-        """Returns the inputs of floats that were compared or read, and the first line that does."""
+        """Returns (input, user's line) of each traced float that was compared or read."""
         lines = dict(self.env.asked)
         for i, guard in enumerate(self.env.guards):
             if type(guard.expr).__name__ == "Equality":
@@ -131,14 +123,14 @@ class CapturedNumbers:
         return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
 
     def conditions(self) -> list[Condition]:
-        """Returns the step's branches on its floats, as conditions."""
+        """Returns the step's branches on its floats as conditions, and those of plain floats."""
         found = []
         values = {id(given): value for given, value in self.met}
         traced = set(map(id, self.traced.values()))
         for i, guard in enumerate(self.env.guards):
             names = sorted(map(str, guard.expr.free_symbols))
             if not names or any(name not in self.traced for name in names):
-                continue  # it is about `.item()` of a tensor, which torch decides by itself
+                continue  # it is about the `.item()` of a tensor, not a float of the step
             numbers = tuple(self.traced[name] for name in names)
             code = None  # a value that is read includes the sign of a zero
             if not _is_value(guard.expr):
@@ -167,7 +159,7 @@ class CapturedNumbers:
 
 
 def _make_finite_condition(numbers: list[Input], values: list[float]) -> Condition:
-    """The condition that traced floats are finite: tracing takes `x == x`, for one, as true."""
+    """Returns the condition that traced floats are finite: tracing assumes that `x == x`."""
     symbols = tuple(f"n{i}" for i in range(len(numbers)))
     total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite
     code = compile(f"{total} == 0", "<condition>", "eval")
@@ -178,8 +170,8 @@ def _make_finite_condition(numbers: list[Input], values: list[float]) -> Conditi
 def _is_traceable(value: float, given: Input, plain: Container[str]) -> bool:
     """True if a float can be traced. Not NaN, infinities and -0.0, which symbolic numbers lack.
 
-    Nor a zero among an optimizer's settings, except the learning rate: the optimizer branches on
-    those.
+    Also not a zero among an optimizer's settings, except the learning rate, because the optimizer
+    branches on those.
     """
     if given.name in plain:
         return False
@@ -195,7 +187,7 @@ def _is_value(expr: Any) -> bool:
 
 
 def _describe_condition(expr: Any, names: dict[str, str]) -> str:
-    """Returns a condition in words."""
+    """Returns a condition as text."""
     kind = type(expr).__name__
     if _is_value(expr):
         return f"{_name_symbols(expr.lhs, names)} is read as a number"
@@ -217,45 +209,45 @@ def _name_symbols(expr: Any, names: dict[str, str]) -> str:
 
 _aten = torch.ops.aten
 _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
-"""Files of torch that only pass a question on."""
+"""Files of torch that only forward a call."""
 _CHECKS = "torch/distributions/"
-_MOST_QUESTIONS = 4096  # of a step
-_MOST_TRIES = 8  # of guesses, where the step raises
+_MOST_QUESTIONS = 4096  # in one step
+_MOST_TRIES = 8  # of other guesses, if the step raises
 
 
 Answer = bool | float
-"""To the question whether something is true, or which number a value is."""
+"""The answer to a question: whether a condition is true, or the number that a value is."""
 
 
 def _encode_answer(answer: Answer) -> int:
-    """Returns an answer as the graph gives it: of a float the bits."""
+    """Returns an answer as the integer that the graph computes: for a float its bits."""
     return (
         struct.unpack("<q", struct.pack("<d", answer))[0] if type(answer) is float else int(answer)
     )
 
 
 def _decode_answer(found: int, like: Answer) -> Answer:
-    """Returns the answer, of the type of `like`, that a graph has given."""
+    """Returns the answer, of the type of `like`, for an integer that a graph has computed."""
     if type(like) is float:
         return float(struct.unpack("<d", struct.pack("<q", found))[0])
     return bool(found) if type(like) is bool else found
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Returns the symbolic number of a node."""
+    """Returns the symbolic number of a node of the shape environment."""
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """Answers to the first questions of a capture; those that follow are predicted.
+    """Assumed answers to the first questions of a capture; later ones are predicted.
 
     Attributes:
         values: the answers.
-        certain: so many of them, from the first, are known to be the call's own.
-        turned: the numbers of those that were tried both ways.
-        tried: how many sequences of answers were tried.
+        certain: the number of answers, from the first, that are known to be true for the call.
+        turned: the indices of those that were tried both ways.
+        tried: the number of sequences of answers that were tried.
     """
 
     values: tuple[Answer, ...] = ()
@@ -264,9 +256,9 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """The next guesses, where the step has raised with `answers`, perhaps not the call's own.
+        """Returns the next guesses if the step has raised with `answers`; None if all were tried.
 
-        None where all were tried.
+        The error may be that of a branch which the call does not take.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned and isinstance(answers[i], bool):
@@ -282,8 +274,8 @@ class OtherAnswers:
 
     Attributes:
         answers: as the graph computed them.
-        certain: how many of them are the call's own. Those after the first difference were computed
-            on a branch that the call does not take.
+        certain: the number of answers that are true for the call. Those after the first difference
+            were computed on a branch that the call does not take.
         line: the user's line of the first difference.
         before: the program's answer there.
     """
@@ -295,23 +287,23 @@ class OtherAnswers:
 
     @property
     def reason(self) -> str:
-        """Why another program is needed."""
+        """Why another program is needed, as text."""
         last = self.answers[self.certain - 1]
         return f"the value at {self.line} gave {last} in place of {self.before}"
 
     @property
     def guesses(self) -> Guesses:
-        """The guesses of another capture."""
+        """The guesses for another capture."""
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
-        """True if a program made for these answers may run in the call."""
+        """True if a program made for `answers` may run in the call."""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers that a program is made for.
+    """The answers for which a program is made.
 
     Attributes:
         values: in the order of the questions.
@@ -323,18 +315,18 @@ class Answers:
 
     @property
     def numeric(self) -> tuple[int, ...]:
-        """The positions of the questions whose answer is a number, not a bool."""
+        """The indices of the questions whose answer is a number, not a bool."""
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns the other answers where numbers, which are computed before a run, are others."""
+        """Returns `compare` of numbers computed before a run; other answers count as equal."""
         values = [*map(_encode_answer, self.values)]
         for i, value in zip(self.numeric, found, strict=True):
             values[i] = value
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns the answers that the graph found, `found`; None if they are the expected ones."""
+        """Returns None if `found`, encoded, are these answers; otherwise the answers in `found`."""
         if [*map(_encode_answer, self.values)] == [*found]:
             return None
         pairs = [*zip(self.values, found, strict=True)]
@@ -344,12 +336,11 @@ class Answers:
 
 
 class ValuesWanted(BaseException):
-    """A capture needs values that nothing predicts. (A step's `except Exception` must not catch
-    it.)
+    """A capture needs values that nothing predicts. No Exception, so that a step cannot catch it.
 
     Attributes:
-        compute: computes, from the leaves of the call, what the step has read so far, and what else
-            is known of the call's values then. Every rank calls it.
+        compute: returns, given the leaves of the call, the values that the step has read so far.
+            Every rank calls it.
     """
 
     compute: Callable[[Sequence[Any]], ValuesOfCall]
@@ -368,14 +359,14 @@ class StepRaises(Exception):
 
 
 class AskedQuestions:
-    """The questions of one capture run.
+    """The questions of one capture run, with the answers that capture continues with.
 
     Args:
         guesses: answers of an earlier run.
 
     Attributes:
         values: for each question the symbolic value of its answer, an output of the graph.
-        reads: the numbers that the step has read of tensors (`.item()`), in order.
+        reads: the numbers that the step has read from tensors (`.item()`), in order.
         last_line: the user's line that needs a value that must be computed first.
     """
 
@@ -389,14 +380,14 @@ class AskedQuestions:
         self.last_line = ""
 
     def answer(self, question: Any, predict: Callable[[Any], Answer | None]) -> Answer | None:
-        """Returns the answer with which capture continues; None if it is unknown.
+        """Returns the answer with which capture continues.
 
         Args:
             question: the node of a symbolic number.
             predict: returns the likely answer if there is no guess; None if it has none.
 
         Raises:
-            ValuesWanted: what was read must be computed first.
+            ValuesWanted: the values read so far must be computed first.
         """
         known = self._known.get(question.expr)
         if known is not None:
@@ -430,17 +421,17 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Guesses with which the step may not raise; None where all were tried."""
+        """Returns guesses with which the step may not raise; None if all were tried."""
         return self._guesses.try_other_way(self._answers)
 
     @property
     def answers(self) -> Answers:
-        """Returns the answers with which capture continued."""
+        """The answers with which capture continued."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:
-    """Returns the most likely answer to a question, from the op that computes it; None if unsure.
+    """Returns the most likely answer to a question by the op that computes it; None if unsure.
 
     Programs check whether all is well: `isfinite(x).all()` is true, `isnan(x).any()` is not.
     """
@@ -471,7 +462,7 @@ def _compares_with_bad(node: fx.Node) -> bool:
 
 
 def _finds_bad(node: fx.Node) -> bool:
-    """True if a node finds what is not finite."""
+    """True if a node finds values that are not finite."""
     return guess_by_kind(node) is False
 
 
@@ -481,7 +472,7 @@ def _finds_bad(node: fx.Node) -> bool:
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
     """Make a graph write only if its answers, the last outputs, are `answers`.
 
-    Otherwise each `copy_` writes the old value of the input, so that no write waits for Python. The
+    Otherwise each `copy_` writes the input's old value, so that no write waits for Python. The
     answers become one output: a tensor of integers.
 
     Raises:
@@ -524,7 +515,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
 
 
 def _make_integer(make: Making, value: fx.Node) -> Any:
-    """Returns a number of the graph as an integer: of a float the bits."""
+    """Returns a number of the graph as an integer: for a float its bits."""
     if value.meta["val"].dtype is torch.float64:
         return make(_aten.view.dtype, value, torch.int64)
     return make(_aten._to_copy.default, value, dtype=torch.int64)

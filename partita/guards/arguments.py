@@ -1,9 +1,9 @@
 """Arguments of a step: the leaves of a call, in any containers and objects; lengths of batches.
 
 torch's pytrees support lists, tuples and dictionaries. Other objects that hold a batch (a
-dataclass, a UserDict, a SimpleNamespace, a user's class) are flattened as well, if they hold only
-tensors and plain data. `unflatten_call` makes a new object from other leaves. `pad_to_bucket` pads
-batches of many lengths to a few, so that few programs are captured.
+dataclass, a UserDict, a SimpleNamespace, a user's class) are flattened as well ("taken apart"), if
+they hold only tensors and plain data. `unflatten_call` makes new objects from other leaves.
+`pad_to_bucket` pads batches of many lengths to a few, so that few programs are captured.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from partita.tensor.dtensor import DTensor
 
 _NUMBERS = (int, float, bool, str, bytes, complex, type(None))
 _DATA = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Size, range, slice)
-_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # what stands for numbers
+_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # replacements of numbers
 _LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
 _SIMPLE = frozenset(_NUMBERS)
 LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
 """Types whose values are leaves."""
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
-"""Bases whose `__new__` makes an object of a class without a `__new__` of its own."""
+"""Bases whose `__new__` makes an object of a class that does not define `__new__`."""
 _DEPTH = 32  # of objects in one another; each costs frames of Python's stack
 
 
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves of arguments or results, and the structure that `unflatten_call` takes.
+    """Returns the leaves of arguments or results, and the structure for `unflatten_call`.
 
     Args:
-        stays: True for an object that is a leaf and is not flattened.
+        stays: True for an object that is a leaf and is not taken apart.
     """
     leaves, structure = pytree.tree_flatten(call)
     if LEAVES.issuperset(map(type, leaves)):
@@ -56,7 +56,7 @@ def flatten_call(
 
 
 def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    """Put `leaves` into the structure of `flatten_call`; what was one object is one again."""
+    """Returns `leaves` in the structure of `flatten_call`; repeated objects are made once."""
     try:
         return pytree.tree_unflatten(leaves, structure)
     finally:
@@ -70,7 +70,7 @@ def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
 
 
 def is_taken_apart(value: Any) -> bool:
-    """True if `flatten_call` flattens this object."""
+    """True if `flatten_call` takes this object apart."""
     return _ObjectFlattener().open(value) is not value
 
 
@@ -91,7 +91,7 @@ def refuse_closed(name: str, leaf: Any) -> None:
 
 
 class _MadeHere(threading.local):
-    """By number, the objects that `unflatten_call` has made so far, in this thread."""
+    """The objects that `unflatten_call` has made so far in this thread, by number."""
 
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}
@@ -128,7 +128,7 @@ class _ObjectFlattener:
         self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and its parts
 
     def open(self, value: Any, depth: int = 0) -> Any:
-        """`value`, or its parts where it is an object of data with tensors."""
+        """Returns the `_Parts` of an object with tensors and plain data; other values unchanged."""
         if isinstance(value, (*_DATA, *_LIVE)):
             return value
         if id(value) not in self._known:
@@ -161,7 +161,7 @@ class _ObjectFlattener:
 
 
 def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
-    """Number the objects taken apart; later occurrences become `_Same`."""
+    """Returns the parts with a number for each object; later occurrences become `_Same`."""
     if not isinstance(value, _Parts):
         return value
     if id(value) in numbers:
@@ -175,7 +175,7 @@ def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
 
 
 def _base_of(kind: type) -> type | None:
-    """Returns the base whose `__new__` makes an object of `kind`; None where none does."""
+    """Returns the base whose `__new__` makes an object of `kind`; None if there is none."""
     if kind.__module__ == "builtins":
         return None
     base = next(b for b in _BASES if issubclass(kind, b))

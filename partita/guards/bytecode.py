@@ -1,6 +1,6 @@
 """Names in bytecode: what code may read or write, found without running it.
 
-Python's compiler differs from version to version. Only this file reads its instructions. It goes by
+Python's compiler differs between versions, and only this file reads its instructions. It goes by
 what an instruction does: the kind of its operand (`dis.hasname`, `dis.hasfree`), and the number of
 values that it pushes (`dis.stack_effect`). A test in `tests/guards/test_bytecode.py` fails with the
 name of each instruction that a new version adds.
@@ -42,14 +42,14 @@ def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """The names of the globals that code uses. (`co_names` has names of attributes, too.)"""
+    """Returns the names of the globals that code uses. (`co_names` includes attributes.)"""
     used = [i.argval for i in _instructions_of(code) if i.opcode in _GLOBAL_OPS]
     return tuple(dict.fromkeys(used))
 
 
 @functools.lru_cache(maxsize=4096)
 def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Returns the chains of attributes that code reads of variables: ("torch", "relu")."""
+    """Returns the chains of attributes that code reads from variables, as ("torch", "relu")."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for i in _instructions_of(code):
@@ -64,9 +64,7 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 def names_asked_for(code: CodeType) -> set[str]:
-    """Returns the names that code may read from an object: attributes, and strings (as for
-    `getattr`).
-    """
+    """Returns the names that code may read from an object: attributes, and string constants."""
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
 
 
@@ -76,7 +74,7 @@ def strings_of(code: CodeType) -> set[str]:
 
 
 def line_of_write(codes: list[CodeType], key: object) -> str | None:
-    """Returns the `"file:line"` where one of `codes` writes the name `key`; None where unsure."""
+    """Returns the "file:line" where one of `codes` writes the name `key`; None if unsure."""
     writes_by_name, mutations = [], []
     for code in codes:
         line = code.co_firstlineno
@@ -116,20 +114,20 @@ _COMPARING_NAMES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def asks_which_object(code: CodeType) -> bool:
-    """True if code compares two objects, neither a constant, by `is`, or calls `id`."""
+    """True if code may compare two objects by identity: by `is` without a constant, or by `id`."""
     by_function = not {"is_", "is_not"}.isdisjoint(code.co_names)
     return by_function or "id" in global_names(code) or _compares_by(code, ("IS_OP",))
 
 
 @functools.lru_cache(maxsize=4096)
 def compares_objects(code: CodeType) -> bool:
-    """True if code compares two objects, neither a constant, by `==` or `in`, or by a function."""
+    """True if code may compare two objects by `==` or `in` without a constant, or by a function."""
     by_function = not _COMPARING_NAMES.isdisjoint(code.co_names)
     return by_function or _compares_by(code, ("COMPARE_OP", "CONTAINS_OP"))
 
 
 def _compares_by(code: CodeType, names: tuple[str, ...]) -> bool:
-    """True if an instruction of these names compares two values, neither a constant."""
+    """True if an instruction with one of `names` compares two values, neither a constant."""
     constant: dict[int, bool] = {}  # by depth: a constant stands there
     for step, before, depth in _with_depths(code):
         is_order = step.opname == "COMPARE_OP" and step.argval[0] in "<>"
@@ -180,7 +178,7 @@ def reflects(code: CodeType) -> bool:
     calls = _Calls()
     at_label: dict[int, _Calls] = {}  # where a jump ends
     for step, before, depth in _with_depths(code):
-        if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
+        if step.opname == "MATCH_CLASS":  # `__match_args__` names the attributes of a pattern
             return True
         if step.offset in at_label:
             calls = _merge_calls(at_label.pop(step.offset), calls)
@@ -201,13 +199,12 @@ def reflects(code: CodeType) -> bool:
 
 
 _Calls = tuple[tuple[int, bool], ...]
-"""The calls of `getattr` that are being made: the depth of the stack before the arguments, and
-whether the name is a constant."""
+"""The unfinished calls of `getattr`: the depth of the stack before the arguments, and True if the
+name is a constant."""
 
 
 def _merge_calls(jumped: _Calls, fallen: _Calls) -> _Calls:
-    """The calls being made where a jump ends: after the jump, or after the line above, which may
-    never go on."""
+    """Returns the unfinished calls at a label, reached by a jump or from the line above."""
     if len(jumped) != len(fallen):
         return jumped
     return tuple((at, a and b) for (at, a), (_, b) in zip(jumped, fallen, strict=True))

@@ -3,8 +3,8 @@
 Describing hundreds of tensors takes longer than a small step computes. But most calls have the same
 tensor objects in the same storages as the call before, which identity comparisons show.
 
-The leaves of a call are what `tensors_of_call` lists: the tensors of the state, then tensors and
-values of the arguments. `t.is_leaf` is autograd's word: a tensor without a history.
+The leaves of a call are those that `tensors_of_call` lists: the tensors of the state, then tensors
+and values of the arguments. `t.is_leaf` has autograd's meaning: a tensor without a history.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class CallGuard:
     """One call, with which later ones are compared.
 
     Args:
-        slots: of what the step reaches: `state.slots`, and those of optimizers that exist now.
+        slots: `state.slots`, and those of optimizers that exist now.
         state: what the step reaches.
         tensors: the leaves of the call, as `tensors_of_call` returns them.
         program: the program that it runs.
 
     Attributes:
-        usable: True if calls can be compared with this one. False if one tensor is two arguments,
-            or if a module holds a tensor with a history (a gathered parameter), which a guard must
-            not keep alive.
+        usable: True if later calls can be compared with this one. False if one tensor is two
+            arguments, or if a module holds a tensor with a history (a gathered parameter), which a
+            guard must not keep alive.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CallGuard:
         self._arguments = [_kind_of(a) for a in arguments]
         self._modes = active_modes()
         self._marks = AttributesAndHooks(self._held)
-        # The guards look into attributes of the tensors of the capture alone.
+        # The guards look into attributes of the captured tensors only.
         if self._marks.may_change_within({id(i.tensor) for i in program.inputs}):
             self.usable = False
         self._modules = [*map(vars, state.parts)]
@@ -99,15 +99,13 @@ class CallGuard:
         self._others = Conditions(c for c in program.conditions if c not in asked)
 
     def _find_fixed_input(self, kind: str, index: int, count: int) -> torch.Tensor | None:
-        """Returns the local tensor of an input that has the same memory in each call; otherwise
-        None.
-        """
+        """Returns the local tensor of an input with the same memory in each call, or None."""
         if kind in ("parameter", "buffer", "optimizer", "value") and 0 <= index < count:
             return local_of(self._held[index])
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the leaves of a call like this one; None where it differs."""
+        """Returns the leaves of a call that is like this one; None if it differs."""
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
                 return None
@@ -133,7 +131,7 @@ class CallGuard:
     def _has_met_conditions(self, tensors: list[Any]) -> bool:
         """True if the program's conditions hold.
 
-        Those on numbers hold if the number objects are the same.
+        Those on numbers are evaluated only if a number object has changed.
         """
         numbers = [given.number(tensors) for given in self._asked]
         if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
@@ -171,8 +169,8 @@ class CallGuard:
 
 
 def _kind_of(value: Any) -> tuple[Any, ...]:
-    """Returns the properties of one leaf of a call that a program is made for."""
+    """Returns the properties of one leaf of a call that a program depends on."""
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
-    with Local():  # or each attribute of a DTensor would enter it for itself
+    with Local():  # once, because each attribute of a DTensor would enter it again
         return (*kind_of_tensor(value), value.stride())

@@ -1,10 +1,10 @@
 """Calls that a captured step makes, watched by a profile function of this thread.
 
-`Calls` sees each call, of Python functions and of functions in C, classified once per code object
-(`_kind_of`). The record enters the user's functions. A setting that is read (of torch, Python, the
-environment) is guarded: it is read again before a later call. What no guard can cover raises a
-CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only at
-capture, with a warning.
+`Calls` gets each call of Python and C functions, classified once per code object (`_kind_of`). The
+user's functions are passed to the record. A setting that is read (of torch, Python, the
+environment) becomes a place, which is read again before a later call. What no guard can cover
+raises a CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only
+at capture, with a warning.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .values import PLAIN, Place, has_type, place_of_answer
 
 # -- calls -----------------------------------------------------------------------------------------
 
-# What no guard can cover: what the step does, why not, and what to give it as an argument instead.
+# What no guard can cover: what the step does, why it is refused, what to pass as an argument.
 _SEEDS = (
     "seeds ({})",
     "a graph uses the generator's current state: it would be seeded only once, at capture",
@@ -83,7 +83,7 @@ def _refuse(record: PlaceRecord, what: tuple[str, str, str], name: str) -> None:
     record.refuse(f"the step {does.format(name)}", reason, argument)
 
 
-# Files of decorators and base classes that stand between the user's call and the function called.
+# Files of decorators and base classes that forward the user's call to the function.
 _FORWARDING_FILES = (
     "contextlib.py",
     "torch/_compile.py",
@@ -97,7 +97,7 @@ _FILE_FUNCTIONS: list[Any] = [  # of torch: load, save
     if inspect.isfunction(f := vars(torch.serialization)[name])
     and "f" in inspect.signature(f).parameters
 ]
-# Functions by which a step reads or writes what other threads or programs do.
+# Functions by which a step communicates with other threads or programs.
 _SHARING_FUNCTIONS = (
     *(threading.Thread.start, threading.Event.set, threading.Event.clear, threading.Event.is_set),
     *(threading.Event.wait, queue.Queue.put, queue.Queue.get, queue.Queue.qsize),
@@ -121,7 +121,7 @@ _REFUSED = {
 _WHOLE_READS = ("__reduce_ex__", "__reduce__", "__getstate__")
 """Methods of C that read all attributes of their object."""
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
-_HASH = torch.Tensor.__hash__.__code__  # sets and dictionaries find a tensor by it
+_HASH = torch.Tensor.__hash__.__code__  # called when a set or dictionary looks up a tensor
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _PROPERTY = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
 _SETTINGS = (
@@ -161,7 +161,7 @@ def _is_setting(code: CodeType) -> bool:
 
 
 def _is_made_by_library(frame: FrameType) -> bool:
-    """True for generated code (as `dataclass` makes) in a module of a library."""
+    """True for generated code (as by `dataclass`) in a module of a library."""
     made = frame.f_code.co_filename.startswith("<")
     return made and not is_user_module(frame.f_globals.get("__name__"))
 
@@ -172,7 +172,7 @@ def _forwards_call(code: CodeType, called: CodeType) -> bool:
 
 
 def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
-    """The state of each global generator, of Python and of numpy, and the function that sets it."""
+    """Returns (state, setter) of the global generator of Python, and of numpy if it is imported."""
     found: dict[str, tuple[Any, Callable[[Any], None]]] = {
         "random": (random.getstate(), random.setstate)
     }
@@ -186,9 +186,9 @@ class Calls:
     """Watches what a step calls while it is captured, for a record.
 
     Args:
-        record: receives settings that are read, and raises refusals.
+        record: gets settings that are read, and raises refusals.
         enter_frame: called when a function of the user runs.
-        reach_globals: called when `globals()` is called, with its result.
+        reach_globals: called with the globals when `globals()` is called.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Calls:
         if what == "call":
             if kind == "recorded":
                 self._enter_frame(frame)
-            elif kind == "setting":  # matters only if the user reads it: torch does so all the time
+            elif kind == "setting":  # ignored if torch reads it, which happens all the time
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
                     self._handle_setting(frame.f_code, frame)
@@ -277,9 +277,9 @@ class Calls:
         while caller is not None and _forwards_call(caller.f_code, code):
             caller = caller.f_back
         if code in _ENVIRONMENT:
-            caller = _find_user_frame(caller)  # the step may ask through Python's library
+            caller = _find_user_frame(caller)  # the step may read it through Python's library
         if caller is None or not is_recorded(caller.f_code.co_filename):
-            return  # torch calls it for itself
+            return  # torch itself calls it
         if code.co_name == "_log":
             self._warn_not_repeated("logging", caller)
             return
@@ -332,7 +332,7 @@ class Calls:
             _refuse(self._record, _DRAWS, f"numpy.random.{name}")
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
-        """Handle a function of C that Python's library calls, if it does so for the user."""
+        """Handle a C function that Python's library calls, if it does so for the user."""
         if function.__name__ in _WHOLE_READS:  # as copies and pickles do
             self._record.read_all_attributes(function.__self__)
         name, is_setting = _name_of_external_function(function), _is_setting_of_c(function)
@@ -361,14 +361,14 @@ class Calls:
 
 
 def is_random_generator(value: Any) -> bool:
-    """True if it is a random generator of torch, Python or numpy."""
+    """True if `value` is a random generator of torch, Python or numpy."""
     numpy = sys.modules.get("numpy")
     kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
     return has_type(value, (torch._C.Generator, random.Random, *kinds))
 
 
 def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
-    """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
+    """Raise CaptureError if `value` is a random generator, or draws: such calls may not be seen."""
     if has_type(value, torch._C.Generator):
         record.refuse(
             f"the step reads {name}, a torch.Generator",
@@ -400,7 +400,7 @@ _PROCESS_OBJECTS = {
 
 
 def _read_process_object(record: PlaceRecord, frame: FrameType) -> None:
-    """Record which object a call of a lookup function finds, by looking it up once more."""
+    """Record which object a lookup function returns to the step, by calling it once more."""
     function = frame.f_globals[frame.f_code.co_name]
     given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
     name = f"{_PROCESS_OBJECTS[frame.f_code]}({', '.join(map(repr, given))})"
@@ -428,7 +428,7 @@ def _is_setting_of_c(function: Any) -> bool:
 
 
 def _read_setting(record: PlaceRecord, name: str, function: Callable[[], Any]) -> None:
-    """Record the answer of a function without arguments, if it is a plain value."""
+    """Record the result of a function without arguments, if it is a plain value."""
     with record.without_recording(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -440,7 +440,7 @@ def _read_setting(record: PlaceRecord, name: str, function: Callable[[], Any]) -
 
 
 def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
-    """Record an environment variable; all of them where `key` is None."""
+    """Record an environment variable; all of them if `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.without_recording():
         if key is None:
@@ -450,7 +450,7 @@ def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
 
 
 def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
-    """Record the environment variables of these names, where they are in capitals."""
+    """Record the environment variables among `names`: those in capital letters."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.ignore(os.environ)
     for text in sorted(names):
@@ -463,7 +463,7 @@ def _of_numpy(name: str) -> Callable[[], Any]:
     return lambda: getattr(sys.modules["numpy"], name)()
 
 
-# By module: settings that its functions heed without an argument.
+# By module: settings that its functions use implicitly.
 _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
     "decimal": [("decimal.getcontext()", decimal.getcontext)],
     "locale": [("the locale", functools.partial(locale.setlocale, locale.LC_ALL))],
@@ -476,7 +476,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
-    """Record the settings that functions of a module read implicitly, because it is reached."""
+    """Record the settings that functions of a reached module use implicitly."""
     for name, function in _AMBIENT.get(module or "", ()):
         record.read_place(place_of_answer(name, function), shallow=True)
 
@@ -486,7 +486,7 @@ def read_ambient(record: PlaceRecord, module: str | None) -> None:
 _SYSTEM_MODULES = ("posix", "nt")
 _EXTERNAL_MODULES = """posix nt io _socket select _posixsubprocess fcntl termios pwd grp resource
     _sqlite3 syslog _ssl readline _curses _uuid _signal time _queue mmap""".split()
-# They compute, return what stays, or have an effect that another guard sees.
+# They compute, return constants, or have an effect that another guard covers.
 _HARMLESS_FUNCTIONS = frozenset(
     """fspath getpid getppid getuid geteuid getgid getegid cpu_count sysconf confstr uname strerror
     putenv unsetenv device_encoding sched_getaffinity get_terminal_size isatty register_at_fork
@@ -511,7 +511,7 @@ _FILES_OF_CODE_READERS = tuple(
 
 
 def _name_of_external_function(function: Any) -> str:
-    """Returns the public name of a function or method of C that uses external state; "" for others.
+    """Returns the public name of a C function or method that uses external state; "" for others.
 
     Imports none of these modules.
     """
@@ -554,7 +554,7 @@ _CAPTURE_FILE = "partita/guards/capture_run.py"
 def _find_user_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the user's frame that called into Python's library, which runs `frame`.
 
-    None where torch or another module called it, and while a module is imported.
+    None if torch or another module called it, or while a module is imported.
     """
     while frame is not None and not is_recorded(frame.f_code.co_filename):
         name = frame.f_code.co_filename

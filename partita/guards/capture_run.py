@@ -1,8 +1,8 @@
-"""The capture of a step that reads Python: runs it until one run gives a complete graph.
+"""The capture of a step that reads Python: runs it until one run yields a complete graph.
 
-`CaptureRun` drives a `Tracer` (`capture.tracer`) and records what the step reads and writes of
-Python meanwhile. Floats and answers to questions about values are inputs or conditions of the
-program. `capture_step` repeats this where a run shows that another is needed, and with what.
+`CaptureRun` drives a `Tracer` (`capture.tracer`), and records what the step reads from and writes
+to Python objects. Floats, and answers to branches on values, are inputs or conditions of the
+program. `capture_step` repeats runs while a run shows that another is needed.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def capture_step(
         ReachedMore: a run has read state that `state` lacks.
         StepRaises: the step raises, on the path of the call's own answers.
     """
-    # A first run gives a mark as the gradient of each tensor that has none, to see whether the
-    # step reads it. Those whose marks were read are given none in the next run.
+    # In the first run each tensor without a gradient gets a mark as its gradient, which shows
+    # whether the step reads it. Tensors whose marks were read get none in the next run.
     state.refuse_cached_values()
     unmarked: set[int] = set()
     plain, tried_guesses = PlainNumbers(), guesses
@@ -206,9 +206,7 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """Returns the program of one run, after which nothing is watched; None if `run.program()` is
-    None.
-    """
+    """Returns `run.program()`, and ends what watches the run."""
     try:
         return run.program()
     finally:
@@ -219,8 +217,8 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
 def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
     """Raise CaptureError if `other`, a second run, changes again what `run` has changed.
 
-    A counter would, and a graph would not count. A cache, or a value that is set to the same in
-    each call, is written once.
+    A counter would change again, and a graph would not count. A cache, or a value that each call
+    sets to the same, is written once.
     """
     other.undo()
     repeated = {w.place.identity for w in other.writes}
@@ -233,11 +231,10 @@ def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
 
 
 def _attach_guards(run: CaptureRun, program: CapturedProgram) -> bool:
-    """Give a program its guards, read as things were before the step, and its writes.
+    """Give a program its guards, made from the state before the step, and its writes.
 
     Returns:
-        False if code may compare a float by `is` with one that is traced: it stays a number from
-        the next run on.
+        False if code may compare a traced float by `is`: it is plain from the next run on.
     """
     run.undo()
     program.guards = run.guards()
@@ -259,21 +256,21 @@ class CaptureRun:
     """One run of a step over fake tensors.
 
     Args:
-        unmarked: positions, among the leaves of the call, of tensors that get no mark.
+        unmarked: indices, among the leaves of the call, of tensors that get no mark.
         plain: which floats stay Python numbers.
         guesses: assumed answers to branches on values.
         values: what is known of the call's values.
         blocks: which modules are blocks.
-        counts_apart: as of `capture`.
+        counts_apart: as for `capture_step`.
 
     Attributes:
         record: what the step reads of Python.
-        writes: its writes into Python objects, which each call must repeat.
-        other_tensors: the tensors that code may compare by identity, with names, in places where no
-            fake stands.
+        writes: its writes to Python objects, which each call must repeat.
+        other_tensors: (tensor, name) that code may compare by identity, in places that hold no
+            fake.
         slots, values: the places of the step's tensors, and of its plain Python values.
         inputs, outputs: of the graph.
-        read_marks: positions of tensors whose marks (gradients that do not exist) were read.
+        read_marks: indices of tensors whose marks (gradients that do not exist) were read.
         questions: the branches on values.
         numbers: the floats that the step reads.
         raised: True if the step has raised an error of its own.
@@ -321,11 +318,7 @@ class CaptureRun:
         self.other_tensors: list[tuple[torch.Tensor, str]] = []
 
     def program(self) -> CapturedProgram | None:
-        """Run the step, and make a program of the trace.
-
-        Returns:
-            None if the step has read marks: see `read_marks`.
-        """
+        """Returns the program of a run of the step; None if it has read marks (`read_marks`)."""
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
         try:
@@ -349,7 +342,7 @@ class CaptureRun:
         return program
 
     def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
-        """Raise `wanted`, with a graph that computes what was read; return where marks were."""
+        """Raise `wanted`, able to compute what was read; return if marks were read."""
         inputs = self.inputs
         if len(self._values_of_call.reads) >= len(self.questions.reads):  # all that there is
             raise not_captured(
@@ -372,7 +365,7 @@ class CaptureRun:
 
         def compute(tensors: Sequence[Any]) -> ValuesOfCall:
             reads = tuple(t.item() for t in side.compute(tensors, run))
-            # What ranks bring to a call is gathered once.
+            # The ranks' integers are gathered once for a call.
             held = known if known.reads else gather_small_integers(given_all, tensors, real)
             return replace(held, reads=reads)
 
@@ -413,9 +406,7 @@ class CaptureRun:
         return Conditions((*numbers, *facts, *self._gradient_conditions(), *counts))
 
     def _gradient_conditions(self) -> Iterator[GradientCondition]:
-        """Yields for each gradient that the step reads the condition that it exists, with its
-        metadata.
-        """
+        """Yields a condition for each gradient that the step reads: it has the same metadata."""
         leaves = self.inputs.leaves
         for given in self.inputs.all:
             if given.kind not in WITHOUT_GRADIENT and given.index in self.read_gradients:
@@ -425,7 +416,7 @@ class CaptureRun:
     # -- the run -----------------------------------------------------------------------------------
 
     def _trace_step(self) -> list[Any]:
-        """Run the step; the outputs of the graph."""
+        """Run the step and return the outputs of the graph."""
         recorder = self.tracer.recorder
         recorder.note_read = self._note_read
         recorder.follows_from_integers = partial(self._follows_from_data, only_integers=True)
@@ -466,7 +457,7 @@ class CaptureRun:
             except Exception as error:
                 self._error_line, self._called_last = user_line_of(error), tracer.called_last
                 self.raised = not isinstance(error, LayoutError)
-                if self.raised:  # perhaps since an argument was not found among others
+                if self.raised:  # perhaps because it did not find an argument by identity
                     check_arguments((self.args, self.kwargs), self.record)
                 raise
             check_arguments((self.args, self.kwargs), self.record)
@@ -488,7 +479,7 @@ class CaptureRun:
 
     def _answer(self, question: Any) -> Answer | None:
         number = as_symbol(question)
-        # A float of the data is another in each call: so is one that follows from it.
+        # Floats of the data, and floats that follow from them, differ in each call.
         if not isinstance(number, torch.SymBool) and not self._follows_from_data(
             number, only_integers=isinstance(number, torch.SymFloat)
         ):
@@ -540,9 +531,7 @@ class CaptureRun:
     def _make_symbolic_number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
     ) -> Any:
-        """Returns a symbolic float, an input of the graph, in place of one that need not stay
-        plain.
-        """
+        """Returns a symbolic float, an input of the graph, for `value`; or `value` itself."""
         given = Input(name, "number", NUMBER, index, home, tuple(path))
         found = self.numbers.stand_in(given, value)
         if found is not value:
@@ -550,7 +539,7 @@ class CaptureRun:
         return found
 
     def _stand_in_arguments(self) -> Any:
-        """Returns the arguments of the step with stand-ins for tensors and floats."""
+        """Returns the step's arguments with fakes for tensors and symbolic floats for floats."""
         leaves, structure = flatten_call((self.args, self.kwargs))
         first = len(self.inputs.leaves) - len(leaves)
         for i, leaf in enumerate(leaves):
@@ -565,9 +554,7 @@ class CaptureRun:
 
     @contextmanager
     def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
-        """Put symbolic floats into variables that hold floats, inside the block; yields (slot, old
-        value).
-        """
+        """Put symbolic floats into variables inside the block; yields (slot, symbolic float)."""
         found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
         try:
             held = []
@@ -580,7 +567,7 @@ class CaptureRun:
                 slot.put(value)
 
     def _list_plain_arguments(self) -> list[tuple[str, Any]]:
-        """(name, value) of argument leaves that are no tensors, and of containers' classes."""
+        """Returns (name, value) of leaves that are no tensors, and of the classes of containers."""
         leaves, structure = flatten_call((self.args, self.kwargs))
         kinds = [(kind.__name__, kind) for kind in classes_of_call(structure)]
         named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
@@ -590,7 +577,7 @@ class CaptureRun:
 
     @contextmanager
     def _undo_writes_on_error(self) -> Iterator[None]:
-        """On an error, undo all that the step has written; else only its writes of tensors."""
+        """On an error, undo all that the step has written; otherwise only its writes of tensors."""
         try:
             yield
         except BaseException:
@@ -606,14 +593,14 @@ class CaptureRun:
         """Returns the guards of what the step has read, with the current values.
 
         Args:
-            refused: True if the step has no program, so that all tensors are equal to it.
+            refused: True if the step has no program; then all tensors count as equal.
         """
         numbers = [given for given, _ in self.numbers.met if given.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
         if not refused:
             leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
             homes = [w.place.home for w in (*self.writes, *self._tensor_writes)]
-            # A container that is left somewhere is left there itself, whatever it holds.
+            # A container that the step leaves somewhere is compared by identity.
             left = chain.from_iterable(walk_reachable(w.after) for w in self.writes)
             written = frozenset(map(id, (*homes, *filter(is_container, left))))
         inputs = ReadInputs(leaves, slots, numbers, written)
@@ -621,7 +608,7 @@ class CaptureRun:
             return self.record.make_guards(inputs, self.state.guarded_places())
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if such a tensor is an input now, or a result."""
+        """Raise CaptureError if a tensor of `other_tensors` is an input, or a result is unknown."""
         if self._returns_unknown_tensor:
             raise not_an_input("")
         leaves = {id(t) for t in self.inputs.leaves if isinstance(t, torch.Tensor)}
@@ -635,23 +622,22 @@ class CaptureRun:
             )
 
     def _list_compared_tensors(self) -> list[tuple[torch.Tensor, str]]:
-        """The tensors of `_find_other_tensors` that code may compare by identity.
+        """Returns those of `_find_other_tensors` that code may compare by identity.
 
-        It does so by `is` and `id`, and where it looks for one in a set or dictionary. `==`, and
-        `in` of a list, call an operator unless both are one object. The operator refuses a tensor
-        that is no input.
+        Code does so by `is`, `id`, and lookups in sets and dictionaries. `==`, and `in` of a list,
+        call an operator unless both are one object, and the operator refuses a tensor that is no
+        input.
         """
         codes, hashed = self.record.codes.values(), self.record.hashed
         asks = self.record.asks_which_object
-        # Where no call is seen, a hash is not.
+        # If calls are not watched, neither are hashes.
         asks = asks or (not self.record.sees_calls and any(map(compares_objects, codes)))
         if not (asks or hashed):
             return []
         return [(t, name) for t, name in self._find_other_tensors() if asks or id(t) in hashed]
 
     def _find_other_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """The tensors, and what they are called, that the step finds as they are in places that it
-        reads: no fake stands there. Called while fakes stand in slots."""
+        """Yields (tensor, name) of real tensors in read places, while fakes are in slots."""
         # Fakes of inputs have their attributes.
         attributes = {id(given.tensor.__dict__) for given in self.inputs.all}
         for place in self.record.places.values():
@@ -663,15 +649,15 @@ class CaptureRun:
                     yield t, name
 
     def undo(self) -> None:
-        """Undo what the step has written into Python objects."""
+        """Undo what the step has written to Python objects."""
         for write in reversed(self.writes):
             write.undo()
 
     def _collect_writes(self) -> None:
-        """Find what the step has written beside its slots: `writes`, and tensors in attributes.
+        """Find what the step has written outside its slots: `writes`, and tensors in attributes.
 
         Raises:
-            CaptureError: the graph cannot write it again in each call.
+            CaptureError: a call could not repeat the write.
         """
         seen = [
             *self.slots,
@@ -699,21 +685,21 @@ class CaptureRun:
                 self.writes.append(write)
 
     def _ids_known(self) -> set[int]:
-        """Returns the ids of objects that were there before the step."""
+        """Returns the ids of objects that existed before the step."""
         return self.record.ids_reached() | self.state.ids_searched()
 
     def _is_argument(self, write: Write) -> bool:
         return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
-        """Returns the error to raise where a graph would not write again what the step writes."""
+        """Returns the error to raise for a write that a program would not repeat."""
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
     # -- what comes out ----------------------------------------------------------------------------
 
     def _collect_outputs(self, result: Any) -> None:
-        """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
+        """Add to `outputs` the step's result, and the new values of slots and gradients."""
         outputs = self.outputs
         leaves, structure = flatten_call(result, self._is_returned_as_itself)
         self._returns_unknown_tensor = any(map(_is_real, leaves))
@@ -741,7 +727,7 @@ class CaptureRun:
 
 
 def _is_real(value: Any) -> bool:
-    """True for a tensor with values."""
+    """True for a tensor that is not a fake."""
     return has_type(value, torch.Tensor) and not has_type(value, FakeTensor)
 
 
@@ -772,7 +758,8 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
 def check_arguments(call: Any, record: ReadRecord) -> None:
     """Raise CaptureError if the step may compare an argument with an object that it reaches.
 
-    Containers and objects of tensors are made anew for the step, which would find two.
+    Containers and objects among the arguments are rebuilt for the step, so the comparison would
+    find two objects.
 
     Args:
         call: the arguments and keyword arguments.
@@ -798,8 +785,7 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
 
 
 def _check_keys(made_anew: Sequence[Any], record: ReadRecord) -> None:
-    """Raise CaptureError if a dictionary or set that the step reaches may have an argument as a
-    key, which is found by its identity."""
+    """Raise CaptureError if a dictionary or set may have an argument as a key, by identity."""
     for container, name in record.values_reached() if made_anew else ():
         keyed = has_type(container, (dict, set, frozenset)) and count_items(container) <= HUGE
         for key in items_of(container)[0] or () if keyed else ():
@@ -813,13 +799,13 @@ def _check_keys(made_anew: Sequence[Any], record: ReadRecord) -> None:
 
 
 def _is_equal_by_identity(value: Any) -> bool:
-    """True if the class of `value` has no `__eq__` of its own."""
+    """True if the class of `value` does not define `__eq__`."""
     equal: Any = type(value).__eq__
     return equal is object.__eq__
 
 
 def _may_be_argument(value: Any, given: Any) -> bool:
-    """True if a call like that with the argument `given` may have `value` in its place."""
+    """True if `value` may be passed as the argument `given` in a call like this one."""
     if value is given or type(value) is not type(given):
         return value is given
     if not is_container(value):
@@ -829,14 +815,14 @@ def _may_be_argument(value: Any, given: Any) -> bool:
 
 
 def _form_of(container: Any) -> tuple[Any, list[type]]:
-    """Returns the keys of a container, and the kinds of its values."""
+    """Returns the keys of a container, and the types of its values."""
     keys, values = items_of(container)
     kinds = [torch.Tensor if isinstance(v, torch.Tensor) else type(v) for v in values]
     return None if keys is None else [*keys], kinds
 
 
 def _made_anew(call: Any) -> list[Any]:
-    """Returns the containers and objects among the arguments that `flatten_call` takes apart."""
+    """Returns the containers and objects among the arguments that are rebuilt for the step."""
     found: list[Any] = []
 
     def look(value: Any) -> bool:

@@ -1,11 +1,11 @@
 """Captured programs: how a call runs one, what ranks compare before it, and what ledgers record.
 
-`run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
-the result. Conditions, guards and answers decide when the program may run in place of the step.
-Plain tensors that are used with DTensors must be equal on all ranks. The calls that lead to them
-are a small graph (`ReplicatedInputCheck`), which runs before the first run, and before each under
-`check_ranks()`. A graph's moves are known in advance, so that a run costs nothing extra without a
-ledger and without `strict()`.
+`CapturedProgram.run` runs the graph and puts its outputs where the step would have put them: into
+slots, `.grad`, the result. Conditions, guards and answers decide when the program may run in place
+of the step. Plain tensors that are used with DTensors must be equal on all ranks. A small graph of
+the calls that compute them (`ReplicatedInputCheck`) runs before the first run, and before each
+under `check_ranks()`. A graph's redistributions are known in advance, so a run costs nothing extra
+without a ledger and without `strict()`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class CapturedProgram(Program):
         compared: plain values used with DTensors, which ranks compare before the first run.
         conditions: on its inputs: numbers, gradients, facts of tensors.
         guards: on what the step read of Python at capture.
-        writes: what the step changes in Python objects, the same in each call.
-        trained: index and value, if the step sets `requires_grad` of a leaf of the call.
+        writes: the step's changes of Python objects, the same in each call.
+        trained: (index, value) of each leaf of the call whose `requires_grad` the step sets.
         answers: to the branches on values for which the program was made.
-        blocks: how its blocks were traced.
+        blocks: which blocks were folded, and why others were not.
         work: its matrix products, for ledgers.
         captured: the program before any pass.
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
-        asked: computes the numbers among the answers: with others the graph could not run.
+        asked: computes the answers that are numbers: the graph cannot run if these differ.
         holds_writes: True while the writes of its capture are in effect, before its first run.
     """
 
@@ -77,7 +77,7 @@ class CapturedProgram(Program):
 
     @cached_property
     def changes(self) -> list[Any]:
-        """What each pass did to the graph. The passes run again, which may take seconds."""
+        """The change that each pass made to the graph. The passes run again, for some seconds."""
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
@@ -87,7 +87,7 @@ class CapturedProgram(Program):
         return function_of(self.asked.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Put back what the capture has changed in Python objects, until a run has changed it."""
+        """Undo the capture's changes of Python objects, if no run has made them since."""
         for write in reversed(self.writes) if self.holds_writes else ():
             write.undo()
         self.holds_writes = False
@@ -108,9 +108,9 @@ class CapturedProgram(Program):
             self.compared.check(tensors, function_of(self.compared.side.graph, self.groups))
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Check the memory of state, which may have been exchanged since the last call.
+        """Adapt to the storages of the state, which may have changed since the last call.
 
-        Uneven shards get room for their padding, and `sharing` records the storages.
+        Uneven shards get room for their padding, and `sharing` stores the storages.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -125,8 +125,9 @@ class CapturedProgram(Program):
             inputs: as for `run_graph`.
 
         Returns:
-            The step's result; or an `OtherAnswers` where this call's answers differ from the
-            program's. Nothing has changed then, and generators are as they were.
+            The step's result; or an `OtherAnswers` if this call's answers differ from the
+                program's.
+            Then nothing has changed, and generators have their old states.
         """
         if self.asked is not None:
             numbers = self.asked.compute(tensors, self._compute_asked)
@@ -185,10 +186,10 @@ class CapturedProgram(Program):
 
 @dataclass(eq=False)
 class SideGraph:
-    """A part of a captured graph without writes, which is run by itself.
+    """A part of a captured graph without writes, which runs by itself.
 
     Attributes:
-        graph: computes values.
+        graph: computes some values.
         inputs: of the graph.
     """
 
@@ -198,7 +199,7 @@ class SideGraph:
     def compute(
         self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        """The values in a call with the leaves `tensors`; random generators stay as they are.
+        """Returns the values for the leaves `tensors`; random generators keep their states.
 
         Args:
             run: runs the graph.
@@ -212,13 +213,13 @@ class SideGraph:
 
 @dataclass(eq=False)
 class ReplicatedInputCheck:
-    """The plain values that are used with DTensors.
+    """The plain values that are used with DTensors, and must be equal on all ranks.
 
-    Eager compares one the first time that a line uses it so. During capture there is no value: what
-    leads to it is copied into a graph of its own.
+    Eager compares such a value when a line first uses it. During capture there are no values, so
+    the calls that compute it are copied into a separate graph.
 
     Attributes:
-        side: computes them.
+        side: computes the values.
         said: for each value its name ("" if the step makes it) and the user's line.
         wires: for each value, the wire on whose ranks it has to be equal.
     """
@@ -234,7 +235,7 @@ class ReplicatedInputCheck:
             tensors: the leaves of the call.
             run: runs the graph.
         """
-        if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
+        if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not exist
             return
         values = self.side.compute(tensors, run)
         for wire in dict.fromkeys(self.wires):
@@ -268,11 +269,11 @@ def extract_compared(
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
 ) -> ReplicatedInputCheck | None:
-    """Copy what computes `values` in a graph without writes; None where there are none.
+    """Returns a check of `values`, with a copy of what computes them; None if there are none.
 
     Args:
         given: the graph's inputs by node.
-        values: (node, wire) for each; nodes that are erased, being unused, are left out.
+        values: (node, wire) for each; nodes that were erased as unused are skipped.
         line: the user's line, for values that are inputs.
     """
     there = set(made.graph.nodes)
@@ -289,7 +290,7 @@ def extract_compared(
 def extract_values(
     made: fx.GraphModule, given: Mapping[fx.Node, Input], values: Sequence[fx.Node]
 ) -> SideGraph:
-    """Copy what computes `values` in a graph without writes.
+    """Returns a copy of the part of a graph without writes that computes `values`.
 
     Args:
         given: the graph's inputs by node.
@@ -303,7 +304,7 @@ def extract_values(
 
 
 def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
-    """Copy what computes some of the answers in a program's graph, by their numbers."""
+    """Returns a copy of the part of a program's graph that computes the answers at indices."""
     graph = program.graph.graph
     at = [output.kind for output in program.outputs].index("answers")
     (end,) = graph.find_nodes(op="output")
@@ -322,7 +323,7 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """The records of moves that send, in the order in which they begin; one for each bucket."""
+    """Returns the records of redistributions that send, in order; one for each bucket."""
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
         given = program.inputs[i]
@@ -351,10 +352,10 @@ def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
 
 
 def record_moves(program: Program) -> None:
-    """Add the moves of a program to the ledgers.
+    """Add the redistributions of a program to the ledgers.
 
     Raises:
-        LayoutError: it makes an implicit move, and `strict()` forbids it.
+        LayoutError: one of them is implicit, and `strict()` forbids that.
     """
     scope = program.scope
     if scope is None or not scope.busy:
@@ -372,7 +373,7 @@ def record_moves(program: Program) -> None:
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
     """Report a program that is going to run to ledgers, `strict()` and `check_ranks()`.
 
-    They get the records that the same moves give in eager.
+    They get the records that the same redistributions make in eager.
 
     Args:
         title: the name of the step in errors.

@@ -4,11 +4,11 @@ A call has a signature (`signature_of`): the metadata of its tensors and of thos
 reaches, the keys of other arguments, torch's modes. Calls of equal signatures may run one program,
 if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`. `Guards.hold`
 first compares object identities, in a few passes that run in C. Places that hold or reach other
-objects than before are then compared by type and content. What differs becomes the reason, as text:
-"x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+objects than in the last call are then compared by type and content. Differences become the reason,
+as text: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
 
-A leaf is a leaf of the call here: one of the tensors and values that `tensors_of_call` lists. Only
-`t.is_leaf` is autograd's word.
+A "leaf" here is one of the tensors and values that `tensors_of_call` lists for a call. Only
+`t.is_leaf` has autograd's meaning.
 """
 
 from __future__ import annotations
@@ -74,18 +74,23 @@ _INSIDE = frozenset(INSIDE)
 
 
 class Guards:
-    """What must be unchanged for a program to run again.
+    """The places that must hold what they held at capture for a program to run again.
+
+    Each place holds a value, which may reach *parts*: containers and other objects that may change
+    in place. Keys (`values.content_key`) are compared with those at capture. They are computed only
+    for places whose objects differ from those of the last call, because comparing identities is
+    faster.
 
     Args:
-        places: what the step read; the current values are expected there.
-        types: objects whose type was read, with the type.
+        places: the places that the step read; their current values are expected.
+        types: (object, type) of objects whose type was read.
         inputs: which of these are inputs of the graph.
-        huge: containers that are not compared deeply.
+        huge: containers whose entries are compared by identity.
         classes: classes whose number of attributes is guarded: a new one may hide another.
-        namespaces: name, variables and read names (None for all) of modules, functions and
+        namespaces: (name, variables, read names or None for all) of modules, functions and
             objects: none of the read names may be added or removed.
-        owners: name and object of which attributes were read: its `__dict__`, the home of these
-            places, must stay the same one.
+        owners: (name, object) of objects whose attributes were read: each must keep its `__dict__`,
+            which is the home of the places.
         compared: identities of the places whose values code may compare by `is` or `id`; None if no
             code does.
     """
@@ -119,16 +124,16 @@ class Guards:
         modules = [held for held in self._dicts if held.keys() >= _INSIDE]
         self._modules = [held for held in modules for _ in INSIDE]
         self._inside = [*map(dict.get, self._modules, cycle(INSIDE))]
-        self._parts: dict[int, Parts] = {}  # of each place, what may change in place
+        self._parts: dict[int, Parts] = {}  # of each place (by index), what may change in place
         self._shared: set[int] = set()  # ids of parts that were met more than once
-        # Places whose parts have been other objects in some call: they are expected to change
-        # again (a new container in each call). The other places with parts are at rest. The two
-        # are watched apart (`_moving_items`, `_resting_items`), so that a change of a moving place
-        # sets up again only the small watch of those.
+        # "Moving" places: their parts were other objects in some call, so they probably change
+        # again (a new container in each call). Other places with parts are "resting". Each group
+        # has its own watch (`_moving_items`, `_resting_items`), so that a change of a moving
+        # place rebuilds only the small watch.
         self._moving: set[int] | None = None
-        # Of each place that has parts, their ids as they were met.
+        # For each place with parts, their ids in the order of the walk.
         self._met: dict[int, tuple[int, ...]] = {}
-        # Of each place, ids of tensors that are no leaves: if one becomes a leaf, the key differs.
+        # For each place, ids of tensors that are no leaves: if one becomes a leaf, the key differs.
         self._others: dict[int, frozenset[int]] = {}
         walk = self._make_walk(self._inputs.leaves)
         found = {at: self._look_at(at, walk) for at in range(len(places))}
@@ -145,15 +150,12 @@ class Guards:
         return len(self._places)
 
     def as_of_now(self) -> Guards:
-        """Guards of the same places, which expect the values of now."""
+        """Returns guards of the same places that expect their current values."""
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of what is expected.
-
-        It is equal for captures that have read the same of Python.
-        """
+        """Returns a hash of the expected values, equal for captures that have read the same."""
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
@@ -161,12 +163,14 @@ class Guards:
         return self._last_leaf < count
 
     def hold(self, leaves: Sequence[Any] = (), are_the_same: bool = False) -> bool:
-        """True if everything is as expected, and each tensor that was read is the leaf of the call
-        that was read in its place. The next call is then compared with the objects of now.
+        """Returns True if all places hold what is expected, and then stores their current objects.
+
+        The next call compares identities with these objects. Each tensor that was read must be the
+        same leaf of the call as at capture.
 
         Args:
             leaves: of the call.
-            are_the_same: those that were read are the same tensors as in the last call.
+            are_the_same: True if the leaves that were read are the tensors of the last call.
         """
         moved = self._find_moved()
         if not moved and are_the_same and self._have_same_names():
@@ -196,8 +200,7 @@ class Guards:
         return walk
 
     def _holds_sharing(self, found: Mapping[int, PlaceContent]) -> bool:
-        """True if what was one object is one, and what was two objects is two. `found` holds what
-        some places hold now."""
+        """True if places share objects as at capture; `found` has new contents of some places."""
         sharing, first_met = (
             self._find_sharing(found) if found else (self._sharing, self._first_met)
         )
@@ -207,10 +210,10 @@ class Guards:
         return self._find_shared_by_numbers() == self._shared_by_numbers
 
     def _find_shared_by_numbers(self) -> list[int]:
-        """Returns for each number that is an input of the graph what else is the same object.
+        """Returns for each number input what else is the same Python object.
 
-        That is its number in `_find_sharing`; or -2 - i for the variable of the number i, if the
-        step reads both; -1 if there is none.
+        That is an object's number in `_find_sharing`; or -2 - i for the variable of the number i,
+        if the step reads both; -1 if there is none.
         """
         if self._compared is None:
             return []
@@ -230,7 +233,7 @@ class Guards:
         return found
 
     def find_shared_numbers(self) -> list[Input]:
-        """Returns the graph inputs that code may compare with another place of the same number."""
+        """Returns the number inputs that code may compare with another place of the same object."""
         numbers = self._inputs.numbers
         found = {i: None for i, shared in enumerate(self._shared_by_numbers) if shared != -1}
         found |= {-2 - shared: None for shared in self._shared_by_numbers if shared < -1}
@@ -239,13 +242,13 @@ class Guards:
     def _find_sharing(
         self, found: Mapping[int, PlaceContent]
     ) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
-        """Returns for each place the numbers of what it holds: equal if two are one object.
+        """Returns for each place the numbers of its objects: equal numbers for one object.
 
         Args:
-            found: what some places hold now; the others hold what they held.
+            found: the new contents of some places; others have their stored contents.
 
         Returns:
-            The numbers; and the number of each object by id.
+            The numbers by place; and the number of each object by id.
         """
         first: dict[int, int] = {}
         met = {**self._met, **{at: content.met for at, content in found.items()}}
@@ -276,7 +279,7 @@ class Guards:
         return found[:most]
 
     def _list_other_names(self) -> list[str]:
-        """The differences of types, and of the names in classes and namespaces."""
+        """Returns the differences of types, and of the names in classes and namespaces, as text."""
         found = []
         for owner, kind in zip(self._objects, self._types, strict=True):
             if type(owner) is not kind:
@@ -294,7 +297,7 @@ class Guards:
         return found
 
     def _look_at(self, at: int, walk: ContentWalk) -> PlaceContent:
-        """Returns what a place holds now. What is expected stays as it is, for it may differ."""
+        """Returns the content that the place `at` has now; stores nothing."""
         place, before, others = self._places[at], len(walk.changeable), len(walk.others)
         first = len(walk.compared or ())
         key = walk.make_part(place.value, place.home, place.key)
@@ -306,18 +309,18 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def knows_no(self, tensors: Iterable[int]) -> bool:
-        """True if none of the tensors with these ids was found in Python state at capture.
+        """True if none of the tensors with these ids was in a place, but no leaf, at capture.
 
-        Such a tensor was no leaf of that call. As an argument of this call it would be one.
+        As an argument of a call such a tensor would be a leaf.
         """
         return all(ids.isdisjoint(tensors) for ids in self._others.values())
 
     def hold_by_identity(self) -> bool:
-        """True if everything is the same objects."""
+        """True if all places hold the objects of the last call."""
         return self._have_same_names() and not self._find_moved()
 
     def _have_same_names(self) -> bool:
-        """True if all types are the same, and classes and namespaces have as many names."""
+        """True if types are the same, and classes and namespaces have as many names."""
         return (
             all(map(is_, map(type, self._objects), self._types))
             and [*map(len, self._class_dicts)] == self._class_sizes
@@ -327,7 +330,7 @@ class Guards:
         )
 
     def _read_ends(self) -> list[Any]:
-        """The size and the last name of each namespace: a new name is the last."""
+        """Returns the size and the last name of each namespace: a new name is the last."""
         held = self._namespace_dicts
         return [*map(len, held), *map(next, map(reversed, held), repeat(None))]
 
@@ -335,12 +338,15 @@ class Guards:
         return map(object.__getattribute__, self._owners, repeat("__dict__"))
 
     def _read_objects(self) -> Iterator[Any]:
-        """The objects in the places that are compared by identity."""
+        """Returns the objects in the places that are compared by identity."""
         entries = map(dict.get, self._entry_homes, self._entry_keys, repeat(MISSING))
         return chain(entries, map(call, self._getters))
 
     def _find_moved(self) -> set[int]:
-        """The places that hold, or reach, other objects than before. All others are as expected."""
+        """Returns the indices of places that may differ: their objects or parts have changed.
+
+        Places that share a part with these are included.
+        """
         moved: set[int] = set()
         if not all(map(is_, self._read_objects(), self._were)):
             moved.update(compress(self._watched, map(is_not, self._read_objects(), self._were)))
@@ -359,7 +365,7 @@ class Guards:
                 moved.add(at)
         if not moved:
             return moved
-        parts = self._parts  # what others share with these has moved there too
+        parts = self._parts  # parts that others share with these have changed there too
         while shared := self._shared.intersection(chain(*[parts.get(at, ()) for at in moved])):
             more = {at for at, there in parts.items() if not shared.isdisjoint(there)}
             if more <= moved:
@@ -368,8 +374,8 @@ class Guards:
         return moved
 
     def _choose_comparisons(self) -> None:
-        """Choose for each place how `hold_by_identity` compares it, which its key says."""
-        # What has no lasting identity is compared by type or content each time.
+        """Choose for each place, by its key, how `hold_by_identity` compares it."""
+        # Values that are new objects in each call are compared by type or content.
         self._typed: list[tuple[int, type]] = []
         self._answers: list[int] = []
         entries, others = [], []
@@ -392,11 +398,11 @@ class Guards:
     def _expect_objects(
         self, found: Mapping[int, PlaceContent], walk: ContentWalk, moving: set[int]
     ) -> None:
-        """Store the objects of now, for `hold_by_identity`.
+        """Store the current objects, for `hold_by_identity`.
 
         Args:
-            found: what the places hold that `walk` has compared.
-            moving: of these the ones whose parts are watched apart, since they will move again.
+            found: the contents of the places that `walk` has compared.
+            moving: those of these places that become "moving".
         """
         for at, content in found.items():
             self._others.pop(at, None)
@@ -419,12 +425,13 @@ class Guards:
 
 
 class PlaceContent(NamedTuple):
-    """What a place holds.
+    """The content of a place.
 
     Attributes:
-        parts: the objects that may change in place, each with its key, as they were met.
+        key: of the value.
+        parts: (object, key) of objects that may change in place, in the order of the walk.
         others: ids of tensors that are no leaves of the call.
-        met: ids of the parts; or of all that code may compare by `is`.
+        met: ids of the parts; or of all objects that code may compare by `is`.
     """
 
     key: Any
@@ -434,7 +441,7 @@ class PlaceContent(NamedTuple):
 
 
 def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str]:
-    """The names that variables have, of those that were read (None for all)."""
+    """Returns the names of variables, if they are among those that were read (None for all)."""
     return {*held} if names is None else names & held.keys()
 
 
@@ -444,8 +451,8 @@ class ReadInputs:
 
     Attributes:
         leaves: by id, the first index of each tensor among the leaves of the captured call.
-        slots: identities of the places in which `TensorGuard` compares the tensors.
-        numbers: those that stand in a slot or in a group of an optimizer.
+        slots: identities of the places whose tensors `TensorGuard` compares.
+        numbers: the number inputs that are in a slot or an optimizer's group.
         written: ids of containers.
     """
 
@@ -470,20 +477,20 @@ def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 Parts = dict[int, tuple[Any, Any]]
-"""Objects that may change in place, each with its key, by id."""
+"""By id, (object, key) of objects that may change in place."""
 
 
 class WatchedItems:
-    """The current contents of containers, arrays and similar objects.
+    """The current items of containers, arrays and similar objects, to detect changes.
 
     Args:
-        parts: for each place, which of these it reaches.
+        parts: by index of a place, the objects that it reaches.
     """
 
     def __init__(self, parts: dict[int, Parts]):
         self._empty: list[Any] = []
         self._places_of_empty: list[list[int]] = []
-        self._sources: list[Any] = []  # of objects that are compared by identity
+        self._sources: list[Any] = []  # iterables whose items are compared by identity
         self._compared: list[tuple[Any, Any, list[int]]] = []  # by content, with key and places
         self._places: list[list[int]] = []  # of each source
         each: Parts = {}
@@ -520,7 +527,7 @@ class WatchedItems:
         self._places += [places for _ in sources]
 
     def unchanged(self) -> bool:
-        """True if these are the same objects."""
+        """True if all objects have the same items."""
         return (
             not any(self._empty)
             and [*map(len, self._sources)] == self._lengths
@@ -529,7 +536,7 @@ class WatchedItems:
         )
 
     def find_changed(self) -> Iterator[int]:
-        """The places that reach what holds something else now."""
+        """Yields the indices of places that reach an object with other items."""
         yield from chain(*compress(self._places_of_empty, self._empty))
         items = iter(self._items)
         for source, length, places in zip(self._sources, self._lengths, self._places, strict=True):
@@ -542,7 +549,7 @@ class WatchedItems:
 
 
 class _BaseItems:
-    """The items of a container, past overrides of a user's class."""
+    """The items of a container, read past overrides of a user's class."""
 
     def __init__(self, container: Any, base: Any):
         self._container = container
@@ -556,7 +563,7 @@ class _BaseItems:
 
 
 class _ItemsWithInputs:
-    """The items of a container now; of those that are graph inputs the types, behind the others."""
+    """The items of a container that are no number inputs, then the types of those that are."""
 
     def __init__(self, items: Any, key: ContainerKey):
         self._items = items
@@ -583,13 +590,13 @@ _TENSOR_PROPERTIES = (_base.data_ptr, _base.size, _base.stride, _dtype, _require
 
 
 class TensorGuard:
-    """The tensors in some slots, as they are now.
+    """The tensors in some slots, and their storages and metadata, to detect changes.
 
-    The same object may have another storage, shape, dtype or layout than before. There are four
-    tensors for each parameter, so each property is read of all tensors in one pass that runs in C.
+    A tensor object may get another storage, shape, dtype or layout. There are four tensors for each
+    parameter, so each property is read of all tensors in one pass that runs in C.
 
     Args:
-        tensors: of each slot, its tensor.
+        tensors: the tensor in each slot.
     """
 
     def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]):
@@ -600,7 +607,7 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """True if the same tensors are there, and are what they were."""
+        """True if the slots hold the same tensors, with the same storages and metadata."""
         try:
             if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
                 return False
@@ -647,8 +654,8 @@ def signature_of(
 def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
     """Returns the strides of arguments and of results of other steps, which may vary between calls.
 
-    For the step's own tensors only if they are not contiguous. Not for uneven pieces, which enter a
-    graph contiguous and padded: whether a piece of one row, or of none, is contiguous may differ
+    For the step's own tensors only if they are not contiguous. Not for uneven shards, which enter a
+    graph contiguous and padded: whether a shard with one row or none is contiguous may differ
     between ranks, and all ranks must find the same program.
     """
     with Local():
@@ -662,15 +669,15 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if a graph takes a piece padded, since the pieces of `t` are uneven."""
+    """True if the shards of `t` are uneven, so that they enter a graph padded."""
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the properties of a tensor that a program is made for.
+    """Returns the properties of a tensor that a program depends on, except strides.
 
-    These are shape, layout, dtype and hooks, but not strides.
+    These are shape, layout, dtype, device, class, attributes and hooks.
     """
     with Local():
         attributes = t.__dict__
@@ -686,7 +693,7 @@ def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _find_owner(t: torch.Tensor) -> torch.Tensor:
-    """The tensor on which the user sets hooks: of a gathered one the parameter at rest."""
+    """Returns the tensor on which the user sets hooks: for a gathered one the sharded parameter."""
     rest = state_of(t).gathered_from
     return t if rest is None else rest[0]
 
@@ -699,7 +706,7 @@ def _attribute_key(value: Any) -> Any:
 
 
 def active_modes() -> tuple[Any, ...]:
-    """The torch modes of now, as a hashable value."""
+    """Returns the current torch modes as a hashable value."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -716,19 +723,17 @@ def _key_of_mode(mode: Any) -> Any:
 # -- recompile reasons -----------------------------------------------------------------------------
 
 Description = dict[str, dict[str, str]]
-"""The description of a call. By the name of each part and each property, a text: {"x": {"shape":
-"(8, 4)"}}.
-"""
+"""The description of a call: a text by part and property, as {"x": {"shape": "(8, 4)"}}."""
 _FIRST_CALL = "the first call"
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000
-_IN_A_ROW = 3  # captures because of one value, after which it is taken for a counter
+_IN_A_ROW = 3  # captures in a row because of one value, after which it counts as a counter
 
 
 def describe_call(
     state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
 ) -> Description:
-    """The description of a call.
+    """Returns the description of a call, for `History`.
 
     Args:
         tensors, names: the tensors and values of the call, and their names.
@@ -739,7 +744,7 @@ def describe_call(
     for name, value in zip(names, tensors, strict=True):
         if isinstance(value, torch.Tensor):
             found[name] = _describe_tensor(value, first.setdefault(id(value), name), name)
-        elif isinstance(value, float):  # an input: its value is no part of what it was made for
+        elif isinstance(value, float):  # an input, so that programs do not depend on its value
             found[name] = {"value": f"a {type(value).__name__}"}
         else:
             found[name] = {"value": text_of(value)}
@@ -783,10 +788,7 @@ def _explain_difference(
     leaves: Sequence[Any],
     known: Iterable[tuple[Description, Guards | None]],
 ) -> str:
-    """Returns how a call differs from the most similar one with a program.
-
-    Of several it is the latest.
-    """
+    """Returns how a call differs from the most similar one that has a program, as text."""
     nearest = min(
         reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
     )
@@ -796,7 +798,7 @@ def _explain_difference(
     differences = _list_differences(now, was)
     if guards is not None and len(differences) < _SHOWN:
         names = {text.split(":")[0] for text in differences}
-        # Where leaves are new or gone, those of one index are not the same ones.
+        # If leaves are new or gone, leaves with one index are not comparable.
         found = guards.differences(leaves if now.keys() == was.keys() else None, _SHOWN)
         differences += [text for text in found if text.split(":")[0] not in names]
     text = "; ".join(differences[:_SHOWN]) or "something changed"
@@ -821,7 +823,7 @@ def _list_differences(now: Description, was: Description) -> list[str]:
 
 
 def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
-    """The first respect in which two descriptions of a part differ."""
+    """Returns the first difference between two descriptions of a part, as text."""
     for what in dict.fromkeys([*was, *now]):
         before, after = was.get(what), now.get(what)
         if before == after:
@@ -839,11 +841,11 @@ def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
 
 
 _READ_AS_NUMBER = re.compile(r"is read as a number| == -?[\d.e+-]+ at ")
-"""Says in a reason that the value of a float is in the program, which is for that value alone."""
+"""Matches a reason by which a program is for one value of a float only."""
 
 
 class History:
-    """The captures of one step, and their reasons. Warns where a step is captured too often.
+    """The captures of one step, with their reasons. Warns if a step is captured too often.
 
     Args:
         what: the step's name, in warnings.
@@ -857,16 +859,14 @@ class History:
         self.reasons: list[str] = []
         self._described: dict[Any, tuple[Description, Guards | None]] = {}
         self._identities: dict[Any, int] = {}  # of each described program, a hash of its conditions
-        self._dropped: set[int] = set()  # likewise
+        self._dropped: set[int] = set()  # the same hashes of programs that were dropped
         self._warned = False
-        # Of each capture since a program was reused, the names that changed.
+        # For each capture since a program was reused, the names that changed.
         self._changed_in_a_row: list[set[str]] = []
         self._warned_of: set[str] = set()
 
     def reason(self, describe: Callable[[], Description], leaves: Sequence[Any]) -> str:
-        """Returns why a call with these leaves needs a new program; `describe` returns its
-        description.
-        """
+        """Returns why a call needs a new program; `describe` returns the call's description."""
         if not self._described:
             return _FIRST_CALL
         return _explain_difference(describe(), leaves, self._described.values())
@@ -884,7 +884,8 @@ class History:
 
         Args:
             reason: why.
-            key: the call's signature, and what distinguishes programs of one signature.
+            key: (the call's signature, the number of the capture).
+            description: of the call.
             numbers: `Conditions.identify_numbers`.
             keep: the most programs that the step keeps.
         """
@@ -903,8 +904,9 @@ class History:
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
-        """Warn about values that differ in each call: a Python value, an int argument, a float that
-        is read as a number.
+        """Warn about values that differ in each call.
+
+        These may be Python values, int arguments, and floats that are read as numbers.
         """
         names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
         values = {name: description.get(name, {}).get("value", "") for name in names}

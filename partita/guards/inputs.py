@@ -1,13 +1,13 @@
 """The state of a step: what it reaches, and the place of each value.
 
-The state of a step is what it reads and writes besides its arguments: modules, optimizers, tensors,
-and lists and dictionaries of them. `find_state` searches for them. It follows closures, defaults,
-globals that the code uses, and the object of a method; the same for functions of the user that it
-reaches; places that functions read in a run; and `state=`. Each tensor is in a slot. The leaves of
-a call are those of all slots, then those of the arguments (`tensors_of_call`). Inputs of a graph
-refer to them by index.
+The state is what a step reads and writes besides its arguments: modules, optimizers, tensors, and
+lists and dictionaries of them. `find_state` searches closures, defaults, globals that the code
+uses, and the object of a method; the same of functions of the user that these reach; places that
+functions read in a capture run; and `state=`. Each tensor gets a slot. The leaves of a call are
+those of all slots, then those of the arguments (`tensors_of_call`). Inputs of a graph refer to them
+by index.
 
-A slot is identified by the path on which it was found. If an object on the path has been exchanged,
+A slot is identified by the path on which it was found. If an object on the path has been replaced,
 another search gives the slots their new homes (`State.has_changed`). The guards check that each
 value that the step reads is the leaf that the graph uses for it.
 """
@@ -63,7 +63,7 @@ from .values import (
 
 SlotsByPath = weakref.WeakValueDictionary[str, Slot]
 
-_SEARCHES = 4  # how often runs of a step may find more state, before a failing run is final
+_SEARCHES = 4  # the most times that runs for one call may add state
 
 
 @dataclass
@@ -71,18 +71,19 @@ class State:
     """What a step can reach.
 
     Attributes:
-        modules, optimizers: by the name under which each was found first.
-        slots: of the tensors of modules, and of tensors by themselves or in lists and dictionaries.
-            Not of optimizers, whose state comes and goes: see `optimizer_slots`.
+        modules, optimizers: by the first name under which each was found.
+        slots: of the tensors of modules, and of tensors in variables, lists and dictionaries. Not
+            of
+            optimizers, whose state comes and goes: see `optimizer_slots`.
         values: the slots of Python floats.
         by_path: the slots of this search and of earlier ones that a program refers to.
         parts: each module, with all modules inside it.
         given: the modules and optimizers among the arguments of the call.
-        links: the paths to slots: home, key, and the object there that was searched.
-        lists: lists and dictionaries that were searched, and the length of each.
+        links: (home, key, object) of each object on the path to a slot.
+        lists: (container, length) of lists and dictionaries that were searched.
         reached: places with state that only a run of the step has shown.
         search: searches again, with more such places.
-        searches: how often that was done for one call.
+        searches: the number of times that this was done for one call.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -99,14 +100,14 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
-        """The exception to raise where new state is at places that a run has read; else None."""
+        """Returns the exception to raise if places that a run read hold new state; else None."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
         now = {place.identity: place for place in places}
         names = {place.name for place in now.values()}
-        # An object on the path to a place may have been exchanged: the one before is dropped.
+        # A place of the same name but on another object replaces the one that was known.
         kept = [p for p in self.reached if p.identity in now or p.name not in names]
-        known = self.identities_found()  # before a search gives slots of this state other homes
+        known = self.identities_found()  # read first: a search may change the homes of slots
         found = self.search([*kept, *now.values()])
         if not found.identities_found() - known:
             return None
@@ -114,7 +115,7 @@ class State:
         return ReachedMore(found)
 
     def names_by_id(self) -> dict[int, str]:
-        """Returns by id the names of modules, of the modules inside them, and of optimizers."""
+        """Returns by id the names of optimizers, of modules, and of the modules inside them."""
         names = {id(o): name for name, o in self.optimizers.items()}
         for name, module in self.modules.items():
             for prefix, part in module.named_modules():
@@ -122,12 +123,12 @@ class State:
         return names
 
     def identities_found(self) -> set[Any]:
-        """The identities of the slots, modules and optimizers that were found."""
+        """Returns identifiers of the slots, modules and optimizers that were found."""
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def ids_searched(self) -> set[int]:
-        """The ids of the modules, optimizers and containers that were searched."""
+        """Returns the ids of the modules, optimizers and containers that were searched."""
         held = (v for _, _, v in self.links)
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
@@ -142,12 +143,12 @@ class State:
             collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
             if any(home[key] is not value for home, key, value in self.links):
                 return True
-        except (LookupError, ValueError, AttributeError):  # nothing stands there any more
+        except (LookupError, ValueError, AttributeError):  # the place is gone
             return True
         return any(count_items(held) != count for held, count in self.lists)
 
     def optimizer_slots(self) -> list[Slot]:
-        """The slots of the tensors in optimizers' state now."""
+        """Returns the slots of the tensors that are in optimizers' state now."""
         names: dict[int, str] = {}  # the first is a module's, where one has it
         for slot in self.slots:
             if slot.kind == "parameter":
@@ -162,7 +163,7 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, value) of what else decides the program and is not among the guards."""
+        """Yields (name, value) of other settings that a program depends on, beside guards."""
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])
         for name, optimizer in self.optimizers.items():
@@ -171,7 +172,7 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded_places(self) -> Iterator[Place]:
-        """The groups of optimizers, which are guarded even if no read of them was seen."""
+        """Yields places that are guarded even if no read was seen, as parameter groups."""
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
             yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
@@ -182,7 +183,7 @@ class State:
         return any("parametrizations" in part._modules for part in self.parts)
 
     def refuse_cached_values(self) -> None:
-        """Raise CaptureError if values of parametrizations are kept from call to call now."""
+        """Raise CaptureError if the step runs within `parametrize.cached()`."""
         if self.has_parametrizations() and parametrize._cache_enabled:
             raise not_captured(
                 "the step runs within parametrize.cached()",
@@ -195,7 +196,7 @@ class ReachedMore(Exception):
     """A run has read tensors, modules or optimizers that were not found before.
 
     Attributes:
-        state: with these.
+        state: the state that includes these.
     """
 
     def __init__(self, state: State):
@@ -204,12 +205,12 @@ class ReachedMore(Exception):
 
 
 def _modules_among(args: Any, kwargs: Any) -> list[Any]:
-    """The modules and optimizers that a call is given."""
+    """Returns the modules and optimizers among the arguments of a call."""
     return [v for v in (*args, *kwargs.values()) if isinstance(v, (nn.Module, Optimizer))]
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """The leaves of all slots and arguments, in order: among them all tensors of a call."""
+    """Returns the leaves of a call, in order: those of all slots, then those of the arguments."""
     found: list[Any] = []
     for slot in slots:
         value = slot.value
@@ -221,7 +222,7 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
 
 
 def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
-    """Name and kind of each that `tensors_of_call` finds."""
+    """Returns (name, kind) of each leaf that `tensors_of_call` returns."""
     found = []
     for slot in slots:
         count = len(pytree.tree_leaves(slot.value, is_leaf=is_no_tuple))
@@ -251,12 +252,12 @@ def find_state(
     reached: Sequence[Place] = (),
     before: State | None = None,
 ) -> State:
-    """All that `step` can reach, in an order that is the same on every rank.
+    """Returns the state that `step` can reach, in an order that is the same on every rank.
 
     Args:
         given: the objects of `state=`.
-        reached: places that runs of it were seen to read.
-        before: what another search of this step has found; its slots get their homes of now.
+        reached: places that runs of the step have read.
+        before: the result of an earlier search, whose slots are kept and get their current homes.
     """
     by_path: SlotsByPath = weakref.WeakValueDictionary() if before is None else before.by_path
     return _search_state(step, list(given), _modules_among(args, kwargs), by_path, reached)
@@ -269,7 +270,7 @@ def _search_state(
     by_path: SlotsByPath,
     reached: Sequence[Place],
 ) -> State:
-    """The state of a step for calls with these modules and optimizers among the arguments."""
+    """Returns the state for calls with the modules and optimizers `given` among the arguments."""
     search = _Search(step, named, by_path)
     search.state.search = functools.partial(_search_state, step, named, given, by_path)
     search.function(step)
@@ -284,7 +285,7 @@ def _search_state(
 
 
 class _Search:
-    """One search; what it finds is added to `state`."""
+    """One search; it adds what it finds to `state`."""
 
     def __init__(
         self, step: Callable[..., Any], named: Sequence[Any], by_path: SlotsByPath
@@ -305,7 +306,7 @@ class _Search:
         return True
 
     def _slot(self, name: str, kind: str, home: Any, key: Any) -> Slot:
-        """The slot at the path that is called `name`, with this home."""
+        """Returns the slot on the path `name`, with this home; an existing one if it is known."""
         self._paths[name] += 1
         path = f"{name} {self._paths[name]}"
         slot = self.state.by_path.get(path)
@@ -316,7 +317,7 @@ class _Search:
         return slot
 
     def _note_dict(self, owner: Any) -> dict[str, Any]:
-        """The `__dict__` of an object that is searched."""
+        """Returns the `__dict__` of an object that is searched, and stores the link to it."""
         held = dict_of(owner)
         self.state.links.append((Attributes(owner), "__dict__", held))
         return held
@@ -374,9 +375,11 @@ class _Search:
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
-        """Search the places that functions were seen to read: for what may hold tensors the cells,
-        globals, class attributes, context variables, members of enums and objects of
-        `threading.local`; all others for tensors, modules and optimizers in containers."""
+        """Search places that functions have read, if they may hold tensors.
+
+        The value is searched whole in cells, globals, class attributes, context variables, enums
+        and `threading.local`; elsewhere only if it is or contains tensors, modules or optimizers.
+        """
         known = {slot.identity for slot in self.state.slots}
         for place in places:
             home, value = place.home, place.value
@@ -403,7 +406,7 @@ class _Search:
                 self.state.reached.append(place)
 
     def name_parameters_of_optimizers(self) -> None:
-        """Put the places in optimizers' lists last, so that a parameter gets its module's name."""
+        """Put the slots of optimizers' lists last, so that parameters get their modules' names."""
         slots = self._of_optimizers
         self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
 
@@ -420,17 +423,17 @@ class _Search:
     def _search_attributes(
         self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
     ) -> None:
-        """Search the attributes of an object that are `wanted`, by name and value."""
+        """Search the attributes of an object for which `wanted(name, value)` is True."""
         held = self._note_dict(owner)
         for key, v in list(held.items()):
             if wanted(key, v):
                 self.value(prefix + key, v, self._slot(prefix + key, "value", held, key))
 
     def given(self, name: str, value: Any) -> None:
-        """Search an object that the user gives as `state=`.
+        """Search an object that the user passes as `state=`.
 
         Raises:
-            ValueError: it is a tensor, whose place is not known.
+            ValueError: it is a tensor, whose place is unknown.
         """
         if has_type(value, torch.Tensor):
             raise ValueError(f"{name} is a tensor: give the object, list or dictionary it is in")
@@ -440,7 +443,7 @@ class _Search:
             self._search_object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
-        """Search a value; `slot` is its place, None where it cannot be exchanged there."""
+        """Search a value; `slot` is its place, None if it cannot be replaced there."""
         if slot is not None and not has_type(value, (torch.Tensor, *_SIMPLE)):
             self.state.links.append((slot.home, slot.key, value))
         if has_type(value, nn.Module):
@@ -491,9 +494,10 @@ class _Search:
             self._search_holder(name, value)
 
     def _groups(self, name: str, optimizer: Optimizer) -> None:
-        """Search the groups of an optimizer, for their parameters and for rates that are tensors.
+        """Search the groups of an optimizer, for parameters and for settings that are tensors.
 
-        `load_state_dict` replaces the dictionaries of all groups. The defaults have the same rates.
+        `load_state_dict` replaces the dictionaries of all groups. The defaults have the same
+        settings.
         """
         links, groups = self.state.links, optimizer.param_groups
         links.append((vars(optimizer), "param_groups", groups))
@@ -518,7 +522,7 @@ class _Search:
                     self.value(at, v, self._slot(at, "value", defaults, key))
 
     def _search_holder(self, name: str, value: Any) -> None:
-        """Search the attributes of an object of the user's, for tensors, modules and floats."""
+        """Search the attributes of a user's object for tensors, modules and floats."""
         package = type(value).__module__.split(".")[0]
         if has_type(value, (type, types.ModuleType)):
             return
@@ -563,14 +567,14 @@ class _Search:
             for key, held in list(attributes.items()):
                 if key in ("_parameters", "_buffers"):  # whose entries are slots already
                     continue
-                # Recurrent layers put their parameters into a list of theirs again and again.
+                # Recurrent layers often rebuild a list of their own parameters.
                 flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
                 if has_type(held, torch.Tensor) or _holds_tensor(held, flat):
                     self.value(where + key, held, self._slot(where + key, "value", attributes, key))
 
 
 def _unused_name(name: str, used: Container[str]) -> str:
-    """The name, with a number where another object has it."""
+    """Returns the name, with a number if another object has it."""
     names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
     return next(n for n in names if n not in used)
 
@@ -587,22 +591,20 @@ def _holds_tensor(value: Any, but_parameters: bool) -> bool:
 
 
 def _holds_state(value: Any) -> bool:
-    """True for a tensor, a module or an optimizer, and for a container with such."""
+    """True for a tensor, a module or an optimizer, and for a container with one."""
     kinds = (torch.Tensor, nn.Module, Optimizer)
     return any(has_type(v, kinds) for v, _ in walk_containers(value))
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """True if it is worth searching. Functions and classes are not: their reads are seen when they
-    run.
-    """
+    """True if `value` is searched. Not functions and classes: their reads are seen at run time."""
     if has_type(value, (*_SIMPLE, type, types.ModuleType)):
         return False
     return has_type(value, (nn.Module, functools.partial)) or not callable(value)
 
 
 def _is_of_run(value: Any) -> bool:
-    """True if it was made in a capture run, so that it holds fakes."""
+    """True if `value` was made in a capture run, so that it holds fakes."""
     if has_type(value, nn.Module):
         value = [*value.parameters(), *value.buffers()]
     elif has_type(value, Optimizer):

@@ -1,7 +1,7 @@
 """What a step leaves in Python: attributes of modules, containers, results that are no tensors.
 
-Refused is what the graph could not repeat in each call: tensors in lists or variables, attributes
-on tensors, writes of Python objects that change each time.
+What calls could not repeat is refused: tensors left in lists or variables, attributes on tensors,
+writes to Python objects that change each time.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from .values import (
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
 _SHARED = (torch.Tensor, types.ModuleType, types.CodeType, types.FrameType)
-_MOST_OBJECTS = 10_000  # that a search looks into
+_MOST_OBJECTS = 10_000  # that one search visits
 
 
 def _copy_items(container: Any) -> Any:
-    """A plain dictionary or list of the items."""
+    """Returns a plain dictionary or list of the items."""
     keys, values = items_of(container)
     return values if keys is None else dict(zip(keys, values, strict=True))
 
 
 class ModuleAttributes:
-    """The attributes of a step's modules, beside parameters and buffers."""
+    """The attributes of a step's modules, other than parameters and buffers."""
 
     def __init__(self, state: State):
         self._homes = [
@@ -70,9 +70,7 @@ class ModuleAttributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Allow a step to set attributes inside the block; fake tensors are removed again at the
-        end.
-        """
+        """Remove fakes that the step sets as attributes of modules, after the block."""
         self._before = [dict(home) for _, home in self._homes]
         containers = [
             (value, _copy_items(value))
@@ -99,7 +97,7 @@ class ModuleAttributes:
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """Returns the error to raise where the step leaves `value` in a place."""
+        """Returns the error to raise if the step leaves `value` in a place."""
         for _, attributes in self._homes:
             if place.home is attributes.get("_buffers"):
                 return not_captured(
@@ -111,7 +109,7 @@ class ModuleAttributes:
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Returns the attributes in which the step leaves a tensor; called within `restored`.
+        """Returns slots of the attributes in which the step leaves a tensor; called in `restored`.
 
         Args:
             known: identities of the slots that are inputs.
@@ -135,7 +133,7 @@ class ModuleAttributes:
 
 
 class InputAttributes:
-    """Attributes that the program has set on input tensors, and that their fakes have too.
+    """Attributes that the user has set on input tensors, copied to their fakes.
 
     Args:
         record: of what the step reads of Python: these attributes become guards.
@@ -146,7 +144,7 @@ class InputAttributes:
         self._before: list[tuple[Input, torch.Tensor, dict[str, Any], Any]] = []
 
     def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
-        """Give `fake`, the replacement of an input, the input's attributes."""
+        """Copy an input's attributes to `fake`, which replaces it."""
         held = given.tensor.__dict__
         for name in user_attributes_of(given.tensor):
             self._record.read_place(Place(f"{given.name}.{name}", held, name), held[name])
@@ -177,7 +175,11 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
+    """Raise CaptureError if a part of a result, not itself a tensor, holds one or its text.
+
+    Args:
+        known: as for `holds_made`.
+    """
     if is_text_of_unknown(value):
         raise not_captured(
             "the step returns text that a tensor, or what .item() gave, was put into",
@@ -195,7 +197,7 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if it is a container whose tensors all stand at known places."""
+    """True if `value` is a container whose fakes are all at known places (slots)."""
     if not has_type(value, (list, dict, tuple, collections.deque)):
         return False
     ahead, seen = [value], {id(value)}
@@ -222,7 +224,7 @@ _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
 def is_filled(value: Any) -> bool:
-    """True if it is, or as a container holds, a fake tensor or a symbolic number."""
+    """True if `value` is a fake tensor or symbolic number, or a container that holds one."""
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # as nearly all attributes of modules
@@ -233,7 +235,7 @@ def holds_made(value: Any, known: Container[int]) -> bool:
     """True if an object that the step has made holds a fake tensor, or text of one.
 
     Args:
-        known: ids of objects that were there before the step, which hold fakes for a while.
+        known: ids of objects that existed before the step, which hold fakes for a while.
     """
 
     def list_held(held: Any) -> Iterable[Any]:
@@ -256,7 +258,7 @@ def _in_container(value: Any) -> Iterable[Any]:
 def walk_reachable(
     value: Any, held_by: Callable[[Any], Iterable[Any]] = _in_container
 ) -> Iterator[Any]:
-    """`value` and all that it holds, each once; by default in containers."""
+    """Yields `value` and all that it holds, each once; by default what containers hold."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -268,7 +270,7 @@ def walk_reachable(
 
 
 def _in_object(value: Any) -> Iterable[Any]:
-    """Returns what an object refers to, except what its code does."""
+    """Returns the objects to which an object refers, except by its code."""
     kind = type(value)
     if has_type(value, type):
         return [*vars(value).values()] if is_user_module(value.__module__) else ()
@@ -290,7 +292,7 @@ def _stands_in(value: Any) -> bool:
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
     """True if a list of parameters, or of weak references to them, replaces an equal list.
 
-    nn.GRU makes such a list whenever its parameters are exchanged.
+    nn.GRU makes such a list whenever its parameters are replaced.
     """
     if type(value) is not type(before) or not has_type(value, (list, tuple)):
         return False
@@ -303,7 +305,7 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:
-    """The error to raise where the step leaves a tensor, a number or what holds one in `name`."""
+    """Returns the error to raise if the step leaves a tensor or number in the place `name`."""
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     if value is not None and not _stands_in(value) and not is_filled(value):
         kind = type(value).__name__
@@ -324,11 +326,11 @@ def make_left_error(name: str, value: Any = None) -> Exception:
 
 
 def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
-    """The error to raise where a graph would not write again what the step writes into Python.
+    """Returns the error to raise for a write to a Python object that a program would not repeat.
 
     Args:
         codes: of the functions that ran.
-        step: whose line is given where that of the write is not known.
+        step: its line is given if that of the write is unknown.
     """
     was, now = brief(write.before), brief(write.after)
     changed = f" ({was} became {now})" if was != now else ""
@@ -341,7 +343,7 @@ def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> Ca
 
 
 def _line_of(step: Any) -> str:
-    """Returns the line at which a step is defined; "" where it has none."""
+    """Returns the line at which a step is defined; "" if there is none."""
     f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
     code = getattr(f, "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,12 +1,12 @@
 """Predicted values: values that depend on the small inputs of a call, on every rank.
 
-A step reads values (`grid.tolist()`, a loop over its items), and then depends on them.
-`PredictedValues` runs each new node of the graph that is being traced on the CPU, if all its
-operands are known: constants, small inputs of the call, and what was computed from these. Sharded
-integers are gathered once (`gather_small_integers`). From then on the nodes run for all ranks, and
-collectives are copies within the process.
+A step may read values (`grid.tolist()`) and branch on them. `PredictedValues` runs each new node of
+the graph that is being traced on the CPU, if all its operands are known: constants, small inputs of
+the call, and what was computed from these. Sharded integers are gathered once
+(`gather_small_integers`). From then on the nodes run for all ranks, and collectives are copies
+within the process.
 
-A prediction is a guess. The graph computes the true value, and if that differs it writes nothing
+A prediction is a guess. The graph computes the true value, and writes nothing if that differs
 (`answers`).
 """
 
@@ -32,9 +32,9 @@ from partita.graph.shared_memory import operands_written
 from partita.tensor.op_facts import facts_of
 
 FEW = 64
-"""Elements of an input of any kind that is read at once, if this rank holds all of it."""
+"""The most elements of an input of any dtype that is read, if this rank holds all of it."""
 _SMALL = 2**16
-"""Elements of an integer input that ranks gather, and of a value that is computed."""
+"""The most elements of an integer input that ranks gather, and of a value that is computed."""
 
 Values = list[Any]
 """The value of a node on each rank for which nodes are run."""
@@ -59,7 +59,7 @@ class ValuesOfCall:
 def gather_small_integers(
     inputs: Iterable[Input], tensors: Sequence[Any], wires: Iterable[Wire]
 ) -> ValuesOfCall:
-    """The local values on all ranks of the small integer arguments of a call. All ranks call it.
+    """Returns the local values on all ranks of a call's small integer arguments. All ranks call it.
 
     Args:
         inputs: of the graph.
@@ -96,10 +96,10 @@ class PredictedValues:
 
     Args:
         graph: that is being traced.
-        root: of the tracer, which has the graph's constants.
+        root: the tracer's module, which holds the graph's constants.
         inputs: by node.
-        wires: that trace.
-        known: of the call.
+        wires: by real wire, the one that traces.
+        known: the values that are known of the call.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class PredictedValues:
     ):
         self._graph, self._holder, self._inputs, self._known = graph, root, inputs, known
         self._wires = [*wires.values()]
-        # Of several ranks where the values of all are known, else of this one.
+        # Coordinates of all ranks if their values are known, otherwise of this one.
         self._at = known.mesh.coordinates() if known.integers else (None,)
         self._own = self._at.index(tuple(self._wires[0].real.at)) if known.integers else 0
         self._values: dict[fx.Node, Values | None] = {}
-        self._lost: set[int] = set()  # memory into which something unknown was written
-        self._reads: dict[fx.Node, float] = {}  # values of numbers that were computed by a run
-        self._read_of: dict[fx.Node, float] = {}  # likewise, by the node that is read
+        self._lost: set[int] = set()  # storages into which something unknown was written
+        self._reads: dict[fx.Node, float] = {}  # computed values, by the node of the number
+        self._read_of: dict[fx.Node, float] = {}  # computed values, by the node that is read
 
     def note_read(self, node: fx.Node, place: int) -> None:
-        """Note the node of the number that the step reads at a place among its reads."""
+        """Store the node of the number that is at the index `place` among the step's reads."""
         of, reads = node.all_input_nodes[0], self._known.reads
         if place < len(reads):
             self._read_of[of] = reads[place]
@@ -129,7 +129,7 @@ class PredictedValues:
             self._reads[node] = self._read_of[of]
 
     def find_value(self, node: fx.Node) -> Any:
-        """Returns the likely value of a number's node on this rank. Raises NotKnown."""
+        """Returns the likely value of a number's node on this rank; raises NotKnown without one."""
         new = []
         for last in reversed(self._graph.nodes):
             if last in self._values:

@@ -1,10 +1,15 @@
-"""Reached values: what each value that a captured step reaches leads to, which it may read unseen.
+"""Reached values: for each value that a captured step reaches, the places to which it leads.
 
-When its code runs for the first time, a function leads to the globals, closure cells, defaults and
-attributes of modules that its bytecode names. A class, module or function leads to variables of the
-names that code may read; code that reflects (`getattr(x, key)`, `vars(x)`) leads to all of their
-names. Containers are recorded whole, and a bound method leads to its owner. What no guard can
-cover, such as an iterator, is refused.
+Some reads cannot be seen when they happen, so the places that code may read are recorded in
+advance. When its code runs for the first time, a function leads to the globals, closure cells,
+defaults and attributes of modules that its bytecode names. A class, module or function leads to
+those of its variables whose names occur in code; if code reflects (`getattr(x, key)`, `vars(x)`),
+to all of them. Containers are recorded whole, and a bound method leads to its owner. What no guard
+can cover, such as an iterator, is refused.
+
+To *reach* a value is to record what it leads to, once. `reach_*` do this; `read_*` record that a
+place is read, and reach its value. A value is reached *by name* if code only has the name of its
+place, and may not read it.
 """
 
 from __future__ import annotations
@@ -117,7 +122,7 @@ _GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a m
 
 @dataclass(eq=False)
 class _ReachedObject:
-    """An object of before the step whose attributes are recorded.
+    """An object that existed before the step, and whose attributes are recorded.
 
     Attributes:
         attributes: its `__dict__` as it was when it was reached.
@@ -148,31 +153,31 @@ class ReadRecord(PlaceRecord):
         self._given_names = names
         self._objects: dict[int, _ReachedObject] = {}
         self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # instrumented, with names
-        self._finds_modules = False  # whether code finds modules in `sys.modules`
-        self._made_anew: set[int] = set()  # ids of what capture has made
+        self._finds_modules = False  # True if code looks up modules in `sys.modules`
+        self._made_anew: set[int] = set()  # ids of objects that capture has made
         self._types: dict[int, tuple[Any, type]] = {}  # objects whose type is guarded
         self._instrumented: list[type] = []
-        # Whether a function's names are recorded when it is reached and not when it runs: where
-        # another profiler listens, calls are not seen.
+        # True if another profiler is active, so that calls are not seen: a function's names are
+        # then recorded when it is reached, not when it runs.
         self._reads_ahead = False
         self._constants: set[str] = set()  # the strings in the code that ran
-        self._types_read = False  # whether some code names `type`, and may read any object's class
+        self._types_read = False  # True if code names `type`, and may read any object's class
         self._users_classes: list[type] = []  # whose number of attributes is guarded
         self._waiting: dict[int, list[Any]] = {}  # by code: functions that have not run
         self._codes_of_functions: set[int] = set()
-        # What is recorded by the names that code may read, because its reads are not seen: modules,
-        # classes, functions, and objects whose class cannot be instrumented. With their names.
+        # (space, name) of modules, classes, functions, and objects whose class cannot be
+        # instrumented. Their reads are not seen: they are recorded by the names in code.
         self._namespaces: dict[int, tuple[Any, str]] = {}
-        self._unread_methods: dict[int, types.FunctionType] = {}  # reached with their class alone
+        self._unread_methods: dict[int, types.FunctionType] = {}  # reached only by their class
         self._reads_methods = False
-        # Whether code reads attributes past the `__getattribute__` of a class.
+        # True if code reads attributes past the `__getattribute__` of a class.
         self._reads_unseen = False
-        self._all_names_asked = False  # whether code may ask by names that do not stand in it
-        self._names_asked: set[str] = set()  # names that code may ask objects for
+        self._all_names_asked = False  # True if code may read names that do not occur in it
+        self._names_asked: set[str] = set()  # names that code may read from objects
         self._super_names: set[str] = set()  # names in code that may call `super()`
         self._classes: dict[int, type] = {}
         self._by_operators: dict[int, tuple[type, str]] = {}  # by code: `__len__` and others
-        # Functions and classes of the user's, and others with attributes that stand in C.
+        # Functions and classes of the user, and other objects with attributes in C structures.
         self._described: dict[int, tuple[Any, str]] = {}
         self._substitutes = Substitutes()
 
@@ -181,8 +186,8 @@ class ReadRecord(PlaceRecord):
         """Record what this thread reads inside the block.
 
         Args:
-            step: what is going to run.
-            arguments: name and value of what it can read without reading a place.
+            step: the function that is going to run.
+            arguments: (name, value) of what it can use without reading a place.
 
         Raises:
             CaptureError: the step read what no guard can cover.
@@ -190,7 +195,6 @@ class ReadRecord(PlaceRecord):
         calls = Calls(self, self.enter_frame, self.reach_globals)
         try:
             self._instrument_type(nn.Module)
-            # Where another profiler is set, calls are not seen: functions are read when reached.
             self._reads_ahead = sys.getprofile() is not None
             with self.without_recording():
                 self.read_place(Place("the step", self, "step", lambda: step), step)
@@ -219,29 +223,24 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of the objects, classes and namespaces that the step has reached by
-        reading. Capture takes them to be older than the step.
-        """
+        """Returns the ids of what was reached; capture assumes that it existed before the step."""
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if it is an object whose attributes are recorded."""
+        """True if `value` is an object whose attributes are recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
     @property
     def sees_calls(self) -> bool:
-        """True if functions are recorded when they run.
+        """True if functions are recorded when they run; False if when they are reached.
 
-        False if another profiler was set when recording began: functions are then recorded when
-        they are reached.
+        The latter is the case if another profiler was active when recording began.
         """
         return not self._reads_ahead
 
     def values_reached(self) -> Iterator[tuple[Any, str]]:
-        """Yields what was reached, with names: values of places, their contents, entries of huge
-        ones.
-        """
+        """Yields (value, name) of places, of their contents, and of entries of huge containers."""
         for place in self.places.values():
             yield place.value, place.name
         for value in [v for i, v in self._reached.items() if i not in self._made_anew]:
@@ -251,11 +250,11 @@ class ReadRecord(PlaceRecord):
                 yield value, f"an entry of a {type(huge).__name__}"
 
     def make_guards(self, inputs: ReadInputs, extra: Iterable[Place]) -> Guards:
-        """Returns the guards of what was read, which expect the current values.
+        """Returns guards that expect the current values of all places that were read.
 
         Args:
-            inputs: which of this the graph has as inputs.
-            extra: places to guard beside those that were read.
+            inputs: which of the values are inputs of the graph.
+            extra: more places to guard.
         """
         spaces = [(o, name) for o, name in self._namespaces.values() if not has_type(o, type)]
         asked = frozenset(self._names_asked | {"__getattr__"})
@@ -282,7 +281,7 @@ class ReadRecord(PlaceRecord):
         return any(map(asks_which_object, self.codes.values()))
 
     def _list_compared(self) -> frozenset[tuple[int, Any]] | None:
-        """Returns the identities of the places that code may compare by `is`; None if none does.
+        """Returns the identities of the places that code may compare by `is`; None if no code does.
 
         A library's own reads of the defaults of its optimizers compare nothing.
         """
@@ -301,7 +300,7 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Take snapshots of objects that capture has made, so that writes into them are found."""
+        """Copy objects that capture has made (arguments), to find the step's writes to them."""
         before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
         self._made_anew |= self._reached.keys() - before
@@ -326,7 +325,7 @@ class ReadRecord(PlaceRecord):
             return
         known.names[name] = by_user
         if name == "__dict__" and not by_user and not reads_for_user(frame):
-            # Torch's own code looks parameters up there, which is no read of all attributes.
+            # Torch looks up parameters in it, which does not read all attributes.
             del known.names[name]
             return
         before, self._read_by_library = self._read_by_library, not by_user
@@ -342,7 +341,7 @@ class ReadRecord(PlaceRecord):
             self._read_by_library = before
 
     def _read_of_module(self, module: types.ModuleType, name: str) -> None:
-        """Record that an attribute of a module of the user's is read."""
+        """Record that an attribute of a user's module is read."""
         held, called = dict_of(module), self._modules[id(module)][1]
         key = held.get("__name__")
         if self._finds_modules and sys.modules.get(key) is module:
@@ -354,7 +353,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(Place(f"{called}.{name}", held, name), value)
 
     def instrument_module(self, module: Any, name: str) -> None:
-        """Make a module of the user report what is read from it."""
+        """Make a user's module report the attributes that are read from it."""
         if not has_type(module, types.ModuleType) or id(module) in self._modules:
             return
         if is_user_module(dict_of(module).get("__name__")) and instrument_module(module):
@@ -364,14 +363,12 @@ class ReadRecord(PlaceRecord):
                 self._read_module_unseen(module, name)
 
     def _read_module_unseen(self, module: types.ModuleType, name: str) -> None:
-        """Record all that a module has: code may read any of it past `__getattribute__`."""
+        """Record all names of a module, because code may read them past `__getattribute__`."""
         with self.reaching_by_name():
             _read_all_names(self, module, name)
 
     def find_modules(self) -> None:
-        """Make all modules of the user report what is read from them, because code finds them by
-        name.
-        """
+        """Instrument all modules of the user, because code looks them up by name."""
         if not self._finds_modules:
             self._finds_modules = True
             for name, module in [*sys.modules.items()]:
@@ -389,11 +386,11 @@ class ReadRecord(PlaceRecord):
         elif name in known.slots:
             self.read_place(place_of_slot(called, owner, known.slots[name]))
         elif (inside := find_module_dict(owner, name)) is not None:
-            # A module that the step itself has put there is nothing that it read.
+            # If the step itself has put it there, the value before is recorded.
             self.read_place(Place(called, inside, name), self.snapshots.value_before(inside, name))
         else:
             found = self.read_class_attribute(type(owner), name)
-            if found is MISSING and not name.startswith("__"):  # a class may come to have it
+            if found is MISSING and not name.startswith("__"):  # the class may get it later
                 self.read_place(place_of_class_attribute(type(owner), name), MISSING)
             if held is not None and may_be_hidden(name, found):
                 of_module = found is MISSING and has_type(owner, nn.Module)
@@ -407,11 +404,11 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_dict(known.name, owner))
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
-        """Record that the step reads attribute `name` of the class `kind`.
+        """Record that the step reads the attribute `name` of the class `kind`.
 
         Returns:
             Its value. MISSING, with nothing recorded, if the class has none, or if the name is a
-            special one that is not in `WITH_FIELDS`.
+                special one that is not in `WITH_FIELDS`.
         """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
@@ -433,7 +430,7 @@ class ReadRecord(PlaceRecord):
         super().reach_value(value, name)
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record what `value`, which is reached for the first time, leads to.
+        """Record the places to which `value`, reached for the first time, leads, by its type.
 
         Raises:
             CaptureError: no guard can cover it: an iterator, shared memory, a generator.
@@ -526,7 +523,7 @@ class ReadRecord(PlaceRecord):
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
-        """Make an object's class report what is read from it from now on."""
+        """Make an object's class report reads of its attributes from now on."""
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
@@ -550,7 +547,7 @@ class ReadRecord(PlaceRecord):
     def _reach_by_names(self, value: Any, name: str) -> None:
         """Record the attributes of an object by the names that code may read.
 
-        Objects of partita keep what it computes, which no step reads.
+        Not of partita's own objects, which no step reads.
         """
         if type(value).__module__.split(".")[0] == "partita":
             return
@@ -565,7 +562,7 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Note a function that the step may call; what it names is read when it runs."""
+        """Store a function that the step may call; the names in its code are read when it runs."""
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
             self._unread_methods[id(f)] = f
@@ -575,7 +572,7 @@ class ReadRecord(PlaceRecord):
             self.reach_value(vars(f)["__wrapped__"], name)
         if not is_recorded(f.__code__.co_filename):
             read_ambient(self, f.__module__)
-            # A library's wrapper (as of torch.no_grad): what its closure has of the user's.
+            # A library's wrapper (as of torch.no_grad): its closure may hold the user's function.
             for where in f.__closure__ or ():
                 inner = cell_content(where)
                 if issubclass(
@@ -594,7 +591,7 @@ class ReadRecord(PlaceRecord):
             self._waiting.setdefault(id(f.__code__), []).append((f, name))
 
     def reach_methods(self, kind: type, name: str) -> None:
-        """Note the methods of a class, which are entered when they run."""
+        """Store the methods of a class, which are entered when they run."""
         self._classes[id(kind)] = kind
         if is_user_module(kind.__module__):
             self._describe(kind, kind.__name__)
@@ -617,7 +614,7 @@ class ReadRecord(PlaceRecord):
                             self._by_operators[id(f.__code__)] = (base, key)
 
     def _reach_method(self, f: types.FunctionType, name: str) -> None:
-        """Note a function that stands in a class: its attributes are read if it is."""
+        """Store a function in a class; its attributes are recorded only if it is read itself."""
         before, self._reads_methods = self._reads_methods, True
         try:
             self.reach_value(f, name)
@@ -625,27 +622,27 @@ class ReadRecord(PlaceRecord):
             self._reads_methods = before
 
     def _reach_layer(self, kind: type) -> None:
-        """Record functions that a class of torch's layers calls: a program may replace them."""
+        """Record functions that a torch layer's class calls: the user may replace them."""
         self._codes_of_functions.add(id(kind))
         for f in list(vars(kind).values()):
             if isinstance(f, types.FunctionType):
                 self._read_libraries(f.__code__, {"F": f.__globals__.get("F")})
 
     def _reach_cached_function(self, f: Any, name: str) -> None:
-        """Enter a cached function at once: results cached before the step came of its reads."""
+        """Enter a cached function at once: results in its cache depend on what it reads."""
         self.reach_value(f, name)
         for waiting in self._waiting.pop(id(getattr(f, "__code__", None)), ()):
             self._enter_function(*waiting)
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
-        """Record all globals: `globals()` is called."""
+        """Record all globals, because `globals()` is called."""
         with self.without_recording():
             self.snapshots.snapshot_namespace(variables, "globals()")
             self.reach_namespace(variables, "globals()")
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record variables of a module, class or function by the names used, now and later."""
+        """Record variables of a module, class or function that code names, now or later."""
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)
@@ -653,18 +650,18 @@ class ReadRecord(PlaceRecord):
                 self._read_whole_namespace(space, name)
 
     def reach_class(self, kind: type) -> None:
-        """Record the attributes of a class of the user's by the names in use."""
+        """Record the attributes of a user's class whose names occur in code."""
         if is_user_module(kind.__module__):
             self.reach_namespace(kind, kind.__name__)
 
     # -- what runs ---------------------------------------------------------------------------------
 
     def enter_frame(self, frame: FrameType) -> None:
-        """Record what a function of the user's names, where its code runs for the first time."""
+        """Record the names that a user's function uses, when its code runs for the first time."""
         code = frame.f_code
         back = frame.f_back
         if code.co_name == "<module>" and back and "importlib" in back.f_code.co_filename:
-            return  # it is imported now
+            return  # a module is being imported
         operator = self._by_operators.pop(id(code), None)
         if operator is not None:  # Python looked it up in the class, without `__getattribute__`
             self.read_place(place_of_class_attribute(*operator), shallow=True)
@@ -698,7 +695,7 @@ class ReadRecord(PlaceRecord):
             if name in Substitutes.of_builtins:
                 self.read_place(place_of_hidden_builtin(variables, name))
                 self._substitutes.put(variables, name)
-            elif name != "super":  # a builtin may come to be hidden by a global
+            elif name != "super":  # a global may hide the builtin later
                 value = self.read_place(Place(name, variables, name))
                 if value is MISSING:
                     self._read_builtin(name, variables)
@@ -726,10 +723,9 @@ class ReadRecord(PlaceRecord):
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Record these attributes of all objects, classes and modules that the step has reached,
-        and of those that it reaches later.
+        """Record these attributes of all reached objects, classes and modules, now and later.
 
-        Code that ran has these names, and its reads are not seen one by one.
+        Code that ran contains these names, and its reads are not seen one by one.
         """
         new = names - self._names_asked
         self._names_asked |= new
@@ -743,7 +739,7 @@ class ReadRecord(PlaceRecord):
             self._read_namespace(space, name, new)
 
     def _describe(self, value: Any, name: str) -> None:
-        """Record the special attributes of a function or class that code may read, now or later."""
+        """Record special attributes of a function or class if code names them, now or later."""
         if id(value) not in self._described:
             self._described[id(value)] = value, name
             self._read_special(value, name, self._names_asked)
@@ -775,7 +771,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_special_attribute(f"default of {f.__name__}", f, key))
 
     def _read_builtin(self, name: str, variables: dict[str, Any]) -> None:
-        """Record a builtin, Python's own or one that a program has added."""
+        """Record a builtin: Python's own, or one that the user has added."""
         held = variables.get("__builtins__", builtins)
         held = held if isinstance(held, dict) else vars(held)
         value = held.get(name, MISSING)
@@ -785,7 +781,7 @@ class ReadRecord(PlaceRecord):
     # -- by name -----------------------------------------------------------------------------------
 
     def _read_libraries(self, code: CodeType, variables: dict[str, Any]) -> None:
-        """Record what code reads of modules of torch and Python, which a program may replace."""
+        """Record the attributes of library modules that code reads, which the user may replace."""
         for root, *names in dotted_names(code):
             value: Any = variables.get(root)
             called = root
@@ -803,7 +799,7 @@ class ReadRecord(PlaceRecord):
                     _read_registry(self, value, called)
 
     def _read_bases(self, kind: type) -> None:
-        """Record what `super()` may return: attributes of a base that another class overrides."""
+        """Record what `super()` may find: attributes of a base that another class overrides."""
         for base in kind.__mro__[1:]:
             if is_user_module(base.__module__):
                 for key in sorted(self._super_names & vars(base).keys()):
@@ -820,7 +816,7 @@ class ReadRecord(PlaceRecord):
         if has_type(space, logging.Logger):
             names = names.difference(_CHANGED_BY_LOGGING)
         found = sorted(names & held.keys()) if held else ()
-        if not found:  # as for most: the names in each new code are looked up in them
+        if not found:  # the usual case
             return
         of_globals = _is_of_globals(space)
         of_library = has_type(space, types.ModuleType) and not is_user_module(space.__name__)
@@ -828,12 +824,12 @@ class ReadRecord(PlaceRecord):
             for key in found:
                 value = self.snapshots.value_before(held, key)
                 if value is MISSING or value is sys.modules or Substitutes.has(held[key]):
-                    continue  # the step has set it, or its names are recorded one by one
+                    continue  # the step has set it, or it is recorded in another way
                 if not key.startswith("_" if of_library else "__" if of_globals else "__dict__"):
                     self.read_place(Place(f"{name}.{key}", held, key), value, shallow=of_library)
 
     def _read_whole_namespace(self, space: Any, name: str) -> None:
-        """Record all that a function, a class or an object has."""
+        """Record all variables of a function, a class or an object."""
         if has_type(space, type):
             users = [base for base in space.__mro__ if is_user_module(base.__module__)]
             self._read_namespace(space, name, {*itertools.chain(*map(vars, users))})
@@ -841,14 +837,14 @@ class ReadRecord(PlaceRecord):
             self._read_namespace(space, name, {*(dict_of(space) or ())})
 
     def _ask_all_names(self) -> None:
-        """Note that code may read any name."""
+        """Record all names from now on, because code may read any of them."""
         if not self._all_names_asked:
             self._all_names_asked = True
             for space, name in list(self._namespaces.values()):
                 self._read_whole_namespace(space, name)
 
     def _read_objects_unseen(self) -> None:
-        """Note that code reads attributes that no class shows: record them by name."""
+        """Record attributes by name, because code reads past the `__getattribute__` of classes."""
         if not self._reads_unseen:
             self._reads_unseen = True
             for known in list(self._objects.values()):
@@ -862,22 +858,22 @@ class ReadRecord(PlaceRecord):
 
 
 _CHANGED_BY_LOGGING = ("_cache", "handlers", "manager")
-"""Attributes of a logger that change as others log. For a step only its level counts."""
+"""Attributes of a logger that change when others log. For a step only its level counts."""
 
 _READERS = (getattr, hasattr, vars, dir)
-"""Functions that read attributes by any name, if code has them as values."""
+"""Functions that may read any name, if code passes them as values."""
 
 _UNSEEN_READS = frozenset(("__getattribute__", "getattr_static", "__get__"))
 """Names of functions that read an attribute past the `__getattribute__` of a class."""
 
 
 def _is_of_globals(space: Any) -> bool:
-    """True if a namespace is a module or its dictionary, which has names of Python's own."""
+    """True if a namespace is a module or its dictionary, which has special names of Python."""
     return has_type(space, types.ModuleType) or type(space) is dict
 
 
 def _is_users(value: Any) -> bool:
-    """True if it is the user's, set as an attribute of something of torch."""
+    """True if `value`, an attribute of a torch class, is the user's."""
     return value is not MISSING and is_user_module(getattr(value, "__module__", None))
 
 
@@ -885,7 +881,7 @@ def _is_users(value: Any) -> bool:
 
 
 def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
-    """Record what a container holds, keys too."""
+    """Record the items of a container, and its keys."""
     record.snapshots.snapshot_container(value, name)
     if has_type(value, functools.partial):
         record.snapshots.snapshot_namespace(value, name)
@@ -914,7 +910,7 @@ def _read_factory(record: ReadRecord, value: collections.defaultdict[Any, Any], 
 
 
 def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
-    """Record a huge container by its entries, and warn where an entry may change in place."""
+    """Record a huge container by its entries; warn if an entry may change in place."""
     record.huge[id(value)] = value
     keys, values = items_of(value)
     inner = next((v for v in (values or keys or ()) if not holds_no_more(v)), None)
@@ -928,7 +924,7 @@ def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
 
 
 def _reach_local(record: ReadRecord, value: threading.local, name: str) -> None:
-    """Record what this thread holds in a `threading.local`, and which thread it is."""
+    """Record this thread's attributes of a `threading.local`, and which thread it is."""
     record.read_place(Place("the thread", value, "thread", threading.current_thread), shallow=True)
     record.read_place(Place(name, value, "__dict__", lambda: value.__dict__))
     record.snapshots.snapshot_object(value, name)
@@ -951,9 +947,9 @@ _SPECIAL_ATTRIBUTES = _BASES.union(
 
 @functools.lru_cache(maxsize=1024)
 def _names_in_c(kind: type) -> frozenset[str]:
-    """Returns the attributes of the instances of a class that are in no dictionary of theirs.
+    """Returns the attributes of the instances of a class that are in no dictionary.
 
-    Of other objects of C than these, a program sets none.
+    For other C types than these, code sets no attributes.
     """
     if issubclass(kind, (type, types.FunctionType)):
         return _SPECIAL_ATTRIBUTES
@@ -965,7 +961,7 @@ def _names_in_c(kind: type) -> frozenset[str]:
 
 
 def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
-    """Record all that a class, a module or a function has, and that it has no more."""
+    """Record all names in a class, a module or a function, and that there are no others."""
     special: list[str] = []
     if has_type(space, type):
         if not is_user_module(space.__module__):
@@ -990,7 +986,7 @@ def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
 
 
 def _is_special_name(key: Any) -> bool:
-    """True if it is a special name of the language. Keys of a dictionary may be no strings."""
+    """True for a special name of Python, as "__len__". Keys of a dictionary may be no strings."""
     return isinstance(key, str) and key.startswith("__")
 
 
@@ -1006,19 +1002,19 @@ def _names_in_space(space: Any) -> tuple[Any, ...]:
 
 
 def _read_modules(record: ReadRecord, code: CodeType) -> None:
-    """Record a read of `sys.modules`: of the modules that code spells out, or of all names."""
+    """Record a read of `sys.modules`: the modules that code names as strings, or all names."""
     spelled = [name for name in strings_of(code) if name.replace(".", "_").isidentifier()]
     for key in sorted(spelled):
         _read_module(record, key)
     if not spelled:
         names = functools.partial(tuple, sys.modules)
         record.read_place(place_of_answer("sys.modules", names, sys.modules), shallow=True)
-    # The name may come of anywhere: each module tells what is read of it.
+    # The name may come from anywhere, so each module reports what is read from it.
     record.find_modules()
 
 
 def _read_module(record: ReadRecord, key: str) -> None:
-    """Record whether a module is imported (not what it has)."""
+    """Record whether a module is imported, not what is in it."""
     get = functools.partial(sys.modules.get, key)
     record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), shallow=True)
 
@@ -1036,7 +1032,7 @@ def _read_registry(record: ReadRecord, kind: Any, name: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _find_registered(kind: abc.ABCMeta, token: object) -> frozenset[Any]:
-    """The same set until a class is registered with any abstract one, which changes the token."""
+    """Returns the registered classes; cached until `token` changes, at any registration."""
     return frozenset(_find_abc_registrations(kind))
 
 

@@ -1,14 +1,13 @@
-"""The record of the places of Python that a step reads while it is captured, and of its writes.
+"""The record of the places that a step reads while it is captured, and of its writes.
 
-A value that is read may lead to others: it is *reached*, and what it refers to is recorded by its
-kind (`read_record`). It is copied, too, so that `Snapshots.find_writes` finds what the step has
-changed.
+A value that is read may lead to others: it is *reached*, and the places to which it leads are
+recorded by its type (`read_record`). It is also copied, so that `Snapshots.find_writes` finds what
+the step has changed.
 
-Attributes are seen by a `__getattribute__` that reports reads to the record of this thread. While a
-step is captured it is installed in nn.Module, optimizers, schedulers and each class of the user
-that is reached (`instrument`). Threads without a record read as usual. But a thread that reads a
-module whose parameters are currently exchanged for fakes waits until they are back
-(`exclusive_access`).
+Reads of attributes are seen by a `__getattribute__` that reports them to the record of this thread.
+While a step is captured, it is installed in nn.Module, optimizers, schedulers and each class of the
+user that is reached (`instrument`). Threads without a record read as usual. But a thread that reads
+a module whose parameters are replaced by fakes waits until they are restored (`exclusive_access`).
 """
 
 from __future__ import annotations
@@ -80,12 +79,12 @@ class PlaceRecord:
     Attributes:
         places: by identity, the places that were read, in order.
         huge: by id, containers that are not compared deeply.
-        snapshots: of what was reached, to find what the step writes.
+        snapshots: copies of what was reached, to find what the step writes.
         error: the refusal to raise when the step is over, even if the step caught it.
         reached_by_name: see `reaching_by_name`.
         places_by_name: identities of places that may not have been read.
-        hashed: by id, the tensors that the user's code has looked for in a set or dictionary, or
-            has put there; not fakes.
+        hashed: by id, real tensors that the user's code has looked up in, or added to, a set or
+            dictionary.
     """
 
     def __init__(self) -> None:
@@ -98,9 +97,9 @@ class PlaceRecord:
         self._reached: dict[int, Any] = {}
         self.places_by_name: set[Any] = set()
         self.hashed: dict[int, torch.Tensor] = {}
-        self._unread: dict[int, Any] = {}  # what is refused if it is read; reached by name alone
+        self._unread: dict[int, Any] = {}  # reached only by name, and refused if it is read
         self._is_paused = False
-        self._read_by_library = False  # whether torch's code reads now
+        self._read_by_library = False  # True while torch's code reads
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
@@ -113,28 +112,28 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Reach values inside the block because code uses their names.
+        """Reach values inside the block only because code contains their names.
 
         The step may not read them.
         """
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
-        """Do not record what `value` leads to."""
+        """Do not record the places to which `value` leads."""
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
+        """Raise CaptureError, now and after the run; `name` is the value's, for the usual fix."""
         usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
         self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
 
     def read_place(self, place: Place, *before: Any, shallow: bool = False) -> Any:
-        """Record that a place is read.
+        """Record that a place is read, and reach its value.
 
         Args:
-            before: the value that stood there before the step; that of now if it is not given.
-            shallow: record the place alone, not what its value leads to.
+            before: the value before the step; the current one if it is not given.
+            shallow: True to record the place alone.
 
         Returns:
             The value.
@@ -159,10 +158,10 @@ class PlaceRecord:
         return value
 
     def reach_value(self, value: Any, name: str) -> None:
-        """Record what `value`, which was there before the step, leads to."""
+        """Record the places to which `value`, which existed before the step, leads."""
         if type(value) in PLAIN or id(value) in self._reached:
             return
-        # Not by `isinstance`, which asks an object for its `__class__`: the user's code may answer.
+        # Not by `isinstance`, which reads an object's `__class__`: that may run user code.
         kind: Any = type(value)
         if issubclass(kind, _WEAK):
             if self.note_unread(value):
@@ -185,7 +184,7 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """True if `value` is reached by name alone; it is noted, to be refused where it is read."""
+        """True if `value` is reached only by name. It is then refused when it is read."""
         if self.reached_by_name:
             self._unread[id(value)] = value
         return self.reached_by_name
@@ -208,7 +207,7 @@ class PlaceRecord:
         raise NotImplementedError
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record what `value`, which is reached for the first time, leads to."""
+        """Record the places to which `value`, reached for the first time, leads."""
         raise NotImplementedError
 
 
@@ -225,7 +224,7 @@ def _is_of_threads(kind: type) -> bool:
 
 
 def _has_tensor_keys(value: Any) -> bool:
-    """True if it is a set or a dictionary with tensors as keys."""
+    """True if `value` is a set or a dictionary with tensors as keys."""
     if not has_type(value, (dict, set, frozenset)) or count_items(value) > HUGE:
         return False
     return any(has_type(key, torch.Tensor) for key in items_of(value)[0] or ())
@@ -238,16 +237,16 @@ _MUTABLE = (list, dict, set, collections.deque)
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """One change that a step made.
+    """One change that a step made to a Python object.
 
     Attributes:
         place: where; a whole container or array is a place without a key.
         before, after: the value before the step, and the value now.
-        is_repeatable: whether a later call can make the same change: not where an order or a length
-            is.
-        is_of_library: whether a library writes there, as its own counters: it counts only where it
+        is_repeatable: True if a later call can make the same change; False for a change of order
+            or length.
+        is_of_library: True if a library writes there, as its own counters: it matters only if it
             leaves a tensor.
-        is_attribute: whether the place is a variable, or an attribute of a user's object.
+        is_attribute: True if the place is a variable, or an attribute of a user's object.
     """
 
     place: Place
@@ -258,21 +257,21 @@ class Write:
     is_of_library: bool = False
 
     def undo(self) -> None:
-        """Write the value before."""
+        """Restore the value before the step."""
         self.place.write(self.before)
 
     def redo(self) -> None:
-        """Write the value of now."""
+        """Write the value after the step again."""
         self.place.write(self.after)
 
 
 @dataclass(frozen=True)
 class _Copied:
-    """A container as it was: of an object's attributes (`owner`) its `__dict__`.
+    """A container and a copy of it; for an object's attributes (`owner`), its `__dict__`.
 
     Attributes:
-        is_settings: whether attributes are a user's object's, which a graph may write.
-        is_ordered: whether the order of a dictionary counts.
+        is_settings: True if these are attributes of a user's object, which a graph may write.
+        is_ordered: True if the order of a dictionary matters.
     """
 
     name: str
@@ -283,7 +282,7 @@ class _Copied:
     is_ordered: bool = True
 
     def find_writes(self) -> Iterator[Write]:
-        """Yields the changes since."""
+        """Yields the changes since the copy."""
         value, before, dotted = self.value, self.before, self.owner is not None
         if dotted and _has_other_dict(self.owner, value):
             place = place_of_dict(f"{self.name}.__dict__", self.owner)
@@ -306,7 +305,7 @@ class _Copied:
             yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
 
     def _find_new_order(self) -> Iterator[Write]:
-        """Yields the change of the order in which a dictionary has the keys that it had before."""
+        """Yields the change of the order of keys that a dictionary had before, if there is one."""
         value = self.value
         now = list(base_of_container(value).keys(value))
         kept = [key for key in self.before if dict.__contains__(value, key)]
@@ -339,7 +338,7 @@ class _Copied:
 
 
 class Snapshots:
-    """Copies of what the step reached, made when it was reached."""
+    """Copies of the values that the step reached, made when it reached them."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
@@ -365,14 +364,14 @@ class Snapshots:
             self.snapshot_place(place, place.value)
 
     def snapshot_namespace(self, value: Any, name: str) -> None:
-        """Copy the attributes that a class, module or function has itself; or its variables."""
+        """Copy the own attributes of a class, module or function, or a dictionary of variables."""
         held = variables_of(value)
         of = id(value if has_type(value, type) else held)
         if of not in self._containers:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
     def snapshot_cache(self, cache: Any, name: str) -> None:
-        """Note a function of `functools.lru_cache`, or a library's weak dictionary of results."""
+        """Store the results in an `lru_cache` function, or in a library's weak dictionary."""
         before = {id(v): v for v in _list_held(cache)}
 
         def list_made() -> tuple[Any, ...]:
@@ -388,9 +387,9 @@ class Snapshots:
         self.snapshot_place(place, ())
 
     def value_before(self, home: Any, key: Any) -> Any:
-        """Returns the value in a dictionary before the step.
+        """Returns the value that a dictionary had at `key` before the step.
 
-        It is the current value if the dictionary was not copied.
+        If the dictionary was not copied, it is the current value.
         """
         copied = self._containers.get(id(home))
         return (home if copied is None else copied.before).get(key, MISSING)
@@ -404,7 +403,7 @@ class Snapshots:
             self._containers.setdefault(id(value), copied)
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
-        """Copy a container or object that capture has made, and those in it, not in `known`."""
+        """Copy a container or object that capture has made, and those in it, unless in `known`."""
         if id(value) in known:
             return
         if is_taken_apart(value):
@@ -425,7 +424,7 @@ class Snapshots:
         self._raw.append((place, read_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
-        """Yields the changes since the snapshots. What the step changes and puts back is none."""
+        """Yields the changes since the snapshots, except those that the step has undone."""
         with_owner = {
             i
             for i, copied in self._containers.items()
@@ -468,8 +467,8 @@ class Snapshots:
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """True if `after` is another container, with the content of `before` when that was copied.
 
-        A GradScaler makes a new dictionary of its optimizers after each step, so that what it wrote
-        into the one before has no effect.
+        A GradScaler makes a new dictionary of its optimizers after each step, so that its writes to
+        the old one have no effect.
         """
         copied = self._containers.get(id(before))
         if copied is None or before is after or type(before) is not type(after):
@@ -482,8 +481,9 @@ class Snapshots:
 
 
 def _is_of_user(space: Any) -> bool:
-    """True if a class, module, function or dictionary of globals is the user's, or the attributes
-    of another object are: only a program sets them on an exception or another object of C."""
+    """True if a class, module, function or globals are the user's, or attributes that only user
+    code can set, as on an exception.
+    """
     if type(space) is dict:
         return is_user_module(space.get("__name__"))
     if has_type(space, types.ModuleType):
@@ -514,11 +514,11 @@ _SET_BY_PYTHON = frozenset(
     "__getattribute__ __slotnames__ __annotations__ __builtins__ _abc_impl __abstractmethods__ "
     "__warningregistry__ __wrapped__".split()
 )
-"""Names that Python, or a capture, sets by itself."""
+"""Names that Python or a capture sets itself."""
 
 
 def _is_of_torch(owner: Any) -> bool:
-    """True for an object of torch that is not a module: nobody else holds its containers."""
+    """True for a torch object that is not a module: nothing else refers to its containers."""
     return type(owner).__module__.startswith("torch.") and not has_type(owner, nn.Module)
 
 
@@ -561,7 +561,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 class _Recording(threading.local):
-    """The record to which reads of this thread are reported."""
+    """The record to which this thread's reads are reported."""
 
     record: PlaceRecord | None = None
 
@@ -569,13 +569,13 @@ class _Recording(threading.local):
 _recording = _Recording()
 _LOCK = threading.RLock()
 _FREED = threading.Condition(_LOCK)
-_EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has exchanged its tensors
-_INSTALLED: dict[type, int] = {}  # by class: how many captures have it instrumented
-_PATIENCE = 5.0  # seconds to wait for threads that are within a read of an attribute
+_EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has replaced its tensors
+_INSTALLED: dict[type, int] = {}  # by class: the number of captures that instrument it
+_PATIENCE = 5.0  # seconds to wait for threads that are reading an attribute
 
 
 def instrument(kind: type) -> bool:
-    """Make a class report what is read from its instances; `uninstrument` undoes it.
+    """Make a class report reads of its instances' attributes, until `uninstrument`.
 
     Returns:
         True if that is possible: not for classes implemented in C.
@@ -592,7 +592,7 @@ def instrument(kind: type) -> bool:
 
 
 def uninstrument(kinds: Iterable[type]) -> None:
-    """Undo `instrument` of these classes, once each."""
+    """Undo one `instrument` of each of these classes."""
     with _LOCK:
         for kind in kinds:
             _INSTALLED[kind] -= 1
@@ -636,8 +636,7 @@ _INSTALLED_IN: collections.Counter[int] = collections.Counter()  # by id of a mo
 
 
 def instrument_module(module: types.ModuleType) -> bool:
-    """Make a module report what is read from it, as `instrument` does; `uninstrument_module` undoes
-    it.
+    """Make a module report reads of its attributes, until `uninstrument_module`.
 
     Returns:
         True if that is possible: not for modules with their own class.
@@ -651,7 +650,7 @@ def instrument_module(module: types.ModuleType) -> bool:
 
 
 def uninstrument_module(module: types.ModuleType) -> None:
-    """Undo `instrument_module`, once."""
+    """Undo one `instrument_module`."""
     with _LOCK:
         _INSTALLED_IN[id(module)] -= 1
         if not _INSTALLED_IN[id(module)]:
@@ -660,14 +659,14 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """Returns the number of attributes of a class, without what `instrument` has added."""
+    """Returns the number of attributes of a class, without that of `instrument`."""
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added
 
 
 def has_own_getattribute(kind: type) -> bool:
-    """True if a class, or a base of it, has its own `__getattribute__` in Python."""
+    """True if a class, or a base of it, defines `__getattribute__` in Python."""
     usual = kind.__getattribute__
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
 
@@ -676,7 +675,7 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 
 
 def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
-    """Report what this thread reads to `record`, inside the block."""
+    """Report this thread's reads to `record`, inside the block."""
     return attribute_set(_recording, "record", record)
 
 
@@ -684,7 +683,7 @@ def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
     """Make other threads wait before they read attributes of these modules or capture with them.
 
-    The capture exchanges the modules' parameters for fake tensors inside the block.
+    The capture replaces the modules' parameters by fakes inside the block.
     """
     ids = [id(o) for o in objects]
     with _FREED:
@@ -707,7 +706,7 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
 
 
 def _others_read() -> bool:
-    """True if another thread is reading a module's attribute, and does not wait there."""
+    """True if another thread is reading a module's attribute, and is not waiting there."""
     me = get_ident()
     return any(t != me and _is_reading(frame) for t, frame in sys._current_frames().items())
 

@@ -1,4 +1,4 @@
-"""Homes of slots that are not dictionaries or lists: cells, defaults, classes, attributes."""
+"""Homes of slots that are not dictionaries or lists: they read and write `home[key]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import base_of_container
 
 
 class Cell(SlotHome):
-    """A closure's cell, read and written as a dictionary of one entry."""
+    """A closure's cell, read and written as a dictionary with one entry."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.cell_contents
@@ -22,7 +22,7 @@ class Cell(SlotHome):
 
 
 class Items(SlotHome):
-    """The items of a dictionary, list or deque, past overrides of a user's class."""
+    """The items of a dictionary, list or deque, read past overrides of a user's class."""
 
     def __getitem__(self, key: Any) -> Any:
         base = base_of_container(self.owner)
@@ -60,7 +60,7 @@ class Members(SlotHome):
 
 
 class Arguments:
-    """The arguments by position of a `functools.partial`, read and written as a list."""
+    """The positional arguments of a `functools.partial`, read and written as a list."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -75,7 +75,7 @@ class Arguments:
 
 
 class PlaceAsItem(SlotHome):
-    """The value of a `Place`, read and written as an item."""
+    """The value of a `Place` as an item, for a slot at that place; every key is that item."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.value
@@ -88,7 +88,7 @@ class PlaceAsItem(SlotHome):
 
 
 class Attributes(SlotHome):
-    """The attributes of an object in its `__slots__`, or its `__dict__`, as a dictionary."""
+    """The attributes of an object (its `__slots__`, or its `__dict__`), as a dictionary."""
 
     def __getitem__(self, name: str) -> Any:
         return object.__getattribute__(self.owner, name)

@@ -1,18 +1,18 @@
-"""Values and places: what a program can read, and where, compared with what it was at capture.
+"""Values and places: what a program can read, and where, in comparison with capture.
 
-`content_key` makes a hashable key of a value. Keys are equal for values of which a program reads
-the same. Numbers and strings count by type and bits (0.0 is not -0.0, True is not 1, NaN is NaN),
-containers by their contents, arrays and buffers by their bytes, other objects by identity. A tensor
-is an input of the graph. `find_difference` returns the place in which two keys differ:
+`content_key` makes a hashable key of a value. Keys are equal if a program reads the same from both
+values. Numbers and strings are compared by type and bits (0.0 is not -0.0, True is not 1, NaN is
+NaN), containers by their contents, arrays and buffers by their bytes, other objects by identity. A
+tensor is an input of the graph. `find_difference` returns the place in which two keys differ:
 
     find_difference(content_key([1, 2]), content_key([1, 3]))    ("[1]", "2", "3")
 
 A `Place` has a home and a key, which identify it, a name for messages, and functions that read and
-write its value again. There is a constructor for each kind: cells, slots, attributes of classes,
+write its value. A function makes the places of each sort: cells, slots, attributes of classes,
 settings. An attribute of an object may be in its `__dict__`, in a slot, in a dictionary of an
 nn.Module, or in a class. Attributes and hooks of tensors are compared for all tensors at once.
 
-    Place("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
+    Place("cfg.scale", vars(cfg), "scale").value    the current value of `cfg.scale`
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Missing:
 
 
 MISSING = _Missing()
-"""The value of a place where nothing stands."""
+"""The value of a place that has no value."""
 
 _BY_REPR = (float, complex)  # whose text has all bits, the sign of a zero too
 _BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range)
@@ -76,7 +76,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 class ByType(ByIdentity):
-    """A number that is an input of the graph, as a part of a key: which one, and its type count."""
+    """The key of a number that is an input of the graph: its index and its type."""
 
     def __init__(self, value: Any, number: int):
         super().__init__(value)
@@ -98,7 +98,7 @@ class LeafKey(NamedTuple):
 
 
 class ContainerKey(NamedTuple):
-    """The key of a container: its type, the keys in order (of a set without order), and its items.
+    """The key of a container: its type, its keys in order (a set's unordered) and its items' keys.
 
     Attributes:
         keys: None for lists and tuples.
@@ -112,14 +112,14 @@ class ContainerKey(NamedTuple):
 
 
 class EntriesKey:
-    """The key of a container of very many entries, which count by identity or bits."""
+    """The key of a huge container, whose entries are compared by identity or bits."""
 
     def __init__(self, value: Any):
         self.kind = type(value)
         self.keys, self.values = items_of(value)
 
     def expand(self) -> ContainerKey:
-        """Returns a key for each entry."""
+        """Returns a key that has one for each entry."""
         parts = tuple(map(_key_of_entry, self.values))
         return ContainerKey(self.kind, _keys_of_members(self.kind, self.keys), parts)
 
@@ -143,8 +143,7 @@ def _key_of_entry(value: Any) -> Any:
 
 
 def _key_of_member(key: Any) -> Any:
-    """The key of a dictionary's key or a set's member: equal where Python finds one by the other,
-    if they have one type and the same bits."""
+    """Returns the key of a dictionary's key or a set's member, by type and bits."""
     if type(key) is tuple:
         return tuple(map(_key_of_member, key))
     if type(key) in PLAIN:
@@ -159,19 +158,19 @@ def _keys_of_members(kind: type, keys: list[Any] | None) -> Any:
 
 
 def argument_key(value: Any) -> Any:
-    """Returns the key of an argument that is no tensor; of a float, a graph input, its type."""
+    """Returns the key of an argument that is no tensor; for a float, an input, only its type."""
     if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
     return whole_key(value)
 
 
 def whole_key(value: Any) -> Any:
-    """Returns the key of an argument: dataclasses count by their fields, not by identity."""
+    """Returns the key of an argument, in which dataclasses are compared by their fields."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """Returns the key of a value that is no number input; `walk` makes it, or one of its own."""
+    """Returns the key of a value that is no number input, made by `walk` or by a new walk."""
     kind = type(value)
     if kind in _BY_REPR:
         return (kind, repr(value))
@@ -187,17 +186,18 @@ class ContentWalk:
     """One walk over values that may hold others, and share what they hold.
 
     Attributes:
-        is_whole: True if dataclasses count by their fields, tensors by identity, and two objects
-            with one content differ from one object that occurs twice.
+        is_whole: True to compare dataclasses by their fields, tensors by identity, and two objects
+            with one content as different from one object that occurs twice.
         numbers: by the identity of its place, the index of each number that is a graph input.
         leaves: by id, the first index of each tensor among the leaves of the call.
-        huge: by id, containers whose entries count by identity.
-        written: ids of containers that the program writes, which count by identity, too.
-        changeable: visited objects that may change in place, or hold such, each with its key, once
-            for each visit.
+        huge: by id, containers whose entries are compared by identity.
+        written: ids of containers that the program writes, which are compared by identity, too.
+        changeable: (object, key) of visited objects that may change in place, or hold such; once
+            for
+            each visit.
         shared: ids of those that were visited more than once.
-        others: ids of tensors that were met and are no leaves.
-        compared: ids of all that was met but numbers that are inputs; None if no code may compare
+        others: ids of visited tensors that are no leaves.
+        compared: ids of all that was visited, except number inputs; None if no code may compare
             them.
     """
 
@@ -210,8 +210,8 @@ class ContentWalk:
     shared: set[int] = field(default_factory=set)
     others: list[int] = field(default_factory=list)
     compared: list[int] | None = None
-    # By id, of values that stay alive: those that are being walked over, with their numbers, and
-    # those that were, with their keys, and whether they are changeable.
+    # By id: values whose visit has not ended, with their numbers; and visited values, with their
+    # keys, whether they are changeable, and what their visit added to `others` and `compared`.
     _open: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _met: dict[int, tuple[Any, Any, bool, list[int], list[int]]] = field(default_factory=dict)
 
@@ -258,7 +258,7 @@ class ContentWalk:
         if sort == "view" and (under := dict_of_view(value)) is not None:
             return (kind, ByIdentity(value), self.make_key(under))
         if sort == "method" and value.__self__ is not None:
-            # Python makes it anew at each read; a container's reads what that holds.
+            # Each read makes a new method object; a container's method reads its contents.
             owner, function = value.__self__, getattr(value, "__func__", None)
             holds = is_container(owner) or has_raw_content(owner)
             held = self.make_key(owner) if holds else None
@@ -266,7 +266,7 @@ class ContentWalk:
         return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
-        """Returns the key of `value`, which stands in `home` at `key`."""
+        """Returns the key of `value`, which is in `home` at `key`."""
         number = self.numbers.get((id(home), key)) if self.numbers else None
         if number is not None:
             return ByType(value, number)
@@ -275,7 +275,7 @@ class ContentWalk:
         return content_key(value, self)
 
     def _make_changeable_key(self, value: Any, sort: str) -> Any:
-        """Returns the key of a container, or of an array or its like."""
+        """Returns the key of a container, a dataclass, or an array or similar object."""
         if id(value) in self.huge:
             return EntriesKey(value)
         if sort == "raw":
@@ -297,7 +297,7 @@ class ContentWalk:
         return ContainerKey(type(value), members, tuple(parts), own)
 
     def _key_of_attributes(self, value: Any) -> Any:
-        """Returns the key of the attributes of a container of a class of the user's."""
+        """Returns the key of the attributes of a container with a user's class."""
         if not is_user_module(type(value).__module__):
             return None
         held = dict_of(value)
@@ -307,7 +307,7 @@ class ContentWalk:
 
 
 def read_field(value: Any, key: str) -> Any:
-    """Returns an attribute, past a `__getattr__` of the user's, which may make one."""
+    """Returns an attribute, or MISSING, without calling a `__getattr__` of the user."""
     try:
         return object.__getattribute__(value, key)
     except AttributeError:
@@ -318,7 +318,7 @@ _MET = "met before"
 
 
 def forget_leaves(key: Any) -> Any:
-    """Returns the key, with all tensors equal."""
+    """Returns the key with all tensors equal."""
     if isinstance(key, LeafKey):
         return torch.Tensor
     if isinstance(key, ContainerKey):
@@ -327,29 +327,29 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index of a leaf in a key; -1 where it has none."""
+    """Returns the highest index of a leaf in a key; -1 if there is none."""
     if isinstance(key, LeafKey):
         return key.number
     return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
 
 
-HUGE = 100_000  # entries above which a container's entries are not looked into
+HUGE = 100_000  # the most entries of a container whose entries are compared by content
 
 
 def holds_no_more(value: Any) -> bool:
-    """True if an entry and all that it holds are immutable. Tensors count: they are inputs."""
+    """True if an entry and all that it holds are immutable, or tensors (which are inputs)."""
     if type(value) is tuple:
         return all(map(holds_no_more, value))
     return type(value) in PLAIN or has_type(value, (torch.Tensor, enum.Enum))
 
 
 def has_type(value: Any, kinds: Any) -> bool:
-    """`isinstance`, which does not read `value.__class__`: the user's code may compute that."""
+    """Returns `isinstance(value, kinds)`, but never runs user code by `value.__class__`."""
     return issubclass(type(value), kinds)
 
 
 def base_of_container(value: Any) -> Any:
-    """The builtin class of a container, whose methods read it past overrides of a user's class.
+    """Returns the builtin class of a container, to read it past overrides of a user's class.
 
     Such an override may run any code: a lazy mapping imports what it lists.
     """
@@ -371,7 +371,7 @@ def _find_base(kind: type) -> tuple[Any, bool]:
 
 
 def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
-    """The keys of a container, None where it has none, and its values; a set has keys alone."""
+    """Returns the keys of a container (None if it has none) and its values; a set has only keys."""
     base = base_of_container(value)
     if base is types.MappingProxyType:
         under = gc.get_referents(value)[0]  # which may be a mapping of the user's
@@ -390,8 +390,7 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields what a value holds in containers and slices, with names; the value itself if it is
-    neither. No plain values."""
+    """Yields (value, name) of what `value` holds in containers and slices; no plain values."""
     ahead, seen = [(value, name)], set[int]()
     while ahead:
         value, name = ahead.pop()
@@ -409,13 +408,13 @@ def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def count_items(value: Any) -> int:
-    """The number of items of a container; 0 where it has no length, as a namespace."""
+    """Returns the number of items of a container; 0 if it has no length, as a namespace."""
     base = base_of_container(value)
     return int(base.__len__(value)) if hasattr(base, "__len__") else 0
 
 
 def is_container(value: Any) -> bool:
-    """True if it is a container, which is compared by its contents."""
+    """True if `value` is a container, which is compared by its contents."""
     kind: type = type(value)
     return _sort_of_type(kind) == "container"
 
@@ -447,7 +446,7 @@ def _sort_of_type(kind: type) -> str:
 
 
 def find_difference(was: Any, now: Any) -> tuple[str, str, str] | None:
-    """Returns the path to the first difference of two keys, as "['k'][0]", with both texts.
+    """Returns the path to the first difference of two keys, as "['k'][0]", and both texts.
 
     None if they are equal.
     """
@@ -525,7 +524,7 @@ def brief(value: Any) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """Returns the text, or its two ends where it is longer than 60 characters."""
+    """Returns the text; if it is longer than 60 characters, its two ends."""
     return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
@@ -555,7 +554,7 @@ _VIEWS = tuple(
 
 
 def has_raw_content(value: Any) -> bool:
-    """True if it is an array, a buffer, a file in memory or a decimal context."""
+    """True if `value` is an array, a buffer, a file in memory or a decimal context."""
     kind: type = type(value)
     return _sort_of_type(kind) == "raw"
 
@@ -573,7 +572,7 @@ def _has_raw_content(kind: type) -> bool:
 
 
 def is_shared_memory(value: Any) -> bool:
-    """True if it is memory that other programs may write (`mmap`), or a pointer of ctypes."""
+    """True if `value` is memory that other programs may write (`mmap`), or a pointer of ctypes."""
     return _is_shared_memory(type(value))
 
 
@@ -583,7 +582,7 @@ def _is_shared_memory(kind: type) -> bool:
 
 
 def read_raw_content(value: Any) -> Any:
-    """Returns the content of an object now, to be compared with `==`."""
+    """Returns the current content of an object, to be compared with `==`."""
     if isinstance(value, _FILES):
         return "closed" if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, decimal.Context):
@@ -598,7 +597,7 @@ def read_raw_content(value: Any) -> Any:
 
 
 def copy_raw_content(value: Any) -> Any:
-    """A copy of the content of an object, for `restore_raw_content`; None of a closed file."""
+    """Returns a copy of an object's content, for `restore_raw_content`; None for a closed file."""
     if isinstance(value, _FILES):
         return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
     if isinstance(value, decimal.Context) or hasattr(value, "dtype"):
@@ -607,7 +606,7 @@ def copy_raw_content(value: Any) -> Any:
 
 
 def restore_raw_content(value: Any, copy: Any) -> None:
-    """Give an object the content that was copied."""
+    """Restore the content of an object from a copy."""
     if isinstance(value, _FILES):
         if copy is not None and not value.closed:  # it cannot be opened again
             value.__setstate__(copy)  # type: ignore[union-attr]
@@ -625,7 +624,7 @@ def restore_raw_content(value: Any, copy: Any) -> None:
 
 
 def _is_of_items(value: Any) -> bool:
-    """True if it is a `bytearray` or an `array`, which may become longer."""
+    """True for a `bytearray` or an `array`, which may change its length."""
     return isinstance(value, bytearray) or type(value).__module__ == "array"
 
 
@@ -645,10 +644,10 @@ class Place:
     """The place of a value.
 
     Attributes:
-        name: in messages: "cfg.scale".
+        name: for messages, as "cfg.scale".
         home, key: identify the place; for an entry of a dictionary, `home[key]` is the value.
         get: returns the value, or MISSING. None for entries, which guards read many at a time.
-        put: writes the value; None if it cannot be written.
+        put: writes the value; None if it cannot be written, or for entries.
     """
 
     name: str
@@ -666,7 +665,7 @@ class Place:
         return id(self.home), self.key
 
     def write(self, value: Any) -> None:
-        """Write `value` there; where it is MISSING, delete what is there."""
+        """Write `value` there; if it is MISSING, delete the current one."""
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
@@ -676,12 +675,12 @@ class Place:
 
 
 def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Callable[[Any], object]:
-    """Returns a function that writes a value by `put`; where it is MISSING, calls `delete`."""
+    """Returns a function that writes a value by `put`, and calls `delete` for MISSING."""
     return lambda value: delete() if value is MISSING else put(value)
 
 
 def _write_attribute(owner: Any, key: str, value: Any) -> None:
-    """Set an attribute of an object or class; where `value` is MISSING, delete it."""
+    """Set an attribute of an object or class; delete it if `value` is MISSING."""
     if value is not MISSING:
         setattr(owner, key, value)
     elif key in dict_of(owner):
@@ -689,14 +688,14 @@ def _write_attribute(owner: Any, key: str, value: Any) -> None:
 
 
 def place_of_cell(name: str, where: types.CellType) -> Place:
-    """Returns a closure cell."""
+    """Returns the place of a closure cell's content."""
     at = where, "cell_contents"
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(name, where, 0, partial(cell_content, where, MISSING), put)
 
 
 def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
-    """Returns an attribute in a `__slots__`."""
+    """Returns the place of an attribute in `__slots__`, given its descriptor."""
 
     def get_slot() -> Any:
         try:
@@ -709,7 +708,7 @@ def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
 
 
 def place_of_class_attribute(kind: type, key: str) -> Place:
-    """An attribute of a class or its bases, as it stands there (descriptors are not called)."""
+    """Returns the place of an attribute of a class or its bases; descriptors are not called."""
 
     def get_class_attribute() -> Any:
         for base in kind.__mro__:  # not by a generator, which takes longer
@@ -725,7 +724,7 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns an attribute that a class, module, function or another object has itself."""
+    """Returns the place of an own attribute of a class, module, function or another object."""
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else dict_of(space)
@@ -740,14 +739,14 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 
 def place_of_tensor_attribute(key: str) -> Place:
-    """Returns an attribute of torch.Tensor, as a method, which a program may replace."""
+    """Returns the place of an attribute of torch.Tensor, as a method, which users may replace."""
     at = torch.Tensor, key
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
 
 
 def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
-    """An attribute of a function or class that stands in no dictionary: its code, its defaults."""
+    """Returns the place of a function's or class's attribute in no dictionary, as its code."""
     put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
     return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 
@@ -759,7 +758,7 @@ def place_of_dict(name: str, owner: Any) -> Place:
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    """Returns the value of a context variable."""
+    """Returns the place of a context variable's value."""
 
     def get_context_variable() -> Any:
         try:
@@ -771,18 +770,17 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
 
 
 def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
-    """The answer of a function without arguments (one about `about`): a setting of torch, say."""
+    """Returns the place of a function's result; `about`, if given, identifies it."""
     return Place(name, function if about is None else about, "()", function)
 
 
 class CacheEpoch:
-    """Counts how often a function of `functools.lru_cache` lost or changed a result that a step
-    may have used.
+    """Counts how often an `lru_cache` function lost or changed a result that a step may use.
 
-    The first call is before the step, the second after it: the entries that it may have used are
-    watched from then on. A full cache may drop a result of the step's own, which would come of the
-    same reads again; a result of before the step, or one that `cache_clear()` takes, may not be
-    missing.
+    The first call is before the step, the second after it: entries that the step may have used are
+    watched from then on. A full cache may drop a result of the step itself, because the same reads
+    would make it again. A loss counts if the result is from before the step, or `cache_clear()` was
+    called.
     """
 
     def __init__(self, function: Any):
@@ -834,7 +832,7 @@ class CacheEpoch:
         return float("inf") if most is None else most
 
     def _find_results(self) -> dict[Any, Any]:
-        """Returns the results by key; of a bounded cache those used last at the end."""
+        """Returns the results by key; for a bounded cache those used last at the end."""
         table = _find_table(self._function)
         if self._most == float("inf") or not table:
             return {**table}
@@ -847,12 +845,12 @@ class CacheEpoch:
 
 
 def results_of_cache(function: Any) -> list[Any]:
-    """Returns the results that a function of `functools.lru_cache` keeps now."""
+    """Returns the results that an `lru_cache` function keeps now."""
     return [*CacheEpoch(function)._find_results().values()]
 
 
 def _find_table(function: Any) -> dict[Any, Any]:
-    """The dictionary of a function of `functools.lru_cache`: results by key, or entries of C."""
+    """Returns the dictionary of an `lru_cache` function: results by key, or entries in C."""
     held = vars(function)
     tables = [d for d in gc.get_referents(function) if type(d) is dict and d is not held]
     return tables[-1]  # the results, which may be dictionaries, come before it
@@ -868,7 +866,7 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 
 
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
-    """A global that hides a builtin; a stand-in that capture has put there counts as none."""
+    """Returns the place of a global that hides a builtin; those of `Substitutes` do not count."""
 
     def get_hiding_variable() -> Any:
         found = variables.get(name, MISSING)
@@ -880,7 +878,7 @@ def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
 # -- attributes of objects -------------------------------------------------------------------------
 
 _OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-# Modules of Python whose objects hold no settings, or have guards of another kind.
+# Modules of Python whose objects hold no settings, or are guarded in another way.
 _WITHOUT_SETTINGS = frozenset(
     """abc ast asyncio builtins contextvars copyreg decimal datetime dis enum fractions
     functools importlib inspect io numbers operator os pathlib pdb random re runpy traceback typing
@@ -894,7 +892,7 @@ INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 
 def names_of_class(kind: type) -> frozenset[str]:
-    """Returns the names that a class and its bases have now."""
+    """Returns the names that a class and its bases define now."""
     return _find_names_of_class(kind, tuple([len(vars(base)) for base in kind.__mro__]))
 
 
@@ -904,7 +902,7 @@ def _find_names_of_class(kind: type, counts: tuple[int, ...]) -> frozenset[str]:
 
 
 def functions_of_descriptor(value: Any) -> list[Any]:
-    """The functions that a descriptor of Python's in a class calls; none of other values."""
+    """Returns the functions that one of Python's descriptors calls; [] for other values."""
     for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
         if has_type(value, kind):
             return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
@@ -922,12 +920,12 @@ _FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
 
 
 def variables_of(space: Any) -> dict[str, Any]:
-    """Returns the variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
+    """Returns the variables of a namespace: itself if it is a dictionary, else its `__dict__`."""
     return space if type(space) is dict else dict_of(space)
 
 
 def dict_of(value: Any) -> Any:
-    """Returns the `__dict__` of an object, past its `__getattribute__`; None where it has none."""
+    """Returns an object's `__dict__`, past its `__getattribute__`; None if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a thread has a dictionary of its own of a `threading.local`
@@ -935,7 +933,7 @@ def dict_of(value: Any) -> Any:
 
 
 def find_module_dict(owner: Any, name: str) -> Any:
-    """The dictionary of parameters, buffers or modules of an nn.Module that has a name, or None."""
+    """Returns the dictionary of an nn.Module that has an entry `name`, or None."""
     if has_type(owner, nn.Module):
         held = dict_of(owner)
         for within in INSIDE:
@@ -957,7 +955,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """True if an attribute of the object itself may come to hide `found` in its class."""
+    """True if the object itself may get an attribute that hides `found`, that of its class."""
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
@@ -990,7 +988,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
-    """Returns the content of a closure cell; `otherwise` where nothing was assigned to it yet."""
+    """Returns the content of a closure cell; `otherwise` if nothing was assigned to it yet."""
     try:
         return where.cell_contents
     except ValueError:
@@ -998,7 +996,7 @@ def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
 
 
 def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
-    """True if the frame runs `f`, as far as the variables of its closure show."""
+    """True if the frame runs `f`, judged by the variables of its closure."""
     local = frame.f_locals
     pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     return all(cell_content(where) is local.get(key) for key, where in pairs)
@@ -1008,28 +1006,28 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 
 
 class AttributesAndHooks:
-    """The attributes and hooks of some tensors, in torch's dictionaries."""
+    """The attributes and hooks of some tensors, to detect changes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._attributed = tensors
         with Local():
             self._hooked = [t for t in tensors if t.requires_grad]
-        # Nobody deletes our own attributes, so where all are ours an equal number is the same ones.
+        # Nobody deletes partita's attributes, so if all are partita's, an equal count suffices.
         self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
         self._state, self._objects = self._read_state()
 
     def may_change_within(self, known: Container[int]) -> bool:
-        """True if an attribute may change in place, on a tensor whose id is not `known`."""
+        """True if an attribute may change in place, on a tensor whose id is not in `known`."""
         others = [vars(t).values() for t in self._others if id(t) not in known]
         return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
 
     def unchanged(self) -> bool:
-        """True if torch's dictionaries hold the same."""
+        """True if the tensors have the same attributes and hooks."""
         state, objects = self._read_state()
         return state == self._state and all(map(is_, objects, self._objects))
 
     def _read_state(self) -> tuple[Any, list[Any]]:
-        """Numbers and names of attributes and the numbers of hooks; the dictionaries and hooks."""
+        """Returns counts and names of attributes, and counts of hooks; and all of these objects."""
         with Local():
             tables = [
                 *map(hooks_of_backward, self._hooked),

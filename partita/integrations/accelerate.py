@@ -5,7 +5,8 @@
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The rest of a script of accelerate stays. A loss and a gradient are those of all ranks' rows.
+The rest of a script for accelerate stays the same. Losses and gradients are those of the batch of
+all ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _SHARDS = "partita"  # the folder of weights and optimizer state within a checkp
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
     """accelerate's `Accelerator`, on a mesh.
 
-    accelerate itself works as in one process: `num_processes` is 1, and nothing is wrapped or sent
-    by it. `is_main_process` is true on the first rank.
+    accelerate itself works as in one process: `num_processes` is 1, and it wraps and sends nothing.
+    `is_main_process` is True on the first rank.
 
     Args:
-        mesh: where models live that `prepare` gets; all ranks of the job by default.
+        mesh: for models that `prepare` gets; all ranks of the job by default.
         stage: of ZeRO, 0 to 3, for a model that is not on a mesh yet.
         options: those of accelerate's class.
     """
@@ -69,17 +70,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
     # -- prepare -----------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        """Move the model to the device and shard it. The result is the same object."""
+        """Move the model to the device and shard it, in place. Returns the same object."""
         return self._run.shard_model(super().prepare_model(model, *args, **options))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Returns a loader of whole batches: those of all ranks, on each of them."""
+        """Returns a loader that yields, on each rank, the joined batches of all ranks."""
         if not (self.split_batches or getattr(data_loader, "_is_accelerate_prepared", False)):
             data_loader = self._run.join_batches(data_loader)
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns a scheduler that steps as accelerate's: once for each rank's batch."""
+        """Returns a scheduler that steps as accelerate's does: once for each rank's batch."""
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler) and not self.split_batches:
             prepared.__class__ = _SchedulerOfAllRanks
@@ -97,17 +98,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip gradients by their global norm, and return the norm: a plain tensor."""
+        """Clip gradients by their global norm, and return the norm as a plain tensor."""
         self.unscale_gradients()
         norm: torch.Tensor = self._run.gather(clip_grad_norm_(parameters, max_norm, norm_type))
         return norm
 
     def gather(self, tensor: Any) -> Any:
-        """Returns whole plain tensors in place of DTensors. A plain tensor is whole already."""
+        """Returns `tensor` with whole plain tensors in place of DTensors."""
         return self._run.gather(tensor)
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns whole plain tensors in place of DTensors: they are of all rows already."""
+        """Returns `tensor` with whole plain tensors in place of DTensors, which cover all rows."""
         return self._run.gather(tensor)
 
     def wait_for_everyone(self) -> None:
@@ -155,7 +156,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
 
 class _SchedulerOfAllRanks(AcceleratedScheduler):  # type: ignore[misc]
-    """A scheduler that is written for one rank's batches, where a step takes those of all."""
+    """A scheduler that steps once for each rank's batch in a batch of all ranks."""
 
     batches = 1
 

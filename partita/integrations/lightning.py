@@ -1,8 +1,10 @@
 """A `Strategy` of Lightning that shards the module by ZeRO.
 
-from partita.integrations.lightning import MeshStrategy
+    from partita.integrations.lightning import MeshStrategy
 
-Trainer(strategy=MeshStrategy(), devices=1)        # on each rank that torchrun starts
+    Trainer(strategy=MeshStrategy(), devices=1)
+
+This runs on each rank that torchrun starts.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """A strategy for processes that torchrun has started. Lightning works as on one device.
 
     Args:
-        mesh: where the module lives; all ranks of the job by default.
+        mesh: for the module; all ranks of the job by default.
         stage: of ZeRO, 0 to 3, for a module that is not on a mesh yet.
-        device: this rank's device; by default the accelerator with its local number, or the CPU.
+        device: this rank's device; by default the accelerator with the local rank's index, or the
+            CPU.
         options: those of Lightning's `SingleDeviceStrategy`.
     """
 
@@ -61,29 +64,29 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().model_to_device()
         module: Any = self.lightning_module
         self._run.shard_model(module)
-        if "log" not in module.__dict__:  # its metrics are sums in plain tensors
+        if "log" not in module.__dict__:  # Lightning sums metrics in plain tensors
             log = module.log
             module.log = lambda name, value, *args, **options: log(
                 name, to_whole(value), *args, **options
             )
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader of whole batches: those of all ranks, on each of them."""
+        """Returns a loader that yields, on each rank, the joined batches of all ranks."""
         return self._run.join_batches(dataloader)
 
     def batch_to_device(self, *args: Any, **options: Any) -> Any:
-        """Returns the batch as DTensors, of which this rank has its rows."""
+        """Returns the batch as DTensors that are sharded by rows."""
         batch = super().batch_to_device(*args, **options)
         return batch if self._run.mesh is None else split_rows(batch, self._run.mesh)
 
     # -- results and states ------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns whole plain tensors in place of DTensors: they are of all rows already."""
+        """Returns `tensor` with whole plain tensors in place of DTensors, which cover all rows."""
         return self._run.gather(tensor)
 
     def all_gather(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns whole plain tensors in place of DTensors."""
+        """Returns `tensor` with whole plain tensors in place of DTensors."""
         return self._run.gather(tensor)
 
     def barrier(self, *args: Any, **options: Any) -> None:
@@ -91,12 +94,12 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._run.wait_for_all("strategy.barrier")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state dict of whole plain tensors: empty but on the first rank."""
+        """Returns the module's state dict of whole plain tensors; empty on other ranks than 0."""
         module: Any = self.lightning_module
         return full_state_dict(module, rank0_only=True)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns the optimizer's state dict of whole plain tensors: as of one device."""
+        """Returns the optimizer's state dict of whole plain tensors, as on one device."""
         inner = getattr(optimizer, "_optimizer", optimizer)
         module: Any = self.lightning_module
         return full_state_dict(module, inner, rank0_only=True)[1]

@@ -1,8 +1,8 @@
 """A run of another package's training loop on a mesh: its model, its batches, its results.
 
 The loop runs on every rank as if it were the only process. It reads the whole batch of all ranks,
-and a hook before the model's forward keeps this rank's rows. So each plain tensor that the loop
-holds is a whole value, and each DTensor a global one.
+and a hook before the model's forward keeps this rank's rows. So each plain tensor that the loop has
+is a whole value, and each DTensor a global one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ShardedRun:
 
     @property
     def batches(self) -> int:
-        """The number of ranks that have rows of their own."""
+        """The number of ranks with different rows of a batch."""
         if self.mesh is None:
             return 1
         wire, count = wire_of(self.mesh), 1
@@ -63,7 +63,7 @@ class ShardedRun:
         return count
 
     def shard_model(self, model: nn.Module) -> nn.Module:
-        """Shard a plain model by ZeRO. Let any model on a mesh split its inputs' rows. In place."""
+        """Shard a plain model by ZeRO, and split the rows of any model's inputs. In place."""
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             if self.mesh is None:
                 return model
@@ -76,8 +76,8 @@ class ShardedRun:
     def join_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns a loader whose batches are those of all ranks together.
 
-        A loader is written for one rank: its batch size is a rank's. The last batch is as short as
-        the data leave it, and no row is repeated.
+        The batch size of a given loader is that of one rank. The last batch may be shorter; no row
+        is repeated.
         """
         n = self.batches
         if n == 1:
@@ -88,14 +88,14 @@ class ShardedRun:
             held["sampler"] = JoinedBatchSampler(loader.sampler, n)
         elif loader.batch_sampler is not None:
             held["batch_sampler"] = JoinedBatchSampler(loader.batch_sampler, n)
-            if loader.batch_size is not None:  # of an iterable dataset, this is what counts
+            if loader.batch_size is not None:  # which alone is used for an iterable dataset
                 held["batch_size"] = n * loader.batch_size
         return new
 
     def gather(self, value: Any) -> Any:
         """Returns a copy of `value` with whole plain tensors in place of DTensors.
 
-        A plain tensor is whole already. The ranks compare it the first time that a line calls this.
+        A plain tensor is whole already. Ranks compare it the first time that a line calls this.
         """
         if self.mesh is None:
             return value
@@ -112,11 +112,11 @@ class ShardedRun:
 
 
 class JoinedBatchSampler(BatchSampler):
-    """The batches of another sampler, `count` at a time.
+    """The batches of another sampler, joined `count` at a time.
 
     Attributes:
         batch_sampler: the other sampler.
-        batch_size: rows in a batch of all ranks; the other sampler's times `count`.
+        batch_size: the number of rows in a joined batch.
     """
 
     def __init__(self, batch_sampler: Any, count: int) -> None:
@@ -142,7 +142,7 @@ class JoinedBatchSampler(BatchSampler):
         return batches // self.count if self.drop_last else -(-batches // self.count)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on, for the order of rows."""
+        """Set the epoch of the other sampler, for the order of rows."""
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
 
@@ -155,7 +155,7 @@ def to_whole(value: Any) -> Any:
 def split_rows(value: Any, mesh: Any) -> Any:
     """Returns a copy of `value` in which tensors with as many rows as the first are sharded.
 
-    The others stay plain, which means whole. The choice changes what is sent, and no value.
+    The others stay plain, which means whole. The choice affects what is sent, but no value.
     """
     given = [t for t in find_instances(value, torch.Tensor, Mapping) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):

@@ -4,7 +4,7 @@
 
     Trainer(model, args, train_dataset=rows).train(resume_from_checkpoint=True)
 
-`on_mesh(SFTTrainer)` is the same of a subclass.
+`on_mesh(SFTTrainer)` does the same for a subclass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_mesh(trainer: type[AnyTrainer]) -> type[AnyTrainer]:
         trainer = on_mesh(SFTTrainer)(model, args, train_dataset=rows)
 
     It takes two more arguments: `mesh`, all ranks of the job by default, and `stage`, the stage of
-    ZeRO (3), for a model that is not on a mesh yet.
+    ZeRO (default 3), for a model that is not on a mesh yet.
     """
     if trainer.__module__.startswith("trl."):
         from .trl import run_head_on_rows
@@ -52,7 +52,7 @@ def on_mesh(trainer: type[AnyTrainer]) -> type[AnyTrainer]:
 
 
 class _OnMesh(transformers.Trainer):  # type: ignore[misc, name-defined]
-    """What a Trainer does otherwise on a mesh. Its private methods are overridden here alone."""
+    """What a Trainer does differently on a mesh. It alone overrides private methods of Trainer."""
 
     def __init__(self, *args: Any, mesh: Any = None, stage: int = 3, **options: Any) -> None:
         self._placement = mesh, stage

@@ -1,7 +1,7 @@
 """TRL's fused output layer, on the rows of a rank.
 
 TRL's trainers compute log-probabilities by an `autograd.Function` that writes into plain buffers.
-Over DTensors it runs on each rank's rows, with the whole weight.
+With DTensors it runs on each rank's rows, with the whole weight.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class _LogProbsOfRows:
 
 
 def _place(value: Any, mesh: Any, placements: Any) -> Any:
-    """Returns a DTensor: `value`, or a whole plain tensor as one."""
+    """Returns `value` if it is a DTensor; otherwise a DTensor of the whole plain tensor."""
     if isinstance(value, DTensor):
         return value
     return DTensor.from_local(value, mesh, placements)
 
 
 def run_head_on_rows() -> None:
-    """Let the fused output layer of TRL's trainers take DTensors. Plain tensors as before."""
+    """Let the fused output layer of TRL's trainers take DTensors, too."""
     names, name = vars(trl.trainer.utils), "_ChunkedLogProbFunction"  # theirs, and private
     if name not in names:
         raise ImportError(f"this version of TRL has no {name}: pip install 'trl<2'")

@@ -367,7 +367,8 @@ def refresh_gathered(graph: fx.Graph) -> None:
         shown, _ = shown_operand(node)
         memory[node] = node if shown is None else memory[shown]
         writes = operands_written(node)
-        is_update = note_of(node).phase == "update"  # stages 1 and 2 gather what they have updated
+        # Stages 1 and 2 gather what they have updated. A closure may run backward in an update.
+        is_update = note_of(node).phase == "update" and bool(writes or note_of(node).move)
         for read in node.all_input_nodes if (shown is None or writes) and not is_update else ():
             if (value := stale.pop(memory[read], None)) is not None:
                 with graph.inserting_before(node):

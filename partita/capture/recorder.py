@@ -68,7 +68,7 @@ from partita.tensor.op_facts import (
     facts_of_function,
 )
 from partita.tensor.tensor_overrides import is_read_in_part
-from partita.tensor.tensor_state import HERE, next_node, own_state
+from partita.tensor.tensor_state import HERE, next_node, note_unseen_write, own_state
 
 from .capture_context import (
     FakeRunHooks,
@@ -405,6 +405,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             x.data = value
         own_state(x).retyped = None
+        note_unseen_write(x)  # what ZeRO has gathered of it is written back
         # Private torch: the node of a tensor. Later calls on x read the node of `value`.
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 

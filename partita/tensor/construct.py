@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partita.comm import (
     Wire,
     agree,
-    has_empty,
     is_uneven,
     local_of_torch_dtensor,
     make_torch_dtensor,
@@ -43,7 +42,6 @@ from .dtensor_gradients import type_accumulate_hook, type_hook, update_spec
 from .origins import note_origin
 from .random import run_with_generator_check
 from .tensor_state import (
-    HERE,
     OURS,
     Function,
     Spec,
@@ -530,10 +528,10 @@ def local_map(
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
         args, kwargs = pytree.tree_unflatten(flat, shape_of_call)
-        functions = HERE.rerunnable
+        # A Function of torch may then leave operands out of the graph that other ranks have in it.
+        lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
         results, shape_of_results = pytree.tree_flatten(func(*args, **kwargs))
-        may_lack = HERE.rerunnable != functions or any(map(_has_empty_piece, tensors))
-        if may_lack and torch.is_grad_enabled() and not HERE.trace.is_tracing:
+        if lacks_elements:
             results = _tie_lost_operands(results, flat)
         listed = _list_per_result(out_placements)
         placed = _match_placements(listed, len(results), "out_placements", name)
@@ -542,16 +540,6 @@ def local_map(
         return pytree.tree_unflatten(wrapped, shape_of_results)
 
     return run_local_map
-
-
-def _has_empty_piece(x: DTensor) -> bool:
-    """True if the piece of `x` is empty on a rank."""
-    mesh, layout = x._spec.wire.mesh, x._spec.layout
-    return any(
-        has_empty(size, [mesh.size(a) for a in axes])
-        for size, axes in zip(layout.shape, layout.shards, strict=True)
-        if axes
-    )
 
 
 def _tie_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import math
-import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -58,8 +57,6 @@ from .tensor_state import (
     HERE,
     Function,
     Spec,
-    count_unseen_writes,
-    count_writes,
     current,
     make_argument_error,
     make_layout_error,
@@ -258,19 +255,19 @@ class DTensor(torch.Tensor):
         spec, x = self._spec, current(self)
         spec.wire.refuse_padded_piece(spec.layout, "to_local")
         if grad_placements is None:
-            return refuse_ambiguous_gradient(x, spec, "to_local")
+            return refuse_ambiguous_gradient(_complete_gradient(x), spec, "to_local")
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         with Local():
-            if given is spec.gradient:
-                return x.view_as(x)
-            return convert_gradient(x, given, spec.gradient, "to_local")
+            if given is not spec.gradient:
+                x = convert_gradient(x, given, spec.gradient, "to_local")
+            return _complete_gradient(x).view_as(x)
 
     def _piece(self) -> torch.Tensor:
         """Like `to_local`, for code that computes on pieces: the gradient has the dual layout."""
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with Local():
-            return x.view_as(x)
+            return _complete_gradient(x).view_as(x)
 
     def redistribute(
         self,
@@ -330,7 +327,7 @@ class DTensor(torch.Tensor):
         if grad_placements is None:
             return out
         given = spec_on_wire(wire, spec.layout.shape, grad_placements)
-        return convert_gradient(out, given, spec.whole, "full_tensor")
+        return _complete_gradient(convert_gradient(out, given, spec.whole, "full_tensor"))
 
     # -- memory: each rank has another part of it ------------------------------------------------
 
@@ -511,6 +508,32 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
     return found.detach() if found._is_view() else found
 
 
+class _WithGradient(torch.autograd.Function):
+    """An alias, to which no gradient is one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x`, or an alias of it whose gradient is always a tensor, for code of one rank.
+
+    In such code an `autograd.Function` may give no gradient on one rank alone. The ranks may move
+    the gradient of `x` together (`_Moved`), and then all of them need one. That of a leaf they do
+    not move.
+    """
+    if x.grad_fn is None or not torch.is_grad_enabled():
+        return x
+    with Local():
+        alias: torch.Tensor = _WithGradient.apply(x)
+    return alias
+
+
 def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
     """Redistribute a local tensor: returns the local tensor of the same value in spec `after`.
 
@@ -532,78 +555,6 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
             return _move_with_gradient(x, moves, before.wire, op, reason)
         with before.wire.reading(describe_reading(x, op, before, verb="moves")):
             return _move_with_gradient(x, moves, before.wire, op, reason)
-
-
-_Memory = tuple[Any, torch.Size, tuple[int, ...]]
-"""The offset, sizes and strides of a tensor in its storage."""
-
-
-class _MovedCopy(NamedTuple):
-    """A leaf, or a view of it, in another layout: autograd may have saved it in place of the leaf.
-
-    Attributes:
-        storage: of the copy.
-        source, copy: what was moved, in the leaf's storage; and the copy, in its own.
-        before, after: their specs.
-        writes: how often the leaf had been written unseen.
-    """
-
-    storage: weakref.ref[Any]
-    source: _Memory
-    copy: _Memory
-    before: Spec
-    after: Spec
-    writes: int
-
-
-_MOVED_COPIES = "moved_copies"
-"""The attribute of a leaf's storage with its `_MovedCopy`s."""
-
-
-def _memory_of(x: torch.Tensor) -> _Memory:
-    return x.storage_offset(), x.size(), x.stride()
-
-
-def note_moved_copy(x: DTensor, after: Spec, value: torch.Tensor) -> None:
-    """Note that an op takes `value`, which is `x` in the layout `after`, and may save it."""
-    if HERE.trace.is_tracing or not (x.is_floating_point() or x.is_complex()):
-        return
-    with Local():
-        leaf: Any = x._base if x._is_view() else x
-        if not leaf.is_leaf:
-            return
-        storage = vars(x.untyped_storage())
-        copies: list[_MovedCopy] = storage.setdefault(_MOVED_COPIES, [])
-        if len(copies) % 64 == 63:
-            copies[:] = [one for one in copies if one.storage() is not None]
-        own = weakref.ref(value.untyped_storage())
-        memory, writes = (_memory_of(x), _memory_of(value)), count_unseen_writes(leaf)
-        copies.append(_MovedCopy(own, *memory, x._spec, after, writes))
-
-
-def renew_moved_copies() -> None:
-    """Move leaves again that were written through `.data` since autograd saved a copy of them.
-
-    On one device autograd has saved the leaf itself, and backward computes with what it holds. What
-    `x.data = y` replaces stays saved there, too.
-    """
-    HERE.data_read = [one for one in HERE.data_read if one() is not None]
-    states = [one() for one in HERE.data_read]
-    aliases = [(s.unseen_writes, s.data) for s in states if s is not None and s.data is not None]
-    for unseen, x in aliases:
-        with Local(), torch.no_grad():
-            storage: Any = x.untyped_storage()
-            copies = vars(storage).get(_MOVED_COPIES, [])
-            writes = unseen + count_writes(x) if copies else 0
-            for i, one in enumerate(copies):
-                held = one.storage()
-                if held is None or one.writes == writes:
-                    continue
-                source, copy = (torch.empty(0, dtype=x.dtype, device=x.device) for _ in range(2))
-                source.set_(storage, *one.source)
-                now = moved(source, one.before, one.after, "backward", "implicit")
-                copy.set_(held, *one.copy).copy_(now)
-                copies[i] = one._replace(writes=writes)
 
 
 class _NoView(torch.autograd.Function):

@@ -35,7 +35,7 @@ from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
 from .arguments import admit
-from .dtensor import DTensor, carry_all, moved, renew_moved_copies, tagged
+from .dtensor import DTensor, carry_all, moved, tagged
 from .op_facts import enter_function, find_getter, implements
 from .origins import ORIGIN, find_origin, note_gradient
 from .tensor_state import (
@@ -261,8 +261,6 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
     """The roots of a backward pass as plain tensors, and the local gradient that each starts
     from."""
-    if HERE.data_read:
-        renew_moved_copies()
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     given += [None] * (len(roots) - len(given))
@@ -612,7 +610,7 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
         grad = tagged(moved(grad, grad._spec, rests, "grad", "explicit"), rests)
         with Local():
             if _is_part_of_value(given):
-                own_state(grad).copied_part = weakref.ref(given._base)
+                own_state(grad).is_copied_part = True
     mark_settled(x)
     return grad
 
@@ -737,9 +735,11 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
 
 
 def refuse_copied_part(grad: torch.Tensor | None) -> None:
-    """Raise if `grad`, to which backward adds, was set to a part of a tensor that is alive."""
-    part = None if grad is None else state_of(grad).copied_part
-    if part is not None and part() is not None:
+    """Raise if `grad`, to which backward adds, was set to a part of another tensor.
+
+    Whether that tensor is still alive does not matter: it may be so on some ranks only.
+    """
+    if grad is not None and state_of(grad).is_copied_part:
         raise make_layout_error(
             "backward adds to a gradient that was set to a part of another tensor",
             Fix("x.grad = part.clone()", "a gradient with memory of its own"),

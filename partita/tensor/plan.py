@@ -39,7 +39,7 @@ from .arguments import (
     replace_at_paths,
     spec_of_plain,
 )
-from .dtensor import PLAIN, DTensor, alias_without_base, moved, note_moved_copy, tagged
+from .dtensor import PLAIN, DTensor, alias_without_base, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import Form, facts_of_function, form_of
 from .origins import NotingKernel, note_origins_of
@@ -194,7 +194,7 @@ class CallPlan:
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
                     reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
-                new[path] = _move_operand(value, target.spec, self.op, self.keeps_origin)
+                new[path] = _move_operand(value, target.spec, self.op)
             else:
                 admit(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
@@ -299,7 +299,7 @@ def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
     return [t for t in collect_tensors(out) if type(t) in PLAIN]
 
 
-def _move_operand(x: DTensor, after: Spec, op: str, is_kept: bool) -> torch.Tensor:
+def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     """Returns `x` in layout `after`.
 
     If the layouts differ only in the gradient's placement (Invariant and Replicate), the result is
@@ -307,20 +307,13 @@ def _move_operand(x: DTensor, after: Spec, op: str, is_kept: bool) -> torch.Tens
     before one transposed move. No other result is kept, for two reasons. It would have its own
     memory, and torch does not count every write of `x` (`numpy`, `.data`, DLPack). And whether
     ranks move again must not depend on what one of them does with its piece.
-
-    Args:
-        is_kept: True if the op's result may be this value, or a view of it.
     """
     before = x._spec
     held, wanted = before.layout, after.layout
     with Local():
         is_recorded = x.requires_grad and torch.is_grad_enabled()
         if not is_recorded or held.shards != wanted.shards or held.partial != wanted.partial:
-            value = moved(x, before, after, op, "implicit")
-            is_copy = held.shards != wanted.shards or held.partial != wanted.partial
-            if is_copy and not is_kept and torch.is_grad_enabled():
-                note_moved_copy(x, after, value)
-            return value
+            return moved(x, before, after, op, "implicit")
         kept = state_of(x).retyped
         if kept is not None and kept.is_of(x, after):
             return kept.value

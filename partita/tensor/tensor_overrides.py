@@ -11,7 +11,6 @@ import copy
 import math
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -72,8 +71,6 @@ def _get_data(x: DTensor) -> DTensor:
         known = state.data
         if known is None or not show_same_memory(known, now):
             state.unseen_writes += 0 if known is None else count_writes(known)
-            if known is None:
-                HERE.data_read.append(weakref.ref(state))
             state.data = known = now
             # Views of this memory are copied from other tensors than x: they ask the storage.
             vars(now.untyped_storage())[WRITTEN_UNSEEN] = True

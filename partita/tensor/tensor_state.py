@@ -316,14 +316,14 @@ class RetypedValue:
         )
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class TensorState:
     """The data that are stored for one tensor; most tensors have none.
 
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps its gradient and its update.
         gradient_of: the tensors whose `.grad` this object is, or was.
-        copied_part: for a gradient that was copied from a part of another tensor, that tensor.
+        is_copied_part: for a gradient: whether it was copied from a part of another tensor.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of it in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
@@ -340,7 +340,7 @@ class TensorState:
 
     zero_layouts: ZeroLayouts | None = None
     gradient_of: tuple[weakref.ref[Any], ...] = ()
-    copied_part: weakref.ref[Any] | None = None
+    is_copied_part: bool = False
     copied_view: Any = None
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None
@@ -528,7 +528,6 @@ class _Here(threading.local):
         watcher: the `Watcher` of calls, or None.
         trace: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
         explainer: gets the plan of each call. While it is set, every call is planned anew.
-        data_read: the states of tensors whose `.data` was read: they may be written through it.
         resized: called with each storage whose owner has freed or allocated its memory again.
         rerunnable: the number of things that may run a part of the program again in backward: hooks
             of saved tensors (a checkpoint's), autograd.Functions.
@@ -539,10 +538,6 @@ class _Here(threading.local):
     explainer: Any = None
     resized: Any = None
     rerunnable: int = 0
-
-    @cached_property
-    def data_read(self) -> list[weakref.ref[TensorState]]:
-        return []
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:

@@ -356,7 +356,30 @@ def _run_on_meta(
         return None
     graded = {p: m for p, m in metas.items() if m.requires_grad}
     reached = _nodes_behind(outs, graded.values())
-    return _MetaRun(outs, {p: m for p, m in graded.items() if _node_of_tensor(m) in reached})
+    graded = {p: m for p, m in graded.items() if _node_of_tensor(m) in reached}
+    first = _order_of_gradients(outs, graded)
+    return _MetaRun(outs, {p: graded[p] for p in [*first, *graded]})
+
+
+def _order_of_gradients(outs: list[torch.Tensor], operands: dict[Path, torch.Tensor]) -> list[Path]:
+    """Returns the operands in the order in which backward has their gradients.
+
+    Ranks reduce gradients in this order. Empty if backward needs values.
+    """
+    order: list[Path] = []
+    handles = [m.register_hook(lambda _, path=p: order.append(path)) for p, m in operands.items()]
+    roots = [t for t in outs if t.requires_grad]
+    hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
+    try:
+        with _disable_current_modes(), hooks, suppress(RuntimeError, TypeError):
+            seeds = [torch.empty_like(t) for t in roots]
+            inputs = list(operands.values())
+            torch.autograd.backward(roots, seeds, retain_graph=True, inputs=inputs)
+    finally:
+        for handle, m in zip(handles, operands.values(), strict=True):
+            handle.remove()
+            m.grad = None
+    return order
 
 
 def _is_of_users(form: Form) -> bool:

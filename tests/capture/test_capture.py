@@ -405,21 +405,26 @@ class Holder:
         self.w = torch.ones(3)
 
 
-def test_a_tensor_in_an_unknown_place_is_refused_unless_its_holder_is_named():
-    holder = Holder()
-    places = {holder: 1}  # where the step finds it among the keys
-
+def test_a_tensor_of_a_key_is_found_whether_or_not_its_holder_is_named():
     def step(x):
         (found,) = places
         found.w.add_(x)
         return found.w * 2
 
-    with pytest.raises(pt.CaptureError, match="not among its inputs"):
-        pt.compile(step, backend="graph")(torch.ones(3))
-    fast = pt.compile(step, backend="graph", state=[holder])
-    assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0))
-    assert torch.equal(fast(torch.ones(3)), torch.full((3,), 6.0))
-    assert torch.equal(holder.w, torch.full((3,), 3.0))
+    for named in (False, True):
+        holder = Holder()
+        places = {holder: 1}  # where the step finds it among the keys
+        fast = pt.compile(step, backend="graph", state=[holder] if named else ())
+        assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0))
+        assert torch.equal(fast(torch.ones(3)), torch.full((3,), 6.0))
+        assert torch.equal(holder.w, torch.full((3,), 3.0))
+        holder.w = torch.zeros(3)
+        assert torch.equal(fast(torch.ones(3)), torch.full((3,), 2.0))
+        places.clear()
+        places[other := Holder()] = 1
+        assert torch.equal(fast(torch.ones(3)), torch.full((3,), 4.0))
+        assert torch.equal(other.w, torch.full((3,), 2.0))
+        assert torch.equal(holder.w, torch.full((3,), 1.0))
 
 
 amax = 2.0  # and no global that a step reads which calls the method of this name

@@ -523,6 +523,85 @@ def test_a_captured_backward_reads_what_was_written_since_its_forward(forward, w
     run(program, 3, mlp, ranks=2, persistent=persistent)
 
 
+class StepsOnAnOldLoss(torch.optim.Optimizer):
+    """Writes the parameters through `.data`, and then runs backward of a loss made before."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, loss):
+        params = self.param_groups[0]["params"]
+        for p in params:
+            p.data.mul_(0.5)
+        loss.backward()
+        for p in params:
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+def step_by_a_closure(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x):
+        loss = loss_of(model, x)
+
+        def closure():
+            optimizer.zero_grad()
+            for p in model.parameters():
+                p.data.mul_(0.5)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    return step
+
+
+def step_on_an_old_loss(model):
+    optimizer = StepsOnAnOldLoss(model.parameters())
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        optimizer.step(loss)
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("make_step", [step_by_a_closure, step_on_an_old_loss])
+def test_a_captured_backward_within_an_update_reads_what_was_written(make_step):
+    def program(model, spread):
+        step = make_step(model)
+        step = pt.compile(step, backend="graph") if type(spread(X)) is pt.DTensor else step
+        losses = [whole(step(spread(x))) for x in (X, Y, X)]
+        return losses, [whole(p) for p in model.parameters()]
+
+    run(program, 3, mlp, ranks=2)
+
+
+class Halving(nn.Module):
+    """A layer that gives its weight other memory in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6))
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.weight[: x.shape[-1], : x.shape[-1]])
+        self.weight.data = self.weight.detach() * 0.5
+        return y
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_captured_block_keeps_the_data_that_its_forward_sets(persistent):
+    def program(model, spread):
+        step = torch.no_grad()(lambda x: loss_of(model, x))
+        step = pt.compile(step, backend="graph") if type(spread(X)) is pt.DTensor else step
+        return [whole(step(spread(X))) for _ in range(3)], [whole(p) for p in model.parameters()]
+
+    run(program, 3, lambda: nn.Sequential(Halving(), Halving()), ranks=2, persistent=persistent)
+
+
 def test_a_captured_average_that_is_written_after_backward_gathers_nothing():
     def body(mesh, averages):
         model, other = pt.zero(mlp(), mesh), pt.zero(mlp(), mesh)

@@ -90,17 +90,55 @@ def test_a_gradient_is_missing_as_on_one_device(program, place, sizes):
     compare(program, place, **sizes)
 
 
+class GradientOnTheFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, is_first):
+        ctx.is_first = is_first
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return (g if ctx.is_first else None), None
+
+
+TO_PIECES = {
+    "to_local": lambda x: x.redistribute(placements=[pt.Replicate()]).to_local(
+        grad_placements=[pt.Partial()]
+    ),
+    "full_tensor": lambda x: x.full_tensor(grad_placements=[pt.Partial()]),
+    "shards": lambda x: x.redistribute(placements=[pt.Shard(0)]).to_local(),
+}
+
+
+@pytest.mark.parametrize("how", TO_PIECES)
+def test_ranks_may_differ_in_what_a_function_behind_a_move_returns(how):
+    def body(mesh):
+        x = pt.distribute_tensor(V, mesh, [pt.Shard(1)]).requires_grad_()
+        GradientOnTheFirst.apply(TO_PIECES[how](x), mesh.get_local_rank() == 0).sum().backward()
+        return x.grad.full_tensor()
+
+    wanted = [[1.0] * 3] * 2 + [[0.0 if how == "shards" else 1.0] * 3] * 2
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            assert found.tolist() == wanted
+
+
+def test_an_operand_of_pieces_that_gets_no_gradient_has_none():
+    def body(mesh):
+        x, y = (pt.distribute_tensor(V, mesh, [pt.Shard(0)]).requires_grad_() for _ in range(2))
+        placed = ([pt.Shard(0)],) * 2
+        for f in (lambda t, u: GradientOnTheFirst.apply(t, False) * u, lambda t, u: u * 2):
+            rows = pt.local_map(f, out_placements=[pt.Shard(0)], in_placements=placed)
+            rows(x, y).sum().backward()
+        return x.grad, y.grad.full_tensor()
+
+    with pt.ranks(a=2) as world:
+        for missing, found in world.run(body):
+            assert missing is None
+            torch.testing.assert_close(found, V + 2)
+
+
 def test_ranks_may_differ_in_what_a_function_on_pieces_returns():
-    class GradientOnTheFirst(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, is_first):
-            ctx.is_first = is_first
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, g):
-            return (g if ctx.is_first else None), None
-
     def body(mesh):
         x = pt.distribute_tensor(V, mesh, [pt.Shard(1)]).requires_grad_()
         rows = pt.local_map(

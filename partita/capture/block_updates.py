@@ -185,7 +185,7 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
             if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
                 continue
             if name == "step":
-                with torch.inference_mode(False):  # inference tensors have no count of writes
+                with torch.inference_mode(False):  # inference tensors have no version counter
                     entries[name] = wide = number.double()
                 widened.append((entries, number, wide, count_writes(wide)))
             elif exact is not None:

@@ -67,8 +67,8 @@ class FakeRunHooks(TraceHooks):
         return True
 
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        # `module.to(...)` swaps fake parameters, which the weak references of a tracer forbid. It
-        # means what `p.data = ...` means in eager.
+        # `module.to(...)` swaps parameters, which a tracer's weak references to fakes forbid. Its
+        # effect is that of `p.data = ...` in eager.
         with Local():
             is_same = show_same_memory(one, other)
         if not is_same:
@@ -98,7 +98,7 @@ for _name in "eq ne hash int index repr or ror and rand xor rxor".split():
 
 
 _LOCK = threading.Lock()
-_capturing = 0  # threads
+_capturing = 0  # the number of threads that capture
 
 
 @contextmanager
@@ -304,10 +304,7 @@ def function_modes() -> list[Any]:
 
 
 def hearing_modes() -> list[Any]:
-    """Returns those of `function_modes` that intercept calls.
-
-    `torch.device` does not: it only sets the device.
-    """
+    """Returns those of `function_modes` that intercept calls: not `torch.device`."""
     return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
 

@@ -153,7 +153,7 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
 
 
 FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
-"""Facts of which only the existence counts: whether a tensor has such an object."""
+"""Facts that are compared only by whether a tensor has such an object."""
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:

@@ -73,7 +73,7 @@ def requires_grad(value: torch.Tensor) -> bool:
 
 
 def _is_computed(value: torch.Tensor) -> bool:
-    with Local(), suppress(RuntimeError):  # a view made under `no_grad`, of what was written since
+    with Local(), suppress(RuntimeError):  # a view made under `no_grad`, with a written base
         return value.grad_fn is not None
     return False
 
@@ -91,7 +91,7 @@ def differentiate(
 
     Returns:
         The seeds (gradients of `results`) and the gradients of `inputs`. None if there are no
-            inputs, or if a backward within the function has freed the history.
+        inputs, or if a backward within the function has freed the history.
     """
     if not inputs:
         return None
@@ -203,7 +203,7 @@ def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
             for t in results:
                 node, place = _edge_of(t)
                 handles.append(node.register_prehook(partial(_drop_gradient, place=place)))
-                if t._backward_hooks:  # they see the whole gradient, when its own part runs
+                if t._backward_hooks:  # they get the whole gradient when the part of `t` runs
                     hidden.append((t._backward_hooks, dict(t._backward_hooks)))
                     t._backward_hooks.clear()
         yield

@@ -164,7 +164,7 @@ class RepeatedCalls:
                 operands = _nodes_of(args)
                 with disable_proxy_modes_tracing():
                     made = call_without_memory(func, _shorten_lists(args, first), {}).value
-            except Exception:  # tracing raises it again, with its place
+            except Exception:  # tracing raises it again, with the user's line
                 return NotImplemented
         node = add_call(self._graph, func, operands)
         if made is None:  # it has written the first list
@@ -187,7 +187,7 @@ def _group_places(args: Sequence[Any]) -> tuple[list[int], list[int]] | None:
 
     Returns:
         For each position the number of its group, and the first position of each group. None if
-            grouping gains nothing: as many groups as positions, or lists of different lengths.
+        grouping gains nothing: as many groups as positions, or lists of different lengths.
     """
     lists = [a for a in args if isinstance(a, (list, tuple))]
     if len({len(a) for a in lists}) != 1:

@@ -66,7 +66,7 @@ class NumberEnv(ShapeEnv):
     """
 
     def __init__(self) -> None:
-        # `.item()` gives one more number that is known when the graph runs.
+        # `.item()` makes one more number that is known only when the graph runs.
         super().__init__(
             allow_scalar_outputs=True,
             allow_dynamic_output_shape_ops=False,
@@ -370,14 +370,14 @@ def _make_symbolic_method(name: str) -> Callable[..., Any]:
                 return found
         read = _read_where_it_may_raise(name, self, others)
         found = getattr(_to_torch_symbol(read[0]), name)(*map(_to_torch_symbol, read[1:]))
-        # A comparison is True or False itself, for `is` and for text.
+        # A comparison returns True or False itself, for `is` and for text.
         return bool(found) if type(found) is torch.SymBool else as_number(found)
 
     return method
 
 
 def _return_self(self: Any, *_: Any) -> Any:
-    return self  # a copied node would be of another graph
+    return self  # a copied number would lose its node in the graph
 
 
 _DIVMOD = {
@@ -413,7 +413,7 @@ def _reduce_to_value(self: Any, protocol: Any) -> Any:
 
 
 def _make_array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
-    import numpy  # which torch need not have
+    import numpy  # torch does not require numpy
 
     return numpy.array(_value_of(self), dtype)
 

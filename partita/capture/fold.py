@@ -172,7 +172,7 @@ class StepBlocks:
         waiting, moved = [*numbers], {*numbers}
         while waiting:
             for node in waiting.pop().all_input_nodes:
-                if node > start and node not in moved:  # a number of the step
+                if node > start and node not in moved:  # a number that the step computes later
                     moved.add(node)
                     waiting.append(node)
         for node in sorted(moved):
@@ -192,7 +192,7 @@ class StepBlocks:
         """Returns the positions of calls that compute one number in all blocks from step counts."""
         first, memory = runs[0], self._memory
         taken = zip(*(run.taken for run in runs), strict=True)
-        other = {nodes[0] for nodes in taken if len({*nodes}) > 1}  # in other blocks
+        other = {nodes[0] for nodes in taken if len({*nodes}) > 1}  # which differ between blocks
         counts = {n for i, n in enumerate(first.taken) if self._is_one_count(i, runs)}
         other -= counts
         held = {memory.get(n) for n in counts}
@@ -432,7 +432,7 @@ class StepBlocks:
         return block
 
     def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
-        """Replace the nodes of a block by calls of its subgraph."""
+        """Replace the nodes of a block call by calls of its subgraph."""
         later = run.later
         operands = [self._exchanged.get(n, n) for n in run.taken]
         early, late = operands[: run.early_count], operands[run.early_count :]
@@ -564,7 +564,7 @@ class _EqualRuns:
     varying: list[int]
 
 
-# -- the calls of blocks in a flat graph -----------------------------------------------------------
+# -- the block calls of a traced graph -------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -705,7 +705,7 @@ class _BlockRun:
             layout = note.layout
             if note.move:
                 op = self._labels.setdefault(note.op, len(self._labels))
-                layout = ""  # copies of a move's nodes have the layout of the last alone
+                layout = ""  # in a copied move only the last node has a layout
             found = self._notes[id(note)] = (
                 *(note.source, note.phase, layout, note.kind, note.axes, note.nbytes, op),
                 *(note.reason, note.before, note.after, move, region, note.kept, note.again),

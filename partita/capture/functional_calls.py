@@ -248,7 +248,7 @@ def _run_add(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) 
         if isinstance(y, torch.Tensor):  # alpha * y has the dtype of the sum
             y = y.to(torch.result_type(x, y))
         if _is_reduced(y) and Device(y.device.type).rounds_factors and isinstance(alpha, Scalar):
-            alpha = Scalar(alpha.tensor.to(y.dtype))  # as kernels of that device round it
+            alpha = Scalar(alpha.tensor.to(y.dtype))  # that device's kernels round it
         x, y = _as_kernels(x, y)
         y = y * _promote_scalar(alpha, y)
     return _aten.add(x, y) if base == "add" else _aten.sub(x, y)
@@ -450,7 +450,7 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     if any(n.op != "call_function" or facts_of(n.target).writes for n in calls):
         raise UnsureOfWrites
     for node in (*operands, *calls):
-        node.meta.clear()  # a pattern outlives the fake tensors that it was traced of
+        node.meta.clear()  # a pattern outlives the fake tensors of its trace
     (end,) = graph.find_nodes(op="output")
     values = iter(end.args[0])
     flat: list[Any] = [None if kind is type(None) else next(values) for kind in kinds]
@@ -535,7 +535,7 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
             return compute_scalar(target, args, like)
         return call_with_scalars(name, args, kwargs, like)
     if target is _aten.native_batch_norm.default:
-        # It writes the running statistics without saying so in its schema; this variant says it.
+        # Its schema does not declare that it writes the running statistics; this variant's does.
         return _aten._native_batch_norm_legit.default(*args, **kwargs)
     drawn = _draw_in_place(target, args, kwargs) if name.endswith("_") else None
     return target(*args, **kwargs) if drawn is None else drawn
@@ -551,7 +551,7 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
         The arguments of `call_in_list`: name, args, kwargs, and the value during capture.
     """
     name = target._opname.removeprefix("_foreach_")
-    if target._overloadname.startswith("Scalar"):  # with tensors these are called otherwise
+    if target._overloadname.startswith("Scalar"):  # for tensor operands these have other names
         name = name.replace("maximum", "clamp_min").replace("minimum", "clamp_max")
     if name == "norm" and len(args) > 2:
         args, kwargs = args[:2], dict(kwargs, dtype=args[2])

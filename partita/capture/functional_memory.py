@@ -217,7 +217,7 @@ def base_on_makers(graph: fx.Graph) -> None:
         maker, _ = views_of(source)
         shown, whole = source.meta["val"], maker.meta["val"]
         if not isinstance(whole, torch.Tensor) or part_of(shown)[3:] != part_of(whole)[3:]:
-            continue  # its numbers count elements of another size
+            continue  # its strides and offset count elements of another size
         offset = (*node.args, None)[3]
         node.args = (maker, *node.args[1:3], shown.storage_offset() if offset is None else offset)
 

@@ -116,7 +116,7 @@ def functionalize_graph(
     inputs = made.graph.find_nodes(op="placeholder")
     share_equal_counts(made.graph, [[inputs[i] for i in places] for places in equal])
     _remove_redundant_nodes(made.graph)
-    keep_apart(made.graph, overlapping)  # what was dropped may have been a copy between results
+    keep_apart(made.graph, overlapping)  # a dropped node may have been a copy between results
     return made
 
 
@@ -160,7 +160,7 @@ def trace_without_writes(
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
     for node in made.graph.nodes:
         if node.op == "call_function":
-            node.meta.setdefault("val", None)  # torch notes no value of a call that returns nothing
+            node.meta.setdefault("val", None)  # torch sets none for a call that returns nothing
     (end,) = made.graph.find_nodes(op="output")
     values: Any = end.args[0]
     results = len(values) - len(makers)
@@ -177,7 +177,7 @@ class _Noting(fx.Interpreter):
     def __init__(self, graph: fx.GraphModule, makers: Sequence[fx.Node]):
         super().__init__(graph)
         self._given: dict[fx.Node, Any] = dict.fromkeys(makers)
-        self.extra_traceback = False  # an error says what it is by itself
+        self.extra_traceback = False  # errors here are explained in another way
 
     def run_node(self, n: fx.Node) -> Any:
         mode = get_proxy_mode()

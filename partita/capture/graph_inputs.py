@@ -67,7 +67,7 @@ class GraphInputs:
         self.marked: set[int] = set()
         self._snapshots: list[torch.Tensor] = []
         self._fakes_by_id: dict[int, torch.Tensor] = {}
-        self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
+        self._coordinates: dict[tuple[Wire, str], int] = {}  # indices among all inputs
         self._by_leaf: dict[int, Input] = {}
         self.leaves = leaves
         self._add_coordinates(leaves)
@@ -79,7 +79,7 @@ class GraphInputs:
                 self._by_leaf[i] = Input(name, kind, t, i)
         self.all += self._by_leaf.values()
         for given in self._by_leaf.values():
-            if not given.tensor.is_leaf:  # what has a history has no `.grad`
+            if not given.tensor.is_leaf:  # only leaves of autograd have a `.grad`
                 continue
             grad = given.tensor.grad
             name = given.name + ".grad"
@@ -152,7 +152,7 @@ class GraphInputs:
         """Give fakes the layout, gradient, hooks and attributes of the tensors that they replace.
 
         Args:
-            wires: by real wire, the one that traces.
+            wires: by wire of an input, the `TraceWire` that replaces it during the run.
             copy_attributes: called as `InputAttributes.copy`.
 
         Returns:
@@ -283,7 +283,7 @@ class TensorFacts:
             with Local():
                 found = fake.grad
             if found is not None and id(found) not in self._grads:
-                return ()  # the step's own
+                return ()  # a gradient that the step has made
             untouched = found is not None and self._grads[id(found)] == (True, count_writes(found))
         value = read_fact(given.tensor, name)
         condition = FactCondition(given.name, given.index, name, value, user_line())
@@ -333,6 +333,6 @@ def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
     return _names_of_user(tuple(t.__dict__))
 
 
-@lru_cache(maxsize=4096)  # most tensors have the attributes of others
+@lru_cache(maxsize=4096)  # because most tensors have equal names
 def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])

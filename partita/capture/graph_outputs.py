@@ -247,7 +247,7 @@ def attributes_given_to(fake: torch.Tensor) -> list[str]:
 def _left_gradient(made: torch.Tensor) -> torch.Tensor | None:
     """Returns the `.grad` that the step's backward passes left on a tensor that it made."""
     if has_history(made) and not _retains_gradient(made):
-        return None  # torch warns whoever reads it
+        return None  # torch warns if it is read
     with Local():
         found: torch.Tensor | None = _grad.__get__(made)
         return found
@@ -283,7 +283,7 @@ def program_of_trace(
     """Returns the program of a traced graph, which is changed in place.
 
     Args:
-        wires: by real wire, the one that traced.
+        wires: by wire of an input, the `TraceWire` that replaced it during the run.
         kind: the class of the program.
 
     Returns:
@@ -330,7 +330,7 @@ def _select_outputs(
     (end,) = graph.find_nodes(op="output")
     pairs = [*zip(outputs.all, end.args[0], strict=True)]
     updated = _updated_by_gradients(graph, given, pairs)
-    # Gradients that the step did not read as it found them.
+    # Gradients whose values from before the step it did not read.
     unread = marked | {
         i.index for node, i in given.items() if i.kind == "gradient" and not node.users
     }
@@ -381,6 +381,9 @@ def _without_memory(given: Input, inputs: GraphInputs) -> Input:
 
 
 def _find_compared(value: fx.Node) -> fx.Node:
-    """Returns the node of which an "admitted" output is a copy; a block's copy itself."""
+    """Returns the node to compare for an "admitted" output: the one that it is a copy of.
+
+    If a subgraph made the copy, it is the copy itself.
+    """
     made: Any = value.args[0]
     return value if subgraph_of(made) is not None else made

@@ -137,7 +137,7 @@ class _Operand:
 
 
 _Result = tuple[tuple[int, ...], Order | None] | None
-"""The shape and order of a result; None where it is no tensor."""
+"""The shape and order of a result; None if it is no tensor."""
 _results: dict[Any, list[_Result]] = {}
 
 
@@ -215,7 +215,7 @@ def _call_kernel(func: Any, args: Any, kwargs: Any) -> list[_Result]:
         with kept, torch.no_grad(), without_any_autocast(), below_autograd:
             args, kwargs = pytree.tree_map_only(_Operand, _Operand.make, (args, kwargs))
             found = func(*args, **kwargs)
-    except Exception:  # other sizes than its own, or no such device: nothing is known
+    except Exception:  # it rejects the small sizes, or the device does not exist
         return []
     made = found if isinstance(found, (tuple, list)) else [found]
     return [(tuple(t.shape), _order_of(t)) if isinstance(t, torch.Tensor) else None for t in made]

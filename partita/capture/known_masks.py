@@ -107,7 +107,7 @@ class KnownMasks:
         if name not in self._found:
             try:
                 self._found[name] = find_hidden(known, *scores)
-            except Exception:  # a kernel that the CPU does not have, too: the mask stays
+            except Exception:  # for example, the CPU lacks a kernel; then the mask stays
                 self._found[name] = ""
         return self._found[name]
 

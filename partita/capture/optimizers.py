@@ -196,7 +196,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete made state of which `used` is True for no tensor. Returns True if there was any."""
+    """Delete made state if `used` is False for all its tensors. Returns True if there was any."""
     found = False
     for optimizer, p in made_state:
         state = optimizer.state.get(p)
@@ -256,7 +256,7 @@ class CapturedOptimizers:
                 if _is_of_torch(optimizer) or optimizer in self._held:
                     self._set_up_groups(optimizer)
                 if _leaves_state_to_torch(optimizer):
-                    # The step has made the optimizer, or deleted state. A closure makes gradients.
+                    # If the step made the optimizer or deleted state. A closure makes gradients.
                     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
                     if _make_state(optimizer, only_with_gradient=closure is None):
                         _lay_out_states(optimizer)
@@ -287,8 +287,8 @@ class CapturedOptimizers:
             register_optimizer_step_pre_hook(begin_rest),
             register_optimizer_step_post_hook(end_update),
         ]
-        # Private torch, which has no public way to put a hook first: partita's own, registered
-        # before, does the whole step for most optimizers.
+        # Private torch: there is no public way to put a hook first. Partita's own hook, which was
+        # registered before, does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
         try:
             for optimizer in fused:
@@ -300,7 +300,7 @@ class CapturedOptimizers:
                     by_stand_in[stand_in(p)] = dict(entries)
                     self._held[optimizer][stand_in(p)] = dict(entries)
                 optimizer.state = by_stand_in
-                # In place: the step may hold a group, or the list of them, under another name.
+                # In place: the step may have other references to a group, or to the list of groups.
                 for i, group in enumerate(groups):
                     if id(group) not in held:  # optimizers may share their groups
                         held[id(group)] = group, dict(group)
@@ -455,7 +455,7 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
 
 def _exchange_operands(node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> None:
     """Replace the operands of a node that are keys of `of` by their values in `of`."""
-    # At once: a call may read many, and each change of one of them copies its operands.
+    # All at once, because each replacement of one operand copies all operands of the call.
     if not of.keys().isdisjoint(node.all_input_nodes):
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: of.get(n, n))
 

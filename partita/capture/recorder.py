@@ -278,7 +278,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         if func is _READ and is_read_in_part(args[0]):
             with self:
                 return read_number(args[0])
-        if any(map(has_memory, tensors_written(func, args, kwargs))):  # a real tensor
+        if any(map(has_memory, tensors_written(func, args, kwargs))):  # real, so no input
             raise not_an_input(user_line())
         if facts_of(func).changes_metadata:
             self._separate_written(func, args, kwargs)
@@ -394,14 +394,14 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into `x`. A graph needs the write: it identifies a tensor by its object."""
+        """Write `value` into `x`, because the tracer identifies a tensor by its object."""
         x.copy_(value)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Make `x` have the value of `value` from now on, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
-        # Hidden from torch-function modes: it is no write of the user's.
+        # Hidden from torch-function modes: the user does not write here.
         with torch._C.DisableTorchFunction():
             x.data = value
         own_state(x).retyped = None
@@ -410,7 +410,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 
     def __enter__(self) -> Any:
-        self._outer.append(HERE.trace)  # itself, where it traces a call of its own
+        self._outer.append(HERE.trace)  # itself, if it is entered again for its own calls
         HERE.trace = self
         return super().__enter__()
 
@@ -424,7 +424,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     def line(self) -> str:
         """Returns the user's current line; in backward that of the forward call."""
-        backward = torch._C._current_autograd_node()  # private; there is no public way to ask
+        backward = torch._C._current_autograd_node()  # private torch: there is no public function
         if backward is not None:
             known = self._lines.get(backward._sequence_nr(), "")
             if known:
@@ -512,7 +512,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             self._last_block = None
             return None
         backward = torch._C._current_autograd_node()
-        if backward is not None:  # else the engine adds gradients that it has just computed
+        if backward is not None:  # otherwise the engine sums gradients of that block
             number = backward._sequence_nr()
             block = bisect_right(self._first_numbers, number) - 1
             is_within = block >= 0 and number <= self._last_numbers[block]
@@ -651,7 +651,7 @@ class StepFunctionMode(TorchFunctionMode):
         if name in _READING:
             numbers = pytree.tree_map(_read_number, func(*args, **kwargs))
             return pytree.tree_map(read_unknown, numbers) if self._reads_values else numbers
-        if name in _ASKING:  # torch would ask for a number first
+        if name in _ASKING:  # torch's own would read a number first
             return bool(_read_number(torch.Tensor.item(*args, **kwargs)))
         if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
             raise _shape_is_changed(name)
@@ -686,7 +686,7 @@ class StepFunctionMode(TorchFunctionMode):
             for x, before in self._written.values():
                 value = x.detach()
                 if value.untyped_storage()._cdata in held:
-                    value = value.clone()  # or it would be overwritten before it is read
+                    value = value.clone()  # otherwise it would be overwritten before it is read
                 copies.append((before, value))
             for before, value in copies:
                 before.copy_(value)

@@ -110,7 +110,7 @@ def capture(
     try:
         program, read = _capture(*call)
         if drop_unused_state(made_state, lambda t: id(t) in read):
-            # The program's inputs have indices among leaves of which some are gone now.
+            # Some leaves were removed, so that the indices of the program's inputs are wrong.
             program, _ = _capture(*call)
     except BaseException:
         drop_unused_state(made_state, lambda t: False)
@@ -157,7 +157,7 @@ def _capture(
                 tracer.outputs.add_result(found, of_result, check, gives_inputs=True)
                 tracer.collect_state()
                 tracer.outputs.add_left_gradients()
-            tracer.outputs.differentiable.clear()  # no caller gives gradients of results
+            tracer.outputs.differentiable.clear()  # callers do not call backward on results
             tracer.finish_outputs()
         return tracer.outputs.values
 
@@ -242,7 +242,7 @@ class Tracer:
     Attributes:
         outputs: of the graph.
         facts: handles reads of the metadata of inputs.
-        wires: by real wire, the one that traces.
+        wires: by wire of an input, the `TraceWire` that replaces it during the run.
         equal_counts: conditions that step counts are equal, so that one represents them.
         recorder: the dispatch mode through which the calls of the run go.
         nodes: of the inputs in the graph that is traced.
@@ -346,7 +346,7 @@ class Tracer:
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own
-        # ValuesWanted, which is no Exception, does not run the hooks after a module's forward.
+        # After ValuesWanted, no Exception, torch does not run the hooks after a module's forward.
         with (
             HERE.breaking_off(),
             attribute_set(self.recorder, "run_without_profiling", own),

@@ -128,7 +128,7 @@ class _BackwardPart:
         """
         backward = self.backward
         given: dict[str, Any] = {"saved": saved, "kept": saved, "cotangent": cotangents}
-        # `once_differentiable` has grad mode off.
+        # `once_differentiable` has turned grad mode off.
         with Local(), without_any_autocast():
             args = []
             for what, entrance in zip(backward.inputs, self.entrances, strict=True):
@@ -162,7 +162,7 @@ class Region(CapturedProgram):
         super().__post_init__()
         self.halves = split(self)
         backwards = self.halves.backwards
-        # A result that gives no input a gradient goes with the first part.
+        # A result through which no input gets a gradient goes with the first part.
         results: dict[int, list[int]] = {number: [] for number in backwards}
         for place, output in enumerate(self.given):
             if output.number >= 0:

@@ -251,7 +251,7 @@ class CompiledStep:
         watcher = HERE.watcher
         if watcher is None:
             return self._run_program(self._find_program(args, kwargs), args, kwargs)
-        with attribute_set(HERE, "watcher", None):  # to find or make a program is not user code
+        with attribute_set(HERE, "watcher", None):  # finding or making a program runs no user code
             program, tensors, why_eager = found = self._find_program(args, kwargs)
         if program is None:
             return self._run_eagerly(args, kwargs, why_eager)
@@ -486,7 +486,7 @@ class CompiledStep:
         result = self.step(*args, **kwargs)
         if isinstance(why, RefusedCall):
             why.note_run()
-        elif why is not None:  # and it has not raised in eager
+        elif why is not None:  # eager has not raised
             warnings.warn(f"ran eagerly: while it was captured the step raised {why}", stacklevel=4)
         return result
 
@@ -499,7 +499,7 @@ class CompiledStep:
             return program.run(tensors, None if known is None else known.inputs(tensors))
         except BaseException as error:
             program.undo_writes()
-            if isinstance(error, RuntimeError):  # of a collective that other ranks do not call?
+            if isinstance(error, RuntimeError):  # perhaps of a collective that others lack
                 for wire in program.wires:
                     if (away := explain_failed_collective(wire, error)) is not None:
                         raise away from error
@@ -582,7 +582,7 @@ class CompiledStep:
         program = make()
         inputs = {id(i.tensor) for i in program.inputs}
         if drop_unused_state(made_state, lambda t: id(t) in inputs):
-            # The program's inputs have indices among leaves of which some are gone now.
+            # Some leaves were removed, so that the indices of the program's inputs are wrong.
             program.undo_writes()
             program = make()
         try:

@@ -165,7 +165,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         return not_captured(error.fact, error.reason, place=error.place)
     if isinstance(error, LayoutError):
         return error
-    if isinstance(error.__cause__, CaptureError):  # torch put words of its own around it
+    if isinstance(error.__cause__, CaptureError):  # torch has wrapped it
         return error.__cause__
     if isinstance(error, DynamicOutputShapeException):
         return of_data(error.func._schema.name, place=line)
@@ -181,12 +181,12 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         isinstance(error, DataDependentOutputException)
         or "_local_scalar_dense" in str(error)
         or "data-dependent" in str(error).lower()
-        or "data is not allocated yet" in text  # a kernel that reads what has no memory
+        or "data is not allocated yet" in text  # a kernel that reads a tensor without memory
         or is_of_number(error)
     ):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         asking = file_of_torch(reversed(frames), _MACHINERY)
-        if not asking and hasattr(torch, function):  # not if a tensor's own method reads it
+        if not asking and hasattr(torch, function):  # methods of Tensor are not named
             asking = f"torch.{function}"
         return not_captured(
             f"the step reads a value{asking and f', in {asking}'}",

@@ -49,7 +49,7 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
     Private torch: that constructor is Python, and most of it handles arguments that are never
     passed.
     """
-    is_unsure = device.index is None and device not in (HOST, _META)  # torch reads which is current
+    is_unsure = device.index is None and device not in (HOST, _META)  # torch uses the current one
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
         return FakeTensor(mode, meta, device)
     attributes, device = _attributes_of_fakes(device)
@@ -168,7 +168,7 @@ def _call_and_describe(
         value = target(*args, **kwargs)
     if target is WAIT:  # it returns its operand, though its fake value is a new tensor
         return MadeByCall(value, (0,), ())
-    # Private: one number for one storage, as long as it lives.
+    # Private torch: `_cdata` identifies a storage while it exists.
     known: dict[int, int] = {}
     for i, t in enumerate(tensors_in((args, kwargs))):
         known.setdefault(_storage_of(t)._cdata, i)
@@ -213,7 +213,7 @@ def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
             tuple((k, _describe_value(v)) for k, v in kwargs.items()) if kwargs else (),
         )
         hash(key)
-    except (TypeError, RuntimeError):  # a number that is not known; a tensor without strides
+    except (TypeError, RuntimeError):  # a symbolic number; a tensor without strides
         return None
     return key
 

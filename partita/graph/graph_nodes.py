@@ -122,7 +122,7 @@ def add_call(
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
     """Add an input at the graph's insertion point, as `fx.Graph.placeholder`, in lower case."""
-    return graph.create_node("placeholder", name, name=name)  # or fx makes a name of the name
+    return graph.create_node("placeholder", name, name=name)  # without `name`, fx derives one
 
 
 @lru_cache(maxsize=4096)
@@ -221,7 +221,7 @@ def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
 
 def drop_unused(graph: fx.Graph) -> None:
     """Erase calls whose value is not used, including collectives, unless they have an effect."""
-    for node in reversed(graph.nodes):  # fx's own looks at the whole graph first
+    for node in reversed(graph.nodes):  # fx's own method first checks the whole graph
         if not node.users and not has_effect(node):
             graph.erase_node(node)
 
@@ -314,7 +314,8 @@ def order_by_needs(
     """Yields `wanted` in order, each node after the nodes that it needs.
 
     Args:
-        needs: by node the nodes that it needs, without cycles; others need nothing and are skipped.
+        needs: for each node the nodes that it needs, without cycles; needed nodes that are no keys
+            are not yielded.
         done: nodes to skip; each yielded node is added.
     """
     stack = list(wanted)[::-1]
@@ -419,7 +420,7 @@ class Subgraph:
 
     @cached_property
     def late(self) -> set[fx.Node]:
-        """The nodes of backward: those in its phase, or that depend on them or on its inputs."""
+        """The nodes of backward: in its phase, or dependent on its inputs or other such nodes."""
         if self.taken is None:
             return set()
         late = set(self.inputs_of(True))

@@ -209,7 +209,7 @@ def _format_value(value: Any, number: Mapping[fx.Node, str]) -> str:
         return "[" + ", ".join(_format_value(v, number) for v in value) + "]"
     if isinstance(value, torch.device):
         return value.type
-    if isinstance(value, (float, complex)) and value != value:  # repr has no sign of a NaN
+    if isinstance(value, (float, complex)) and value != value:  # repr omits the sign of a NaN
         return f"{value!r} {struct.pack('dd', value.real, value.imag).hex()}"
     return repr(value)
 
@@ -260,7 +260,7 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
         before[call] = i
     of_many = Counter(distance for _, distance in seen)  # by how many different calls have it
     common = [d for count in (often, of_many) for d, _ in count.most_common(_PERIODS)]
-    # A call that stands several times in each repeat is met again after a part of the period.
+    # A call that occurs several times in each repeat occurs again after a part of the period.
     periods = {d * -(-least // d) for d in common} | {
         a + b for a in common for b in common if a + b >= least
     }

@@ -199,7 +199,7 @@ class Storages:
                 continue
             if node.op == "call_function":
                 self._shows[node] = self._find_shown_by_call(node)
-            else:  # torch has one private number for one storage, as long as it lives
+            else:  # private torch: `_cdata` identifies a storage while it exists
                 held = [t.untyped_storage() for t in tensors_in(self._value_of(node))]
                 for storage in held:
                     if storage._cdata not in known:
@@ -248,7 +248,7 @@ class Storages:
     def _find_shown_by_call(self, node: fx.Node) -> Sequence[int]:
         """Returns the storage of each tensor in a call's value."""
         section = subgraph_of(node)
-        if section is not None:  # what it gives lies in memory of its own
+        if section is not None:  # its results have their own storages
             if extra := _schedule_of_section(section).workspace:
                 self.passing[node] = extra
             made = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
@@ -379,7 +379,7 @@ def held_by(program: Program) -> Iterator[HeldInput]:
     """Yields the inputs of a program that exist between calls. A shared storage counts once."""
     seen: set[int] = set()
     for given, fake in zip(program.inputs, program.example(), strict=True):
-        if given.kind != "number":  # which is made into a tensor when the step is called
+        if given.kind != "number":  # a call makes its tensor: `made_at_entry`
             storage = fake.untyped_storage()
             nbytes = 0 if storage._cdata in seen else storage.nbytes()
             seen.add(storage._cdata)
@@ -509,8 +509,8 @@ def _make_real(x: torch.Tensor) -> torch.Tensor:
 
 def _measure_peak(call: Callable[[], Any]) -> int:
     """Returns the most bytes that a call allocates at once, minus those of its result."""
-    # Private torch: its legacy profiler. The current one prints when it starts, and a process has
-    # only one, which the user may be running.
+    # Private torch: its legacy profiler. The current one prints when it starts, and the user may
+    # be running the only one that a process can have.
     start, stop = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # type: ignore[attr-defined]
     try:
         start(_legacy_config())

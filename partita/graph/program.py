@@ -313,7 +313,7 @@ class Program:
     def wires(self) -> list[Wire]:
         """The wires of its inputs, outputs and collectives, in the same order on all ranks."""
         specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
-        # A cotangent's spec has the wire that traced, whose real wire it is.
+        # A cotangent's spec has a `TraceWire`, of which `real` is the wire.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
 
@@ -328,7 +328,7 @@ class Program:
     def given_again(self) -> dict[int, int]:
         """A dict from the position of a repeated output to the position of its first occurrence.
 
-        An output whose padding is cut does not equal the same node that is saved with padding.
+        A node that is returned both with and without its padding counts as two values.
         """
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
@@ -401,7 +401,7 @@ class Program:
                 found = self._call_padded(self.call, locals_)
             else:
                 found = self.call(*locals_)
-        if not self._has_run:  # a compiler may give one tensor for two outputs
+        if not self._has_run:  # a compiler may return one tensor for two outputs
             self._has_run, first = True, dict[int, int]()
             places = {i: first.setdefault(id(t), i) for i, t in enumerate(found)}
             self.given_again.update({i: j for i, j in places.items() if i != j})
@@ -456,7 +456,7 @@ def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
     return found
 
 
-# -- the padding of uneven pieces ------------------------------------------------------------------
+# -- the padding of uneven shards ------------------------------------------------------------------
 
 Shape = tuple[int, ...]
 
@@ -510,7 +510,7 @@ class PaddingBoundary:
 
     def enter(self, local: torch.Tensor) -> torch.Tensor:
         """Returns `local` padded: contiguous, in its own storage or a copy if that has no room."""
-        local = local.data  # so that padding it is no write of the tensor
+        local = local.data  # so that padding does not count as a write
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:
             whole = find_padded(local, self.padded)
@@ -607,7 +607,7 @@ def _find_lenders(spec: Spec) -> dict[int, _Lender]:
         key, order = spec.wire.group_order(axes)
         start, length = span(size, parts, [at[mesh.index(a)] for a in axes])
         place = None
-        if not length:  # the first piece is not empty, so that something is before this one
+        if not length:  # the first shard is not empty, so an element precedes this one
             where = dict(zip(axes, places_of(start - 1, size, parts)[0], strict=True))
             place = 0
             for axis in key:

@@ -76,7 +76,7 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
     values = node.meta["val"] if len(schema.returns) > 1 else (node.meta["val"],)
     for value, returned in zip(values, schema.returns, strict=False):
         source = _shown_operand(node, schema, returned)
-        # Chunks of one tensor, or of a list each the one at its place.
+        # Results are chunks of one tensor; or, for a list operand, each is a view of one item.
         is_list = source is not None and len(tensors_in(_value_of(source))) > 1
         for i, _ in enumerate(tensors_in(value)):
             found.append(None if source is None else (source, i if is_list else 0))
@@ -217,7 +217,7 @@ def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
     value = first.meta["val"]
     with _disable_current_modes(), torch.no_grad():
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        like = like.conj() if value.is_conj() else like  # which decides what some views are
+        like = like.conj() if value.is_conj() else like  # because some views depend on it
         like = torch._neg_view(like) if value.is_neg() else like
         return [_apply_view_calls(like, views_of(node)[1]) for node in nodes]
 

@@ -1,14 +1,15 @@
 """Forms of a captured step: blocks called or inlined, and how much is recomputed in backward.
 
-Blocks are calls of modules with equal structure; capture folds them into calls of one subgraph for
-each structure (`capture.fold`). `CapturedForms` keeps a program as captured and rebuilds it in any
-form, to rewrite it for a smaller budget or to explain what the passes do. `FormSearch` finds the
-form whose predicted peak of memory is within a limit. `_lower_blocks` runs the passes once on each
-block structure and cuts it at its collectives into sections, which the step then calls.
+A block is a call of a module that has the structure of other calls. Capture folds the blocks of
+each structure into calls of one subgraph (`capture.fold`); inlining reverses this. `CapturedForms`
+keeps a program as captured and rebuilds it in any form, to rewrite it for a smaller budget or to
+explain what the passes do. `FormSearch` finds the form whose predicted peak of memory is within a
+limit. `_lower_blocks` runs the passes once on each block structure and cuts it at its collectives
+into sections, which the step then calls.
 
-Blocks stay calls only if all of these allow it: the options, by the size of the graph
-(`StepOptions.outline_above`); capture, which inlines a structure that cannot be a separate graph
-(`capture.fold`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
+Blocks are called only if all of these allow it: the options, by the size of the graph
+(`StepOptions.outline_above`); capture, if the structure can be a separate graph (`capture.fold`);
+the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StepForm:
 
     Attributes:
         level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
-        in_blocks: True if blocks stay calls; False if they are inlined.
+        in_blocks: True if blocks are called; False if they are inlined.
     """
 
     level: int = 0
@@ -176,7 +177,7 @@ class FormSearch:
                     break
                 level += 1
             if in_blocks and not subgraphs_in(program.graph.graph):
-                return  # they could not stay calls
+                return  # `_lower_blocks` had to inline them, as the next form does
 
 
 # -- blocks as calls of sections -------------------------------------------------------------------

@@ -134,7 +134,7 @@ class _Copy:
     def _renumber_note(self, note: Note) -> Note:
         """Returns the note with this copy's own move and region numbers, and its label."""
         region = note.region
-        if region:  # it lies within the block
+        if region:  # a region within the block
             region = self.regions.get(note.region) or next(self.free_regions)
             self.regions[note.region] = region
         if not note.move:

@@ -161,7 +161,7 @@ class CapturedNumbers:
 def _make_finite_condition(numbers: list[Input], values: list[float]) -> Condition:
     """Returns the condition that traced floats are finite: tracing assumes that `x == x`."""
     symbols = tuple(f"n{i}" for i in range(len(numbers)))
-    total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite
+    total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # NaN unless all are finite
     code = compile(f"{total} == 0", "<condition>", "eval")
     said = "the program is for finite numbers"
     return Condition(said, user_line(), tuple(numbers), tuple(values), code, symbols)
@@ -326,7 +326,11 @@ class Answers:
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns None if `found`, encoded, are these answers; otherwise the answers in `found`."""
+        """Returns None if the graph has computed these answers; otherwise what it has computed.
+
+        Args:
+            found: the answers as encoded integers.
+        """
         if [*map(_encode_answer, self.values)] == [*found]:
             return None
         pairs = [*zip(self.values, found, strict=True)]

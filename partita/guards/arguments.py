@@ -32,7 +32,7 @@ LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
 """Types whose values are leaves."""
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """Bases whose `__new__` makes an object of a class that does not define `__new__`."""
-_DEPTH = 32  # of objects in one another; each costs frames of Python's stack
+_DEPTH = 32  # the most nested objects; each level takes frames of Python's stack
 
 
 def flatten_call(
@@ -148,7 +148,7 @@ class _ObjectFlattener:
             items = list(base.__iter__(value))
         attributes = _attributes_of_object(value)
         if not items and _SIMPLE.issuperset(map(type, attributes.values())):
-            return value  # settings alone, as in most objects
+            return value  # it holds only settings, as most objects do
         inside = items, attributes
         if _has_live(pytree.tree_leaves(inside)):
             return value

@@ -128,7 +128,7 @@ def compares_objects(code: CodeType) -> bool:
 
 def _compares_by(code: CodeType, names: tuple[str, ...]) -> bool:
     """True if an instruction with one of `names` compares two values, neither a constant."""
-    constant: dict[int, bool] = {}  # by depth: a constant stands there
+    constant: dict[int, bool] = {}  # by stack depth: True if it is a constant
     for step, before, depth in _with_depths(code):
         is_order = step.opname == "COMPARE_OP" and step.argval[0] in "<>"
         with_constant = constant.get(before - 1) or constant.get(before)

@@ -1,8 +1,9 @@
 """The capture of a step that reads Python: runs it until one run yields a complete graph.
 
-`CaptureRun` drives a `Tracer` (`capture.tracer`), and records what the step reads from and writes
-to Python objects. Floats, and answers to branches on values, are inputs or conditions of the
-program. `capture_step` repeats runs while a run shows that another is needed.
+A *run* is one execution of the step over fakes. `CaptureRun` does it by a `Tracer`
+(`capture.tracer`), and records what the step reads from and writes to Python objects. Floats, and
+answers to branches on values, are inputs or conditions of the program. `capture_step` repeats runs
+while a run shows that another is needed.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def capture_step(
                 if run.raised and guesses.certain:
                     raise StepRaises(error) from error
                 raise error
-            # Symbolic numbers cannot do all that Python's can: try once more with these.
+            # Symbolic numbers cannot do all that Python's can: try once more with plain floats.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             tried_guesses, first_failure = guesses, None
             continue
@@ -344,7 +345,7 @@ class CaptureRun:
     def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
         """Raise `wanted`, able to compute what was read; return if marks were read."""
         inputs = self.inputs
-        if len(self._values_of_call.reads) >= len(self.questions.reads):  # all that there is
+        if len(self._values_of_call.reads) >= len(self.questions.reads):  # all are known
             raise not_captured(
                 "the step reads a value that does not follow from the numbers that it has read",
                 "during capture no other values are known",
@@ -436,7 +437,7 @@ class CaptureRun:
         self._kinds = {n: i.kind for n, i in pairs}
         with ExitStack() as stack:
             parts = [part for module in tracer.modules for part in module.modules()]
-            stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
+            stack.enter_context(exclusive_access(parts))  # fakes replace their tensors
             stack.enter_context(self.attributes.restored())
             copy_attributes = self._input_attributes.copy
             stack.enter_context(tracer.tracing(self._make_symbolic_number, copy_attributes))
@@ -670,7 +671,7 @@ class CaptureRun:
             if write.place.identity in slots or not _must_be_kept(write, self._known):
                 continue
             if is_filled(write.after):
-                if is_held(write.after, slots):  # another container, which was there before
+                if is_held(write.after, slots):  # a container that existed before
                     self.writes.append(write)
                 elif not self.attributes.is_of_module(write.place.home):
                     self._tensor_writes.append(write)
@@ -770,7 +771,7 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
     comparing = asking or next(filter(compares_objects, codes), None)
     made_anew = _made_anew(call)
     _check_keys([v for v in made_anew if _is_equal_by_identity(v)], record)
-    # The `==` of other classes compares their contents, which the step has.
+    # Other classes define `==` by their contents, which rebuilding keeps.
     asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
     for v, code in asked:
         for value, name in record.values_reached() if code else ():

@@ -126,7 +126,7 @@ class CapturedProgram(Program):
 
         Returns:
             The step's result; or an `OtherAnswers` if this call's answers differ from the
-                program's.
+            program's.
             Then nothing has changed, and generators have their old states.
         """
         if self.asked is not None:
@@ -151,7 +151,7 @@ class CapturedProgram(Program):
         made: dict[int, Any] = {}
         value: Any
         for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
-            if output.asks_gradient:  # of an input an alias: the input itself is the caller's
+            if output.asks_gradient:  # of an input an alias, not the caller's tensor
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
                 value = tagged(value, output.spec)
@@ -323,7 +323,7 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """Returns the records of redistributions that send, in order; one for each bucket."""
+    """Returns the ledger records of a program's collectives, in order; one for each bucket."""
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
         given = program.inputs[i]
@@ -335,7 +335,7 @@ def list_sent_moves(program: Program) -> list[Record]:
         if is_collective(node):
             note = note_of(node)
             wire, axes = program.groups[str(node.args[-1])]
-            # On some backends a move is several collectives.
+            # On some backends a redistribution is several collectives.
             found.setdefault(
                 (note.move, note.phase, note.reason) if note.move else id(note),
                 _record_of_note(note, wire, axes),
@@ -388,7 +388,7 @@ def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -
             wire.check(f"compiled {title} runs {program.key[:16]} at {user_line()}")
         program.compare(tensors)
     record_moves(program.runs)
-    for log in program.scope.ledgers:  # which count who repeats matrix products
+    for log in program.scope.ledgers:  # ledgers count repeated matrix products
         for op, source, axes, operations in program.work:
             log.note_work(program.wires[0].rank, op, source, axes, operations)
 

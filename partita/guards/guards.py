@@ -125,7 +125,7 @@ class Guards:
         self._modules = [held for held in modules for _ in INSIDE]
         self._inside = [*map(dict.get, self._modules, cycle(INSIDE))]
         self._parts: dict[int, Parts] = {}  # of each place (by index), what may change in place
-        self._shared: set[int] = set()  # ids of parts that were met more than once
+        self._shared: set[int] = set()  # ids of parts that several places reach
         # "Moving" places: their parts were other objects in some call, so they probably change
         # again (a new container in each call). Other places with parts are "resting". Each group
         # has its own watch (`_moving_items`, `_resting_items`), so that a change of a moving

@@ -149,7 +149,7 @@ class State:
 
     def optimizer_slots(self) -> list[Slot]:
         """Returns the slots of the tensors that are in optimizers' state now."""
-        names: dict[int, str] = {}  # the first is a module's, where one has it
+        names: dict[int, str] = {}  # modules' slots come first, so their names win
         for slot in self.slots:
             if slot.kind == "parameter":
                 names.setdefault(id(slot.value), slot.name)
@@ -302,7 +302,7 @@ class _Search:
         if id(value) in self._seen:
             return False
         self._seen.add(id(value))
-        self._kept.append(value)  # an id is one object's as long as that lives
+        self._kept.append(value)  # so that no other object gets its id
         return True
 
     def _slot(self, name: str, kind: str, home: Any, key: Any) -> Slot:
@@ -476,7 +476,7 @@ class _Search:
             self.value(name, gc.get_referents(value)[0], None)
         elif has_type(value, tuple):
             found = pytree.tree_leaves(value, is_leaf=is_no_tuple)
-            if any(v is value for v in found):  # of a class that pytrees do not know
+            if any(v is value for v in found):  # of a class that is not registered with pytrees
                 found = items_of(value)[1]
             elif slot is not None and any(has_type(v, torch.Tensor) for v in found):
                 self.state.slots.append(slot)

@@ -227,7 +227,7 @@ def is_filled(value: Any) -> bool:
     """True if `value` is a fake tensor or symbolic number, or a container that holds one."""
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
-        return False  # as nearly all attributes of modules
+        return False  # true of nearly all attributes of modules
     return any(map(_stands_in, walk_reachable(value)))
 
 

@@ -98,7 +98,7 @@ class PredictedValues:
         graph: that is being traced.
         root: the tracer's module, which holds the graph's constants.
         inputs: by node.
-        wires: by real wire, the one that traces.
+        wires: by wire of an input, the `TraceWire` that replaces it during the run.
         known: the values that are known of the call.
     """
 

@@ -408,7 +408,7 @@ class ReadRecord(PlaceRecord):
 
         Returns:
             Its value. MISSING, with nothing recorded, if the class has none, or if the name is a
-                special one that is not in `WITH_FIELDS`.
+            special one that is not in `WITH_FIELDS`.
         """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING

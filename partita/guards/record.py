@@ -190,7 +190,7 @@ class PlaceRecord:
         return self.reached_by_name
 
     def _refuse_weak(self, value: Any, name: str) -> None:
-        if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
+        if self._read_by_library:  # recurrent layers also have weak references to their weights
             return
         self.refuse(
             f"the step reads {name}, which holds weak references ({type(value).__name__})",
@@ -371,7 +371,7 @@ class Snapshots:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
     def snapshot_cache(self, cache: Any, name: str) -> None:
-        """Store the results in an `lru_cache` function, or in a library's weak dictionary."""
+        """Store which results a cache holds: of an `lru_cache` function, or a weak dictionary."""
         before = {id(v): v for v in _list_held(cache)}
 
         def list_made() -> tuple[Any, ...]:
@@ -632,7 +632,7 @@ _RecordedModule: Any = type(
     (types.ModuleType,),
     {"__getattribute__": _make_recording_getter(types.ModuleType)},
 )
-_INSTALLED_IN: collections.Counter[int] = collections.Counter()  # by id of a module: captures
+_INSTALLED_IN: collections.Counter[int] = collections.Counter()  # captures by id of a module
 
 
 def instrument_module(module: types.ModuleType) -> bool:
@@ -692,7 +692,7 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
         _EXCHANGED.update(dict.fromkeys(mine, get_ident()))
     instrument(nn.Module)
     try:
-        # A thread that is within a read now still gets the real parameter: wait until it is out.
+        # A thread that is reading an attribute now must still get the real parameter.
         until = time.monotonic() + _PATIENCE
         while _others_read() and time.monotonic() < until:
             threading.Event().wait(0.001)

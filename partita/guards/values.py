@@ -503,7 +503,7 @@ def _text_of_key(key: Any) -> str:
         return brief(content.value)
     if isinstance(content, kind):
         return shorten_text(repr(content))
-    # In the key of a path, a date or a number of numpy stands its text.
+    # The key of a path, a date or a numpy number contains its text.
     return shorten_text(content) if _sort_of_type(kind) == "value" else f"a {kind.__name__}"
 
 
@@ -532,7 +532,7 @@ def text_of(value: Any) -> str:
     """Returns the text of an argument, for messages."""
     if isinstance(value, str):
         return repr(value)
-    # Python's text of objects that refer to one another grows with the number of paths.
+    # `str` of objects that refer to one another grows with the number of paths between them.
     key = argument_key(value)
     return str(key) if _has_met(key) else str(value)
 
@@ -803,14 +803,14 @@ class CacheEpoch:
                 self._before &= self._watched.keys()
         elif self._watched and not self._has_watched(info.misses < self._misses):
             self._epoch += 1
-            self._watched = {}  # what the step used is not there any more
+            self._watched = {}  # the results that the step used are gone
         self._misses = info.misses
         return self._epoch
 
     def _has_watched(self, is_cleared: bool) -> bool:
         assert self._watched is not None and self._before is not None
         table = _find_table(self._function)
-        if self._most == float("inf"):  # each of its entries is watched: their number has no limit
+        if self._most == float("inf"):  # it keeps all entries, which are all watched
             now = map(table.get, self._watched, repeat(MISSING))
             if all(map(is_, now, self._watched.values())):
                 return True
@@ -928,7 +928,7 @@ def dict_of(value: Any) -> Any:
     """Returns an object's `__dict__`, past its `__getattribute__`; None if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
-    except AttributeError:  # a thread has a dictionary of its own of a `threading.local`
+    except AttributeError:  # a `threading.local` has one dictionary for each thread
         return value.__dict__ if has_type(value, threading.local) else None
 
 

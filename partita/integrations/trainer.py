@@ -90,7 +90,7 @@ class _OnMesh(transformers.Trainer):  # type: ignore[misc, name-defined]
         theirs = isinstance(model, transformers.PreTrainedModel) or hasattr(model, "peft_config")
         if state_dict is None and not theirs:
             state_dict = full_state_dict(model, rank0_only=True)
-        # All ranks come here, as for models that transformers shards: `save_pretrained` gathers.
+        # Make all ranks call `save_pretrained`, which gathers, as for models transformers shards.
         self.is_distributed_loading_by_transformers = True
         try:
             super()._save(output_dir, state_dict=state_dict)
@@ -109,7 +109,7 @@ class _OnMesh(transformers.Trainer):  # type: ignore[misc, name-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         shards = os.path.join(checkpoint or "", _OPTIMIZER)
-        if checkpoint is None or not is_checkpoint(shards):  # as of a Trainer without partita
+        if checkpoint is None or not is_checkpoint(shards):  # saved by a Trainer without partita
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         load({"optimizer": self.optimizer.optimizer}, shards)

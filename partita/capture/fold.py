@@ -575,7 +575,7 @@ class _BlockRun:
         kinds: the class of the block; for an update that of the optimizer, then of the block.
         forward, backward: its nodes, in order; the nodes of an update are in `forward`.
         own: all of them, with their positions.
-        taken: the foreign nodes that it reads, in the order of first use.
+        taken: the nodes outside the block ("foreign") that it reads, in the order of first use.
         early_count: how many of these forward reads; the others only backward does.
         floats: the numbers among its operands that may vary, in order.
         homes: for each of these the node whose operand it is.

@@ -194,7 +194,7 @@ class GraphInputs:
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns by mesh axis of several ranks the fake of this rank's coordinate."""
+        """Returns the fakes of this rank's coordinates, by mesh axis; not for axes of one rank."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:

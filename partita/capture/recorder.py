@@ -560,7 +560,7 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns `run()`, which traces the redistribution of `x`, or a copy of a traced one."""
+        """Returns the redistributed `x`: traced by `run`, or by copies of an equal one's nodes."""
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()

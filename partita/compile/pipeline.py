@@ -101,7 +101,7 @@ def _collector_paused() -> Iterator[None]:
 def kept_within(
     program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
-    """Compile a program, rebuilt if it takes more than its budget. Every rank calls this.
+    """Compile a program, and rebuild it until it fits its budget. Every rank calls this.
 
     Compiled code may take more memory than the graph: a fused kernel holds at once what all of its
     calls make. Then the program is rebuilt with a smaller budget, so that more is recomputed.

@@ -239,7 +239,7 @@ _MACHINERY = (
 def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
     """Returns the file of torch whose code reads a value, as "torch/nn/functional.py".
 
-    Returns "" if the user's code reads it.
+    "" if the user's code reads it.
 
     Args:
         frames: the innermost first.

@@ -127,7 +127,7 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 @lru_cache(maxsize=4096)
 def _name_of(target: Any) -> str:
-    """Returns the name that fx gives a node with this target, before it appends a number."""
+    """Returns fx's name for a node with this target, before it appends a number. Private torch."""
     found: str = _GRAPH._target_to_str(target)
     return found
 
@@ -377,8 +377,7 @@ class Subgraph:
         taken, returned: for a block with a backward, how many of its first inputs and outputs are
             those of forward; None for others.
         labels: the distinct labels (`Note.op`) of the redistributions of forward, in order.
-        schedule: a section's memory if it runs call by call; None until it is computed
-            (`memory`).
+        schedule: a section's memory if it runs call by call; None until it is computed (`memory`).
     """
 
     graph: fx.GraphModule

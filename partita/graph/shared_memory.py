@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns for each node whose memory some call writes the number of that memory.
+    """Returns a number for the memory of each node, if some call writes that memory.
 
     Each input has its own memory, as in torch's functionalization.
     """

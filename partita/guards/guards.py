@@ -309,9 +309,9 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def knows_no(self, tensors: Iterable[int]) -> bool:
-        """True if none of the tensors with these ids was in a place, but no leaf, at capture.
+        """True if no place held, at capture, a tensor with one of these ids that was no leaf.
 
-        As an argument of a call such a tensor would be a leaf.
+        If such a tensor is now an argument, and so a leaf, the guards must compare the place.
         """
         return all(ids.isdisjoint(tensors) for ids in self._others.values())
 

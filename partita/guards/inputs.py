@@ -73,8 +73,7 @@ class State:
     Attributes:
         modules, optimizers: by the first name under which each was found.
         slots: of the tensors of modules, and of tensors in variables, lists and dictionaries. Not
-            of
-            optimizers, whose state comes and goes: see `optimizer_slots`.
+            of optimizers, whose state comes and goes: see `optimizer_slots`.
         values: the slots of Python floats.
         by_path: the slots of this search and of earlier ones that a program refers to.
         parts: each module, with all modules inside it.
@@ -100,7 +99,7 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
-        """Returns the exception to raise if places that a run read hold new state; else None."""
+        """Returns the exception to raise if `places`, which a run read, hold new state, or None."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
         now = {place.identity: place for place in places}

@@ -481,8 +481,9 @@ class Snapshots:
 
 
 def _is_of_user(space: Any) -> bool:
-    """True if a class, module, function or globals are the user's, or attributes that only user
-    code can set, as on an exception.
+    """True if a class, module, function or dictionary of globals is the user's.
+
+    Also for another builtin object, as an exception: only user code sets attributes on it.
     """
     if type(space) is dict:
         return is_user_module(space.get("__name__"))

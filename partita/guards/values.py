@@ -192,13 +192,10 @@ class ContentWalk:
         leaves: by id, the first index of each tensor among the leaves of the call.
         huge: by id, containers whose entries are compared by identity.
         written: ids of containers that the program writes, which are compared by identity, too.
-        changeable: (object, key) of visited objects that may change in place, or hold such; once
-            for
-            each visit.
+        changeable: (object, key) for each visit of an object that may change in place.
         shared: ids of those that were visited more than once.
         others: ids of visited tensors that are no leaves.
-        compared: ids of all that was visited, except number inputs; None if no code may compare
-            them.
+        compared: ids of all that was visited, except number inputs; None if no code compares them.
     """
 
     is_whole: bool = False

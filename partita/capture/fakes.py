@@ -135,7 +135,7 @@ class SymbolicInt(torch.SymInt):
         return -self - 1
 
     def __hash__(self) -> int:
-        """Returns the hash of the value, which is read; raises TypeError for keys of libraries."""
+        """Returns the hash of the value, which it reads; raises TypeError if a library calls it."""
         if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
             raise TypeError("unhashable type: a number that is known when the graph runs")
         return hash(int(self))

@@ -794,7 +794,7 @@ def _find_runs(
 
 
 def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
-    """Remove the block of shared nodes: numbers, and values of constants and coordinates alone."""
+    """Assign nodes that blocks share to none: numbers, values of constants and coordinates."""
     constant: set[fx.Node] = {*coordinates, *graph.find_nodes(op="get_attr")}
     shared: list[fx.Node] = []
     for node in graph.nodes:

@@ -199,7 +199,7 @@ def _blocks_of(queries: int, keys: int, times: int) -> Iterator[tuple[slice, sli
     """Yields the rows and columns of blocks that cover all elements once.
 
     Args:
-        times: the product of the leading dimensions, as numbers for each element.
+        times: the product of the leading dimensions, which each block has in full.
     """
     height = max(1, min(ROWS, math.isqrt(AT_ONCE // max(1, times))))
     width = max(1, AT_ONCE // max(1, times * height))

@@ -114,7 +114,7 @@ def _shape_of_value(value: Any) -> Any:
 
 
 def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the output shape of this call is known, though `func` may depend on data."""
+    """True if the output shape of this call is known, although it may depend on data for `func`."""
     if func is _aten.index.Tensor:  # masks select a data-dependent count, integers do not
         given = [i for i in args[1] if i is not None]
         return not any(i.dtype in (torch.bool, torch.uint8) for i in given)

@@ -527,7 +527,7 @@ def _check_constants(graph: fx.Graph) -> None:
 
 
 def _check_operators(graph: fx.Graph) -> None:
-    """Raise CaptureError if the step calls a custom operator that may not only return tensors."""
+    """Raise CaptureError if the step calls a custom operator that may have other effects."""
     for node in graph.nodes:
         space = getattr(node.target, "namespace", "aten")
         if node.op != "call_function" or space in (*SPACES, "profiler"):

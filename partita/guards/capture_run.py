@@ -407,7 +407,7 @@ class CaptureRun:
         return Conditions((*numbers, *facts, *self._gradient_conditions(), *counts))
 
     def _gradient_conditions(self) -> Iterator[GradientCondition]:
-        """Yields a condition for each gradient that the step reads: it has the same metadata."""
+        """Yields a `GradientCondition` for each gradient that the step reads."""
         leaves = self.inputs.leaves
         for given in self.inputs.all:
             if given.kind not in WITHOUT_GRADIENT and given.index in self.read_gradients:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -333,10 +333,12 @@ class _MetaRun:
     Attributes:
         outs: its outputs.
         operands: the operands that are differentiable, by their paths.
+        lacking: which of them get no gradient from an output, by its number, once it is known.
     """
 
     outs: list[torch.Tensor]
     operands: dict[Path, torch.Tensor]
+    lacking: dict[int, list[bool]] = field(default_factory=dict)
 
 
 def _run_on_meta(
@@ -437,12 +439,14 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
         return out
     storages = {o.untyped_storage()._cdata for o in operands}
     metas = list(tried.operands.values())
+    # Graphs keep these. They would keep the memory of the operands, such as of gathered weights.
+    empty = [_EmptyOperand.apply(o) for o in operands]
     for i, (t, there) in enumerate(zip(outs, tried.outs, strict=True)):
         if there.requires_grad and t.untyped_storage()._cdata not in storages:
             # All gradients are zeros. What torch's kernels give of nothing may have a history that
             # ranks with elements lack. A checkpoint reruns where backward reads what they saved.
             plain = t if t.numel() or saving_hooks() is not None else t.detach()
-            outs[i] = _Tie.apply(plain, (there, metas), *operands)
+            outs[i] = _Tie.apply(plain, (there, metas, tried.lacking, i), *empty)
     if isinstance(out, torch.Tensor):
         return outs[0]
     return type(out)(*outs) if hasattr(out, "_fields") else type(out)(outs)
@@ -455,39 +459,64 @@ def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tens
     return tied
 
 
+class _EmptyOperand(torch.autograd.Function):
+    """A tensor without elements that has the history of an operand, and gives it zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, operand: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.shape = operand.shape
+        return torch.empty(0, dtype=operand.dtype, device=operand.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        # A sum of nothing is zero, and has the history of `grad`. A hook may write to the result.
+        return None if grad is None else grad.sum().expand(ctx.shape).contiguous()
+
+
 class _Tie(torch.autograd.Function):
     """The first tensor, with others behind it, whose gradients are zeros.
 
-    `metas` are the same tensors of a run with elements. An operand that gets no gradient there gets
-    none here, and a gradient of zeros has the history that it has there.
+    `metas` are tensors of a run with elements, and `operands` their empty tensors here. An operand
+    that gets no gradient there gets none here, and a gradient of zeros has the history that it has
+    there. Without `metas` all operands get zeros without a history.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         out: torch.Tensor,
-        metas: tuple[torch.Tensor, list[torch.Tensor]] | None,
+        metas: tuple[torch.Tensor, list[torch.Tensor], dict[int, list[bool]], int] | None,
         *operands: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        # Not saved: nothing of them is read.
-        ctx.metas, ctx.operands = metas, operands
+        ctx.metas, ctx.operands = metas, () if metas is None else operands
         ctx.likes = [(o.shape, o.dtype, o.device) for o in operands]
         return out.clone()  # not a view: it may be written to
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        nones = [None] * len(ctx.operands)
+        nones = [None] * len(ctx.likes)
         if grad is None:
             return None, None, *nones
         zeros: list[Any] = [torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.likes]
         if ctx.metas is None:
             return grad, None, *zeros
-        found = _differentiate_meta(ctx.metas[0], ctx.metas[1], grad.requires_grad)
+        out, operands, lacking, number = ctx.metas
+        again = torch.is_grad_enabled()
+        if not again and number in lacking:
+            return (
+                grad,
+                None,
+                *[None if lacks else z for z, lacks in zip(zeros, lacking[number], strict=True)],
+            )
+        found = _differentiate_meta(out, operands, grad.requires_grad)
         if found is None:
             return grad, None, *zeros
         seed, grads = found
-        metas, behind = [seed, *ctx.metas[1]], [grad, *ctx.operands]
+        if not again:
+            lacking[number] = [g is None for g in grads]
+        metas, behind = [seed, *operands], [grad, *ctx.operands]
         for i, there in enumerate(grads):
             if there is None:
                 zeros[i] = None
@@ -498,9 +527,9 @@ class _Tie(torch.autograd.Function):
                     for k, m in enumerate(metas)
                     if m.requires_grad and _node_of_tensor(m) in reached
                 ]
-                pair = there, [metas[k] for k in some]
+                tied: Any = there, [metas[k] for k in some], {}, 0
                 with Local():
-                    zeros[i] = _Tie.apply(zeros[i], pair, *[behind[k] for k in some])
+                    zeros[i] = _Tie.apply(zeros[i], tied, *[behind[k] for k in some])
         return grad, None, *zeros
 
 

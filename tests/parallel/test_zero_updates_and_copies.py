@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from threading import get_ident
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed._composable import checkpoint
 
 import partita as pt
+from partita.parallel import flat_buffer
+from partita.tensor import uneven_pieces
 from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, mlp, run, whole
 
 
@@ -375,3 +378,68 @@ def test_a_parameter_that_was_replaced_reports_no_gradient_to_zero(stage):
 
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [[0] * 4] * 2
+
+
+class Scaled(nn.Module):
+    """A block that reads its weight in a Function of pieces."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g * w, (g * x).sum(0)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        rows, whole = [pt.Shard(0)], [pt.Replicate()]
+        function = pt.local_map(
+            self.Product.apply, out_placements=rows, in_placements=(rows, whole)
+        )
+        return function(x, self.weight)
+
+
+BLOCKS = {
+    "linear": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)),
+    "no bias": lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.RMSNorm(8), nn.PReLU()),
+    "local_map": Scaled,
+}
+
+
+@pytest.mark.parametrize("make", BLOCKS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_graphs_hold_no_gathered_weight_where_rows_may_be_missing(make, rows, monkeypatch):
+    searched, derived = [], []
+
+    def count(module, name, calls):
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args: calls.append(get_ident()) or function(*args)
+        )
+
+    # What holds gathered memory has to be looked for among all objects.
+    count(flat_buffer, "find_views_of_memory", searched)
+    count(uneven_pieces, "_differentiate_meta", derived)
+
+    def body(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(BLOCKS[make]() for _ in range(3))).double()
+        pt.zero(model, mesh, stage=3, blocks=list(model))
+        x = pt.distribute_tensor(torch.randn(rows, 8, dtype=torch.float64), mesh, [pt.Shard(0)])
+        counts = []
+        for _ in range(3):
+            model(x).pow(2).sum().backward()
+            counts.append(derived.count(get_ident()))  # of this rank
+        return counts
+
+    with pt.ranks(dp=2) as world:
+        for counts in world.run(body):
+            assert counts[0] == counts[2]  # which gradients are missing is known by then
+    assert not searched

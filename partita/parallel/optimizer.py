@@ -34,7 +34,7 @@ from partita.tensor.dtensor_gradients import (
     update_spec,
 )
 from partita.tensor.foreach import norms
-from partita.tensor.tensor_state import HERE, make_argument_error, state_of
+from partita.tensor.tensor_state import HERE, count_writes, make_argument_error, state_of
 from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
@@ -137,7 +137,8 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall | None:
     if torch.compiler.is_dynamo_compiling():  # Dynamo never compiles a step of DTensors
         return None
-    _after_step(optimizer, args, kwargs)  # cleans up after a step that failed
+    _restore_own_hooks(optimizer)  # after a step that failed
+    _writes_before.pop(optimizer, None)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     HERE.trace.run_without_profiling(refuse_given_up, params)
     spread = [p for p in params if isinstance(p, DTensor)]
@@ -163,6 +164,9 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         HERE.trace.run_without_profiling(reduce_gradients, spread)
     if not plain:
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
+        if not (HERE.trace.is_tracing or type(optimizer).__module__.startswith("torch.optim.")):
+            written = [p for p in spread if closure is not None or _grad(p) is not None]
+            _writes_before[optimizer] = [(p, count_writes(p)) for p in written]
         return None
     if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
@@ -246,15 +250,17 @@ def _restore_own_hooks(optimizer: Optimizer) -> None:
         optimizer._optimizer_step_pre_hooks.update(own)
 
 
+_writes_before: WeakKeyDictionary[Optimizer, list[tuple[DTensor, int]]] = WeakKeyDictionary()
+"""What a step that runs may write by address, with the number of writes that torch had counted."""
+
+
 def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
     _restore_own_hooks(optimizer)
-    if HERE.trace.is_tracing or type(optimizer).__module__.startswith("torch.optim."):
-        return
-    # Kernels of other libraries write parameters by their addresses, and count no versions.
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    with Local():
-        written = [p for p in params if isinstance(p, DTensor) and _grad(p) is not None]
-        increment_version([p for p in written if not p.is_inference()])
+    for p, count in _writes_before.pop(optimizer, ()):
+        # Kernels of other libraries write parameters by their addresses, which torch does not
+        # count. It is a write through `.data`: what autograd has saved of `p` stays valid.
+        if count_writes(p) == count and not p.is_inference():
+            increment_version(p.data)
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:

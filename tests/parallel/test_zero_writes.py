@@ -191,6 +191,54 @@ def test_an_optimizer_whose_kernels_count_no_versions_trains(persistent, stage):
     run(program, stage, mlp, **({"persistent": persistent} if stage == 3 else {}))
 
 
+class ByOps(ByAddress):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-0.1)
+
+
+class Skipping(ByAddress):
+    """It leaves out all steps, as others leave out those whose gradients are not finite."""
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("make", [ByAddress, ByOps, Skipping])
+def test_a_step_of_ones_own_counts_the_writes_that_torch_counts(make, stage):
+    def program(model, spread):
+        optimizer, found = make(model.parameters()), []
+        for x in (X, Y):
+            optimizer.zero_grad()
+            loss_of(model, spread(x)).backward()
+            before = [p._version for p in model.parameters()]
+            optimizer.step()
+            found += [p._version - v for p, v in zip(model.parameters(), before, strict=True)]
+        return [torch.tensor(found)]
+
+    run(program, stage, mlp)
+
+
+@pytest.mark.parametrize(("stage", "persistent"), [(0, False), (1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("make", [ByAddress, Skipping])
+def test_an_older_graph_is_differentiated_after_a_step_that_counts_no_writes(
+    make, stage, persistent
+):
+    def program(model, spread):
+        optimizer = make(model.parameters())
+        loss, older = (loss_of(model, spread(x)) for x in (X, Y))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        older.backward()
+        return [*gradients_of(model), whole(loss_of(model, spread(X)))]
+
+    run(program, stage, mlp, **({"persistent": persistent} if stage == 3 else {}))
+
+
 def test_a_data_that_is_read_keeps_no_block_from_being_gathered_ahead():
     def body(mesh, read):
         model = pt.zero(mlp(3), mesh)

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from partita.comm import recomputing
 from partita.layout import Fix
 from partita.parallel.batch import tensors_in
+from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import (
     HERE,
     frees_graph,
@@ -92,7 +93,14 @@ class Read:
     values: torch.Tensor | None
 
     def has_values_of(self, t: torch.Tensor) -> bool:
-        """True if `t`, which is another tensor, has the values that were read."""
+        """True if `t`, which is another tensor, has the values that were read, on all ranks."""
+        same = self._has_local_values_of(t)
+        if self.values is None or not isinstance(t, DTensor):
+            return same
+        what = "whether a region that is run again reads equal values"
+        return all(one for (one,) in t._spec.wire.gather_ints((same,), what))
+
+    def _has_local_values_of(self, t: torch.Tensor) -> bool:
         mine, its = self.values, make_local_alias(t)
         if mine is None or type(mine) is not torch.Tensor or type(its) is not torch.Tensor:
             return True  # nothing to compare: a parameter, or a tensor without memory

@@ -9,6 +9,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partita as pt
+from partita.comm import Wire
 from partita.remat import Call, is_recomputing
 
 Function = Callable[..., Any]
@@ -349,6 +351,44 @@ def test_a_tensor_that_was_exchanged_since_forward_is_an_error(keeps_first: bool
     with pytest.raises(pt.RematError, match="reads another tensor than its forward read"):
         (first + second).backward()
     del kept
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5])
+@pytest.mark.parametrize("new", [0.0, 5.0])
+def test_a_tensor_that_was_exchanged_in_one_ranks_piece_is_an_error_on_all_ranks(
+    rows: int, new: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []  # one entry for each comparison of a rank
+
+    def gather_ints(*args: Any) -> Any:
+        compared.append(get_ident())
+        return gathered(*args)
+
+    gathered = Wire.gather_ints
+    monkeypatch.setattr(Wire, "gather_ints", gather_ints)
+
+    def body(mesh: Any) -> tuple[int, str, int]:
+        def make(last: float) -> Any:
+            values = torch.arange(1.0, rows + 1)
+            values[-1] += last
+            return pt.distribute_tensor(values, mesh, [pt.Shard(0)])
+
+        w, mask = make(0.0).requires_grad_(), make(0.0)
+        region = pt.remat(lambda w: (w * mask).exp())
+        region(w).sum().backward()
+        before = compared.count(get_ident())
+        loss, mask, error = region(w).sum(), make(new), ""
+        try:
+            loss.backward()
+        except pt.RematError as raised:
+            error = str(raised)
+        return before, error, compared.count(get_ident())
+
+    with pt.ranks(dp=2) as world:
+        one, other = world.run(body)
+    assert one == other
+    assert (one[0], one[2]) == (0, 1)  # nothing is compared where nothing was exchanged
+    assert ("reads another tensor than its forward read" in one[1]) == bool(new)
 
 
 @pytest.mark.parametrize("nan", [False, True])

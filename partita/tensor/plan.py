@@ -590,7 +590,8 @@ def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
                 parts.append(_key_of_argument(what, value))
         if named or more:
             _check_rest(more, named, harmless, flagged)
-        _check_rest(tuple(unread), {}, harmless, False)
+        if unread:
+            _check_rest(tuple(unread), {}, harmless, False)
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     return key if IN_C is None else IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)

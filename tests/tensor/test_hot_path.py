@@ -7,6 +7,7 @@ own, and whole programs with the same programs under `PARTITA_HOT_PATH=python`.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import subprocess
@@ -241,3 +242,19 @@ def test_arguments_may_be_any_sequence():
             return handle(torch.exp, (pt.DTensor,), (x,)).shape, out.to_local().tolist()
 
         assert world.run(rank)[0] == ((4,), [3.0] * 4)
+
+
+def test_a_key_in_python_looks_at_undeclared_arguments_only_where_a_call_has_some(monkeypatch):
+    looked, look = [], plan._check_rest
+    monkeypatch.setattr(plan, "IN_C", None)
+    monkeypatch.setattr(plan, "_check_rest", lambda *args: looked.append(1) or look(*args))
+
+    def call(size: Any, *, _stacklevel: int = 3) -> None: ...
+
+    def declared(size: Any) -> None: ...
+
+    for function, looks in ((declared, 0), (call, 1)):
+        looked.clear()
+        params = list(inspect.signature(function).parameters.values())
+        assert plan.declared_key(params)(4) == plan.declared_key(params)(size=4)
+        assert len(looked) == 2 * looks

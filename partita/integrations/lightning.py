@@ -10,6 +10,7 @@ This runs on each rank that torchrun starts.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ except ImportError as error:
     raise ImportError(
         "partita.integrations.lightning needs lightning: pip install lightning"
     ) from error
+
+
+def _log_whole(module: Any, name: Any, value: Any, *args: Any, **options: Any) -> None:
+    """Call the `log` of the module's class. A copied or pickled module calls its own."""
+    type(module).log(module, name, to_whole(value), *args, **options)
 
 
 class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -65,10 +71,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         module: Any = self.lightning_module
         self._run.shard_model(module)
         if "log" not in module.__dict__:  # Lightning sums metrics in plain tensors
-            log = module.log
-            module.log = lambda name, value, *args, **options: log(
-                name, to_whole(value), *args, **options
-            )
+            module.log = partial(_log_whole, module)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Returns a loader that yields, on each rank, the joined batches of all ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tests.programs.trainer_runs import (
     largest_difference,
 )
 
-pytest.importorskip("lightning")
+pl = pytest.importorskip("lightning.pytorch")
 pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -29,7 +31,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def train(ranks: int, name: str, folder: Path, resume: Path | None = None) -> list[float]:
     """Returns the loss of each step, and the two metrics of each evaluation."""
-    import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -100,3 +101,32 @@ def test_a_fit_is_that_of_one_device_and_resumes_to_the_same_bits(tmp_path: Path
         for name, (once, resumed) in found.items():
             assert largest_difference(once, truth[name][0]) < 1e-9, name
             assert len(resumed) == len(once) // 2 and resumed == once[len(resumed) :], name
+
+
+class Logging(pl.LightningModule):
+    """A module with a `log` of its own, which keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.logged = torch.nn.Parameter(torch.ones(2, 2)), []
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.logged.append((name, type(value), options))
+
+
+def log_in_copies(rank: int) -> Any:
+    from partita.integrations.lightning import MeshStrategy
+
+    module, strategy = Logging(), MeshStrategy(stage=0)
+    strategy.connect(module)
+    strategy.model_to_device()
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    for i, one in enumerate([module, *copies]):
+        one.log("loss", one.weight.sum(), number=i)
+    return [one.logged for one in (module, *copies)]
+
+
+def test_a_module_is_copied_and_pickled_and_each_logs_its_own_whole_tensors() -> None:
+    for found in run_ranks(as_under_torchrun, 2, 2, log_in_copies, timeout=100):
+        for i, logged in enumerate(found):
+            assert logged == [("loss", torch.Tensor, {"number": i})]

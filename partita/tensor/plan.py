@@ -499,7 +499,7 @@ def freeze_value(value: Any) -> Any:
     return t
 
 
-def _check_rest(
+def check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
     """Raise Unkeyed if an argument that the rule does not declare could matter: another name of a
@@ -589,9 +589,9 @@ def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
             else:
                 parts.append(_key_of_argument(what, value))
         if named or more:
-            _check_rest(more, named, harmless, flagged)
+            check_rest(more, named, harmless, flagged)
         if unread:
-            _check_rest(tuple(unread), {}, harmless, False)
+            check_rest(tuple(unread), {}, harmless, False)
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     return key if IN_C is None else IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)

@@ -510,7 +510,7 @@ class _Tie(torch.autograd.Function):
                 None,
                 *[None if lacks else z for z, lacks in zip(zeros, lacking[number], strict=True)],
             )
-        found = _differentiate_meta(out, operands, grad.requires_grad)
+        found = differentiate_meta(out, operands, grad.requires_grad)
         if found is None:
             return grad, None, *zeros
         seed, grads = found
@@ -533,7 +533,7 @@ class _Tie(torch.autograd.Function):
         return grad, None, *zeros
 
 
-def _differentiate_meta(
+def differentiate_meta(
     out: torch.Tensor, operands: list[torch.Tensor], seed_has_history: bool
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]] | None:
     """Returns a gradient of `out` and the operands' gradients; None if backward needs values."""

@@ -245,9 +245,9 @@ def test_arguments_may_be_any_sequence():
 
 
 def test_a_key_in_python_looks_at_undeclared_arguments_only_where_a_call_has_some(monkeypatch):
-    looked, look = [], plan._check_rest
+    looked, look = [], plan.check_rest
     monkeypatch.setattr(plan, "IN_C", None)
-    monkeypatch.setattr(plan, "_check_rest", lambda *args: looked.append(1) or look(*args))
+    monkeypatch.setattr(plan, "check_rest", lambda *args: looked.append(1) or look(*args))
 
     def call(size: Any, *, _stacklevel: int = 3) -> None: ...
 

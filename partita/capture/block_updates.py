@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunction
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode
 
@@ -153,7 +153,7 @@ def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
 
 def _find_memory(p: torch.Tensor, state: Mapping[str, Any]) -> set[int]:
     """Returns identifiers of the storages of a parameter, its gradient and its state."""
-    with Unheard():
+    with DisableTorchFunction():
         taken = (p, _grad.__get__(p), *state.values())
         tensors = (t for t in taken if isinstance(t, torch.Tensor) and t.layout is torch.strided)
         return {t.untyped_storage()._cdata for t in tensors}  # private torch

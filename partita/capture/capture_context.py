@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
@@ -69,7 +69,7 @@ class FakeRunHooks(TraceHooks):
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         # `module.to(...)` swaps parameters, which a tracer's weak references to fakes forbid. Its
         # effect is that of `p.data = ...` in eager.
-        with Local():
+        with local_ops():
             is_same = show_same_memory(one, other)
         if not is_same:
             one.data = other

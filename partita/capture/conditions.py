@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from partita.graph.errors import CaptureError, not_captured
@@ -130,7 +130,7 @@ def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
 
     Reading them at once is five times as fast as one by one.
     """
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         if tensors[0].is_meta:
             return [0.0] * len(tensors)
         found: list[float] = torch.stack([*tensors]).tolist()
@@ -142,7 +142,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 def kind_of_gradient(t: torch.Tensor) -> Any:
     """Returns the metadata of the gradient of `t`; None if there is no gradient."""
-    with Local():
+    with local_ops():
         grad = _grad.__get__(t)
         if grad is None:
             return None
@@ -160,7 +160,7 @@ def read_fact(t: torch.Tensor, name: str) -> Any:
     """Returns a fact of a tensor, as "is_leaf"; of `FACTS_OF_OBJECTS` only whether it is set."""
     if name == "id":
         return id(t)
-    with Local():
+    with local_ops():
         found = getattr(t, name)
         if name in FACTS_OF_OBJECTS:
             return found is not None
@@ -252,7 +252,7 @@ class Sharing:
             return True
         if not self.program.written:
             return False
-        with Local():
+        with local_ops():
             starts = [tensors[i].untyped_storage()._cdata for i in self._arguments]
         if self._overlaps or not self._held.isdisjoint(starts):
             return True
@@ -260,7 +260,7 @@ class Sharing:
 
     def note_held(self, tensors: Sequence[Any]) -> None:
         """Store the storages of the state, which may have changed since the last call."""
-        with Local():
+        with local_ops():
             starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
         self._storages = {*starts}
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
@@ -268,7 +268,7 @@ class Sharing:
         self._overlaps = together and self.find_error(tensors) is not None
 
     def _storages_of_gradients(self, tensors: Sequence[Any]) -> Iterator[int]:
-        with Local():
+        with local_ops():
             for index in self._gradients:
                 if (grad := _grad.__get__(tensors[index])) is not None:
                     yield grad.untyped_storage()._cdata
@@ -286,7 +286,7 @@ class Sharing:
             t = tensors[given.index]
             if given.kind == "gradient" and (t := _grad.__get__(t)) is None:
                 continue
-            with Local():
+            with local_ops():
                 start = t.untyped_storage()._cdata  # torch has no public name for a storage
                 first, end = _span_of_bytes(t)
             if end > first:

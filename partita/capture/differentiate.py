@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.graph.fake_values import make_distinct
 from partita.graph.graph_nodes import NOTE
@@ -68,12 +68,12 @@ def asks_gradient(value: torch.Tensor) -> bool:
 
 def requires_grad(value: torch.Tensor) -> bool:
     """True if the local tensor requires grad."""
-    with Local():
+    with local_ops():
         return value.requires_grad
 
 
 def _is_computed(value: torch.Tensor) -> bool:
-    with Local(), suppress(RuntimeError):  # a view made under `no_grad`, with a written base
+    with local_ops(), suppress(RuntimeError):  # a view made under `no_grad`, with a written base
         return value.grad_fn is not None
     return False
 
@@ -99,7 +99,7 @@ def differentiate(
     with recorder.behind_forward():
         for number, result in enumerate(results):
             spec = getattr(result, "_spec", None)
-            with Local(), torch.no_grad():
+            with local_ops(), torch.no_grad():
                 value = torch.empty_like(result.detach())
             seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
             values.append(value if spec is None else tagged(value, spec.gradient))
@@ -111,7 +111,7 @@ def differentiate(
             if any(message in str(error) for message in _SPENT):
                 return None
             raise
-        with Local():
+        with local_ops():
             return seeds, [None if g is None else g.detach() for g in found]
 
 
@@ -129,7 +129,7 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
         last.meta = {k: v for k, v in node.meta.items() if k != NOTE}
         node.replace_all_uses_with(last)
         graph.erase_node(node)
-        with inputs.mode, Local(), torch.no_grad():
+        with inputs.mode, local_ops(), torch.no_grad():
             last.meta["val"] = make_distinct(last.meta["val"], known)
             like = last.meta["val"].detach()
         if seed.spec is not None:
@@ -190,7 +190,7 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
 
 def _edge_of(t: torch.Tensor) -> _Edge:
     """Returns (node, output number) of the autograd graph, which a tensor's gradient enters."""
-    with Local():
+    with local_ops():
         return t.grad_fn, t.output_nr
 
 
@@ -199,7 +199,7 @@ def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     """Stop gradients at `results` inside the block: return them, and do not run their hooks."""
     handles, hidden = [], []
     try:
-        with Local():
+        with local_ops():
             for t in results:
                 node, place = _edge_of(t)
                 handles.append(node.register_prehook(partial(_drop_gradient, place=place)))

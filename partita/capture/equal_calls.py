@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunction as Unheard
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
@@ -68,7 +68,7 @@ def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
     """Returns new fake tensors with the metadata of `likes`, recorded as made by `nodes`."""
-    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
         node.meta.setdefault("val", like)
@@ -107,7 +107,7 @@ class RepeatedCalls:
         """Returns the key of a call; None if it has none, or does not make or write one tensor."""
         if not (_makes_one(func) or _writes_one(func)):
             return None
-        with Local():
+        with local_ops():
             return key_of_call(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -136,7 +136,7 @@ class RepeatedCalls:
         """
         if not isinstance(x, FakeTensor):
             return None
-        with Unheard(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with DisableTorchFunction(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
                 return None
             node = known_node_of(x)
@@ -155,7 +155,7 @@ class RepeatedCalls:
 
         Its fake value is computed for one position of each group of equal operands.
         """
-        with Local():
+        with local_ops():
             places = _group_places(args)
             if places is None or kwargs:
                 return NotImplemented

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -579,5 +579,5 @@ def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     tensors run no kernels.
     """
     written = tensors_written(func, args, kwargs, lists=True)
-    with Local():
+    with local_ops():
         increment_version([t for t in written if not t.is_inference()])

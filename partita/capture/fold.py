@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm.device import HOST
 from partita.graph.errors import CaptureError, UnsureOfWrites
@@ -108,7 +108,7 @@ class StepBlocks:
         self._shows: defaultdict[int, list[fx.Node]] = defaultdict(list)
         for run in self._runs:
             run.absorb_between()
-            with Local():
+            with local_ops():
                 run.describe()
             self._by_key[run.key].append(run)
 
@@ -185,7 +185,7 @@ class StepBlocks:
         for run in runs:
             run.forward = [n for i, n in enumerate(run.forward) if i not in {*shared}]
             run.own = {n: i for i, n in enumerate(run.forward)}
-            with Local():
+            with local_ops():
                 run.describe()
 
     def _find_shared_numbers(self, runs: Sequence[_BlockRun]) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import TraceWire, Wire, user_line
 from partita.graph.errors import not_captured
@@ -175,7 +175,7 @@ class GraphInputs:
             if given.kind in ("mark", "gradient"):
                 self.owner(given).grad = fake  # a DTensor: it may be reduced already
             elif given.tensor.requires_grad:
-                with Local():
+                with local_ops():
                     fake.requires_grad_()
                 hooks += copy_user_hooks_to_fake(given.tensor, fake)
             fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
@@ -280,7 +280,7 @@ class TensorFacts:
                 )
             return ()
         if name == "grad":
-            with Local():
+            with local_ops():
                 found = fake.grad
             if found is not None and id(found) not in self._grads:
                 return ()  # a gradient that the step has made
@@ -291,12 +291,12 @@ class TensorFacts:
         if name == "grad":
             return (None,) if untouched else ()
         if name in FACTS_OF_OBJECTS:
-            with Local():
+            with local_ops():
                 return () if not value or func(fake) is not None else (func(given.tensor),)
         return (value,)
 
     def _shows_input(self, fake: Any) -> bool:
-        with Local():
+        with local_ops():
             memory = fake.untyped_storage()._cdata
             return any(x.untyped_storage()._cdata == memory for x in self._inputs.fakes)
 

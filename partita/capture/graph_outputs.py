@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -122,7 +122,7 @@ class GraphOutputs:
         for given, fake in self._differentiable_inputs():
             if not fake.requires_grad and not given.may_have_gradient:
                 continue
-            with Local():
+            with local_ops():
                 grad = _grad.__get__(fake)
             if not given.tensor.is_leaf:
                 if grad is not None:
@@ -248,14 +248,14 @@ def _left_gradient(made: torch.Tensor) -> torch.Tensor | None:
     """Returns the `.grad` that the step's backward passes left on a tensor that it made."""
     if has_history(made) and not _retains_gradient(made):
         return None  # torch warns if it is read
-    with Local():
+    with local_ops():
         found: torch.Tensor | None = _grad.__get__(made)
         return found
 
 
 def _retains_gradient(made: torch.Tensor) -> bool:
     """True if the step has called `retain_grad()` on a value that it computed."""
-    with Local():
+    with local_ops():
         return made.retains_grad
 
 
@@ -375,7 +375,7 @@ def _without_memory(given: Input, inputs: GraphInputs) -> Input:
     """Returns an input with a fake for a tensor that belongs to the captured call alone."""
     if given.kind != "argument" and given.tensor.is_leaf:
         return given
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         like = inputs.stand_in(given.tensor).detach()
     return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -51,7 +51,7 @@ class KernelStridesMode(FakeTensorMode):
         found = super().dispatch(func, types, args, kwargs)
         if found is None or not _is_kernels_choice(func):
             return found
-        with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
             return _with_kernel_strides(self, func, args, kwargs, found)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
@@ -135,13 +135,13 @@ def _bind(
 def _shape_of(x: Any) -> tuple[int, ...]:
     """Returns the shape of a tensor; for a DTensor the global one."""
     spec = getattr(x, "_spec", None)
-    with Unheard():
+    with DisableTorchFunction():
         return tuple(x.shape if spec is None else spec.shape)
 
 
 def _is_of_scores(mask: torch.Tensor, query: Any, scores: tuple[int, ...]) -> bool:
     """True for a mask that attention accepts for scores of this shape without broadcasting them."""
-    with Unheard():
+    with DisableTorchFunction():
         shape, dtype = tuple(mask.shape), mask.dtype
         kinds = (torch.bool, query.dtype)
         casts = torch.is_autocast_enabled(mask.device.type) and dtype.is_floating_point
@@ -411,7 +411,7 @@ def _writes_first(target: Any) -> bool:
 def computing() -> Iterator[None]:
     """Compute normally inside the block: without tracing, modes, autocast and gradients."""
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
-    with _disable_current_modes(), Unheard(), torch.no_grad(), casts_off:
+    with _disable_current_modes(), DisableTorchFunction(), torch.no_grad(), casts_off:
         yield
 
 

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._C import DisableTorchFunction as Unheard
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
@@ -109,7 +109,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _shape_of_value(value: Any) -> Any:
-    with Local():
+    with local_ops():
         return value.shape if isinstance(value, torch.Tensor) else ()
 
 
@@ -315,7 +315,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                 raise of_data(func._schema.name)
             return int(number)
 
-        with self, Unheard():
+        with self, DisableTorchFunction():
             return call(count, *args, **kwargs)
 
     def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -333,7 +333,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         first = self.newest()
-        with Local():
+        with local_ops():
             out = REPLACED.get(func, func)(*args, **kwargs)
         if key is not None:
             self._repeated.learn(key, func, out, first)
@@ -387,7 +387,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     def keep(self, x: torch.Tensor) -> None:
         """Mark the nodes that made the memory of `x` as saved for backward."""
-        with Local():
+        with local_ops():
             wanted = x.untyped_storage()._cdata
             for node, made in self._made:
                 if made.untyped_storage()._cdata == wanted:
@@ -564,7 +564,7 @@ class RepeatedMoves:
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()
-        with Unheard():
+        with DisableTorchFunction():
             key = (id(wire), id(move), wire.zeros, x.shape, x.stride(), x.dtype, x.device)
         known = self._known.get(key)
         if known is not None:
@@ -580,7 +580,7 @@ class RepeatedMoves:
     ) -> _Traced | None:
         nodes = [*nodes_since(self._recorder.graph, first)][::-1]
         made = node_of(out)
-        with Unheard():
+        with DisableTorchFunction():
             shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata
         if made is None or made not in nodes or shows:
             return None  # the result is an alias of the operand
@@ -627,7 +627,7 @@ class StepFunctionMode(TorchFunctionMode):
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
         self.calls = LibraryCalls()
-        with Local():
+        with local_ops():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -662,7 +662,7 @@ class StepFunctionMode(TorchFunctionMode):
 
     def _set_data(self, x: Any, value: Any) -> None:
         """Handle `x.data = value`."""
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             before = x.detach()
         with torch.no_grad():
             value = _laid_out_like(x, value.detach())
@@ -672,7 +672,7 @@ class StepFunctionMode(TorchFunctionMode):
 
     def copy_back(self) -> None:
         """Write the values that the step has left in the `.data` of inputs into their memory."""
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             for x, memory in self._memory:
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
                     raise not_captured(
@@ -778,7 +778,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
     one, other = (getattr(t, "_spec", None) for t in (x, value))
     if one is not None and other is not None and one.shape == other.shape:
         value = moved(value, other, one, "data", "implicit")
-    with Local():
+    with local_ops():
         alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
     if (one is None) != (other is None) or not alike:
         raise not_captured(
@@ -803,7 +803,7 @@ def _check_values(func: Any, args: Any, kwargs: Any) -> None:
     """Add to the graph the checks that `func` makes in eager, on this rank's local values."""
     if func not in _CHECKS:
         return
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         for holds, text in _CHECKS[func](*args, **(kwargs or {})):
             torch._assert_async(holds.all(), text)
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import (
     ControlPlane,
@@ -377,7 +377,7 @@ def _write_leaf(leaf: Leaf, value: Any) -> None:
         leaf.value = value
         return
     piece = destination(leaf.value)
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         if piece is None:
             leaf.value.detach().zero_()
         else:
@@ -419,12 +419,12 @@ class _SpreadTensors:
             return tagged(piece_of(whole.to(x.device), x._spec), x._spec)
 
     def empty_like(self, x: DTensor) -> torch.Tensor:
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             return tagged(torch.empty_like(x.detach(), device=HOST), x._spec)
 
     def copy_on_cpu(self, x: DTensor) -> torch.Tensor:
         copied = self.empty_like(x)
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             copied.copy_(x.detach())
         return copied
 

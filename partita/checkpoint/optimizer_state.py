@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.layout import Layout
 from partita.tensor import DTensor
@@ -302,5 +302,5 @@ def _allocate_state(at: KeyPath, one: Stored, owner: torch.Tensor | None) -> tor
     spec = update_spec(owner)
     if size != tuple(spec.shape):
         spec = spec_of(Layout(size), spec.wire)
-    with Local():
+    with local_ops():
         return tagged(empty_with_room(spec, dtype, owner.device), spec)

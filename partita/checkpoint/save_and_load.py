@@ -28,7 +28,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import (
     BackgroundResult,
@@ -369,7 +369,7 @@ _SAMPLED = 1 << 18
 
 def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
     """Returns a checksum of `x`; `sampled`: of a large tensor, of a sample of its elements."""
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         local = x.detach()
         if sampled and local.numel() > _SAMPLED:
             local = local.reshape(-1)[:: local.numel() // _SAMPLED]
@@ -385,7 +385,7 @@ def _reduce_partial(x: DTensor) -> DTensor:
 
 def _copy_to_buffers(out: _StagedState, memory: Memory) -> None:
     kept = {}
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         for name, piece in out.pieces.items():
             local = piece.local
             buffer = memory.get(name)
@@ -607,7 +607,7 @@ class _LoadJob:
 
     def finish(self) -> None:
         """Read the tensors in place, and put all into the state."""
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             for x in self._emptied:
                 x.detach().zero_()
         self._planner.trial = False

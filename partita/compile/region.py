@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
@@ -129,7 +129,7 @@ class _BackwardPart:
         backward = self.backward
         given: dict[str, Any] = {"saved": saved, "kept": saved, "cotangent": cotangents}
         # `once_differentiable` has turned grad mode off.
-        with Local(), without_any_autocast():
+        with local_ops(), without_any_autocast():
             args = []
             for what, entrance in zip(backward.inputs, self.entrances, strict=True):
                 x = given[what.kind][what.index] if what.kind in given else what.now(())
@@ -202,7 +202,7 @@ class Region(CapturedProgram):
             inputs = [known[id(given)] for given in self.halves.forward.inputs]
         made = self.halves.forward.run_graph(tensors, inputs)
         count = len(self.given)
-        with Local():
+        with local_ops():
             results, inside = list(made[:count]), iter(made[count:])
             with torch.no_grad():
                 # Detached, so that the caller may write them in place: autograd would look for

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -96,7 +96,7 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 @contextmanager
 def building_fakes() -> Iterator[None]:
     """Hide operations inside the block from all torch modes."""
-    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         yield
 
 

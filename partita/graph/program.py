@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
@@ -396,7 +396,7 @@ class Program:
         """
         assert self.call is not None
         locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
-        with Local(), torch.no_grad(), _BelowAutograd(), without_any_autocast():
+        with local_ops(), torch.no_grad(), _BelowAutograd(), without_any_autocast():
             if self.entering or self.leaving:
                 found = self._call_padded(self.call, locals_)
             else:
@@ -659,6 +659,6 @@ class Built:
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of `x`, plain and without history."""
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         found: Any = x.detach()
     return found

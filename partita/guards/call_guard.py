@@ -15,7 +15,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.conditions import Condition, Conditions
 from partita.graph.program import local_of
@@ -63,7 +63,7 @@ class CallGuard:
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         whole = len(slots) == count and all(isinstance(t, torch.Tensor) for t in self._held)
         self._ids = {id(t) for t in self._held}
-        with Local():
+        with local_ops():
             self.usable = (
                 whole
                 and len(set(new)) == len(new)
@@ -172,5 +172,5 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
     """Returns the properties of one leaf of a call that a program depends on."""
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
-    with Local():  # once, because each attribute of a DTensor would enter it again
+    with local_ops():  # once, because each attribute of a DTensor would enter it again
         return (*kind_of_tensor(value), value.stride())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.block_choice import BlocksTraced
 from partita.capture.conditions import Conditions, Sharing
@@ -207,7 +207,11 @@ class SideGraph:
         given = [i.now(tensors) for i in self.inputs]
         borders = [i.border for i in self.inputs]
         given = [x if b is None else b.enter(x) for x, b in zip(given, borders, strict=True)]
-        with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
+        with (
+            torch.random.fork_rng(devices=accelerator_indices(given)),
+            local_ops(),
+            torch.no_grad(),
+        ):
             return run(*given)
 
 

@@ -25,7 +25,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils import _pytree as pytree
 
 from partita.capture.capture_context import DeviceMode, function_modes
@@ -618,7 +618,7 @@ class TensorGuard:
         return now == were and all(map(is_, specs, known))
 
     def _read_tensor_state(self) -> tuple[list[Any], ...]:
-        with Local():
+        with local_ops():
             specs = [*map(dict.get, map(vars, self._each), repeat("_spec"))]
             return (*[[*map(read, self._each)] for read in _TENSOR_PROPERTIES], specs)
 
@@ -658,7 +658,7 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
     graph contiguous and padded: whether a shard with one row or none is contiguous may differ
     between ranks, and all ranks must find the same program.
     """
-    with Local():
+    with local_ops():
         return [
             ()
             if enters_padded(t) or (i < arguments and t.is_leaf and t.is_contiguous())
@@ -679,7 +679,7 @@ def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 
     These are shape, layout, dtype, device, class, attributes and hooks.
     """
-    with Local():
+    with local_ops():
         attributes = t.__dict__
         spec = attributes.get("_spec")
         own: tuple[Any, ...] = ()
@@ -763,7 +763,7 @@ def describe_call(
 
 def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
     found = {"shape": str(tuple(t.shape))}
-    with Local():
+    with local_ops():
         if isinstance(t, DTensor):
             found["layout"] = t._spec.layout.brief()
             found["mesh"] = str(t._spec.wire.mesh)

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.fakes import Substitutes
 from partita.capture.graph_inputs import OWN_ATTRIBUTES
@@ -1007,7 +1007,7 @@ class AttributesAndHooks:
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._attributed = tensors
-        with Local():
+        with local_ops():
             self._hooked = [t for t in tensors if t.requires_grad]
         # Nobody deletes partita's attributes, so if all are partita's, an equal count suffices.
         self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
@@ -1025,7 +1025,7 @@ class AttributesAndHooks:
 
     def _read_state(self) -> tuple[Any, list[Any]]:
         """Returns counts and names of attributes, and counts of hooks; and all of these objects."""
-        with Local():
+        with local_ops():
             tables = [
                 *map(hooks_of_backward, self._hooked),
                 *map(hooks_of_gradient, self._hooked),

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._C import DisableTorchFunction  # also disables modes
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import PendingWork, Wire, user_line
 from partita.comm.device import Device, empty, new_empty
@@ -230,7 +230,7 @@ class FlatBuffer:
         self._full = empty(0, dtype=dtype, device=device)
         self._rows: list[torch.Tensor] = []  # of `_full`: each parameter as (n, length)
         self._sums = self._full
-        with Local():
+        with local_ops():
             self.has_memory = self._full.untyped_storage().device.type != "meta"
         self.alive = 0
         self.span = (0, 0)
@@ -249,7 +249,7 @@ class FlatBuffer:
         """Begin to gather the local `shards`. Returns False if this has been done already."""
         if self.here or self._arriving is not None:
             return False
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             if self._arrives_in_place:
                 self._allocate_storage()
                 out = self._full[: self.n * self.length]

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import user_line
 from partita.comm.device import empty
@@ -237,7 +237,7 @@ class FsdpGroup:
 
     def fit_buffers(self, shards: Sequence[DTensor]) -> None:
         """Make new flat buffers if `shards` do not fit the existing ones, as after `model.to()`."""
-        with Local():
+        with local_ops():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
             return
@@ -491,7 +491,7 @@ class FsdpGroup:
             if now == before and not unseen:
                 continue
             mine, held = p._spec.region[0], whole._spec.region[0]
-            with Local(), torch.no_grad():
+            with local_ops(), torch.no_grad():
                 rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
                 if rows.dtype != p.dtype:
                     raise LayoutError(
@@ -909,7 +909,7 @@ class Zero(ShardedState):
         ended = self._passes.pop(number, BackwardPass())
         # Not sets, whose order differs between ranks: all must gather the same first one.
         around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             for group in ended.groups:
                 if group not in around:
                     group.end_backward()
@@ -945,7 +945,7 @@ class Zero(ShardedState):
     def _make_token(self, groups: Sequence[FsdpGroup]) -> Token:
         shards = {group: group.shards() for group in groups}
         counts = CallCounts(shards, len(groups) == 1 and groups[0].has_hooks())
-        with Local():
+        with local_ops():
             trained = [p for some in shards.values() for p in some if _requires_grad(p)]
         return Token(_ShardsToToken.apply(self, groups, counts, *trained), counts)
 
@@ -1092,7 +1092,7 @@ class Zero(ShardedState):
         """
         if in_backward():
             return
-        with Local(), counting_versions(), torch.no_grad():
+        with local_ops(), counting_versions(), torch.no_grad():
             self._reduce_held_gradients(self.groups, None)
             for p, g in self.collect(self.groups, None).items():
                 held = _grad(p)
@@ -1149,7 +1149,7 @@ class _ShardsToToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        with Local():
+        with local_ops():
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
             with_history = ctx.zero.pass_at_work().with_history

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction  # also disables modes
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -227,7 +227,7 @@ class _ForwardCall:
         self.group = group
         self.needs = group.may_recompute_within
         self.shards = group.shards() if shards is None else shards
-        with Local():
+        with local_ops():
             self.wanting = [_requires_grad(p) for p in self.shards]
         self.trains = torch.is_grad_enabled() and any(self.wanting)
         self.kind = (graded, *self.wanting)
@@ -350,7 +350,7 @@ class _ForwardCall:
 
 def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
     """Set gathered parameters in the modules of a block, connected to their shards for `call`."""
-    with Local():
+    with local_ops():
         if call is not None and call.trains:
             token = group.zero.token(group)
             made = token.counts.made
@@ -380,7 +380,7 @@ class _GatherBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        with Local():
+        with local_ops():
             # Frees gathered parameters before their gradients are copied.
             ctx.call.release_when_complete("parameters")
             ctx.call.reduce(grads)
@@ -389,7 +389,7 @@ class _GatherBlock(torch.autograd.Function):
 
 def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
     """Returns an alias of the input `t` of a block that notifies `call` of its full gradient."""
-    with Local():
+    with local_ops():
         out = t.view_as(t)
         out.register_hook(lambda _: call.release_when_complete("inputs"))
     return tagged(out, t._spec) if isinstance(t, DTensor) else out
@@ -427,7 +427,7 @@ class _SavedTensorHooks:
         self._hooks.__exit__(None, None, None)
 
     def _pack(self, t: torch.Tensor) -> Any:
-        with Local():
+        with local_ops():
             at = t.data_ptr() if self._have_addresses else 0
             for number, flat in enumerate(self._flats):
                 start, end = flat.span
@@ -449,7 +449,7 @@ def _unpack_saved_tensor(packed: Any) -> torch.Tensor:
     if type(packed) is not tuple:
         return packed.tensor()  # type: ignore[no-any-return]
     t, version = packed
-    with Local():
+    with local_ops():
         if t._version != version:  # autograd does not check this if there are hooks
             raise modified_error(str(tuple(t.shape)), t._version, version)
     return t  # type: ignore[no-any-return]
@@ -487,7 +487,7 @@ class _SavedNote(SavedVersions):
             or group.unseen_writes != self.unseen_writes
         ):
             group.check_unwritten(self.find_parameter(), self)
-        with Local():
+        with local_ops():
             return self.make_again()
 
     def find_parameter(self) -> int:
@@ -638,7 +638,7 @@ def _gather_parameter(p: DTensor, group: FsdpGroup, reason: str) -> DTensor:
         found = moved(p, p._spec, after, group.name, reason)
     else:
         moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, dtypes[0].itemsize)
-        with Local():
+        with local_ops():
             found = _Gather.apply(p, moves, p._spec, group.name, dtypes, reason)
     whole = tagged(found, after)
     own_state(whole).gathered_from = (p, 0)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._C import DisableTorchFunction  # also disables modes
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     Optimizer,
@@ -96,7 +96,7 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         each = norms(grads, norm_type)
         # In the widest dtype of all norms.
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in each) else torch.float32
@@ -389,7 +389,7 @@ def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list
     with torch.no_grad():
         for p in cut:
             now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
-            with Local():
+            with local_ops():
                 p.copy_(now)
 
 
@@ -412,7 +412,7 @@ def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
     block.
     """
     before = []
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         for p in params:
             whole, grad = p.data, _grad(p)
             mine, held = update_spec(p).region[0], p._spec.region[0]
@@ -423,7 +423,7 @@ def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             for p, whole, grad in before:
                 if grad is not None and grad.shape != p.shape:
                     p.data = whole

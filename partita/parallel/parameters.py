@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import user_line
 from partita.comm.device import HOST
@@ -116,7 +116,7 @@ def plain_name(name: str) -> str:
 def find_hooked(tensors: Sequence[Any]) -> list[Any]:
     """Returns the tensors with hooks of the user, also post-accumulate-grad hooks."""
     # Called in each step, where hardly any tensor has a hook.
-    with Local():
+    with local_ops():
         maybe = [
             t
             for t, state in zip(tensors, states_of(tensors), strict=True)
@@ -479,9 +479,9 @@ def _initialize_module(
     """Run one module's initializer; its loaded tensors keep their values."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     held = [t for t in own if id(t) not in rest and not t.is_meta]
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         kept = [t.detach().clone() for t in held]
     initialize()
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         for t, value in zip(held, kept, strict=True):
             t.detach().copy_(value)

@@ -23,7 +23,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import Wire, describe_saved_mesh, find_saved_wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
@@ -409,7 +409,7 @@ class _Bucket:
         self.ready.add(i)
         if len(self.ready) < len(self.params):
             return None
-        with Local():
+        with local_ops():
             grads = self.grads()
             found = []
             for k, (p, g) in enumerate(zip(self.params, grads, strict=True)):
@@ -519,13 +519,13 @@ class GradReducer(ShardedState):
                     reducer._send_bucket(bucket, grads)
 
         # A copy of the model may be frozen now, and trained later.
-        with Local(), requiring_grad(p):
+        with local_ops(), requiring_grad(p):
             self._handles[p] = p.register_post_accumulate_grad_hook(note_gradient)
 
     # -- reductions under way ----------------------------------------------------------------------
 
     def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             self.finish()
             bucket.sent, bucket.writes = grads, _count_all_writes_of(grads)
             if self.stage == 2:
@@ -540,7 +540,7 @@ class GradReducer(ShardedState):
         bucket, self._under_way = self._under_way, None
         if bucket is None:
             return
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             sums, grads = bucket.wait(), bucket.sent
             are_same = all(map(operator.is_, bucket.grads(), grads))
             are_current = are_same and _count_all_writes_of(grads) == bucket.writes
@@ -569,7 +569,7 @@ class GradReducer(ShardedState):
             for b in self._buckets
             for dtype in dict.fromkeys(map(_dtype, b.params))
         ]
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             # While one bucket is received, the previous one is written.
             for before, now in pairwise([None, *(part for part in parts if part[1]), None]):
                 if now is not None:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -130,7 +130,7 @@ class LocalFakes(FakeTensorMode):
     """
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
-        with Local():
+        with local_ops():
             return super().__torch_dispatch__(*args, **kwargs)
 
 
@@ -161,7 +161,7 @@ class _Fakes:
         if isinstance(value, DTensor):
             spec = value._spec
             fake = tagged(fake, spec_of(spec.layout, self.wires[spec.wire]))
-        with Local():
+        with local_ops():
             fake.requires_grad_(value.requires_grad)
         fake._is_param = isinstance(value, torch.nn.Parameter)  # type: ignore[attr-defined]
         return fake

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partita.capture.capture_context import attribute_set
@@ -79,7 +79,7 @@ class MemoryCount:
             name: a label under which they are counted as well.
         """
         for t in tensors_in(value):
-            with Local():
+            with local_ops():
                 held = self.note_resized(t.untyped_storage())
             if name is not None and name not in held.labels:
                 held.labels += (name,)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import recomputing
@@ -185,7 +185,7 @@ def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     rest = state_of(t).gathered_from
     if rest is not None:
         return rest
-    with Local():
+    with local_ops():
         return t, 0 if t.is_inference() else t._version
 
 
@@ -476,7 +476,7 @@ class ForwardRecord(_RegionRun):
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
-            with Local():
+            with local_ops():
                 base = one._base
             reads = chain.from_iterable(event.reads for event in self.events.values())
             if base is not None and any(read.source() is base for read in reads):
@@ -503,7 +503,7 @@ class ForwardRecord(_RegionRun):
 
     def _pack(self, t: torch.Tensor) -> SavedSlot | SavedInOpaque:
         event, inside = self._event, self._inside
-        with Local():
+        with local_ops():
             shape, dtype = t.shape, t.dtype
             if event is None:  # saved by a call that no mode intercepted
                 event = self._record_event(key_of_shape("a saved tensor", shape, dtype))
@@ -697,7 +697,7 @@ class Recomputation(_RegionRun):
             if not isinstance(event.kept, KeptCall):
                 return run()
             for i, size, stride, offset in event.borrowed:
-                with Local():
+                with local_ops():
                     self._pack(tensors[i].detach().as_strided(size, stride, offset))
             return event.kept.restore_output(str(event), tensors)
 
@@ -724,7 +724,7 @@ class Recomputation(_RegionRun):
     # -- what autograd saves -----------------------------------------------------------------------
 
     def _pack(self, t: torch.Tensor) -> torch.Tensor:
-        with Local():
+        with local_ops():
             shape, dtype = t.shape, t.dtype
         event, number = self._event, self._slot
         if event is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import read_autocast_state, use_autocast_state
 from partita.comm.device import generators_in_use
@@ -76,7 +76,7 @@ class _BufferWrites:
     def note(self, t: torch.Tensor) -> None:
         """Save the value of `t`, which is about to be written."""
         if not self.has(t):
-            with Local(), torch.no_grad():
+            with local_ops(), torch.no_grad():
                 self._before[id(t)] = (weakref.ref(t), t.detach().clone())
 
     def has(self, t: torch.Tensor) -> bool:
@@ -89,7 +89,7 @@ class _BufferWrites:
         """Give the buffers their values from before the first run inside the block."""
         found = [(ref(), before) for ref, before in self._before.values()]
         written = [(t, before) for t, before in found if t is not None]
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             now = [(t, t.detach().clone()) for t, _ in written]
         try:
             _set_values(written)
@@ -101,7 +101,7 @@ class _BufferWrites:
 def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     # `.data`, so that autograd does not count this as a write: the value is restored later.
     data: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         for t, value in values:
             data.__get__(t).copy_(value)
 
@@ -192,7 +192,7 @@ class RegionInputs:
 
         self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
         self._meta = [(_spec_of(t), t.requires_grad) for t in tensors]
-        with Local():
+        with local_ops():
             graded = torch.empty(0, requires_grad=True)
             # Torch 2.11 frees them if the attribute does not keep the result alive.
             self._saver: Any = _SaveInputs.apply(graded, *tensors)
@@ -203,12 +203,12 @@ class RegionInputs:
         Raises:
             RuntimeError: a tensor was changed in place after the first run.
         """
-        # Not inside `Local`: this may run an enclosing region again, as an ordinary program.
+        # Not inside `local_ops`: this may run an enclosing region again, as an ordinary program.
         packed = self._saver.grad_fn.saved_tensors
-        with Local():
+        with local_ops():
             saved = [t.detach() for t in packed]
         for i, (t, (spec, requires_grad)) in enumerate(zip(saved, self._meta, strict=True)):
-            with Local():
+            with local_ops():
                 t.requires_grad_(requires_grad)
             if spec is not None:
                 tagged(t, spec)
@@ -237,7 +237,7 @@ def storage_id(t: torch.Tensor) -> int:
     The address does not serve, because all empty storages have the same: a rank with an empty piece
     must find the same calls as other ranks. Private torch: there is no public name for it.
     """
-    with Local():
+    with local_ops():
         return t.untyped_storage()._cdata
 
 
@@ -249,7 +249,7 @@ class _KeptResult:
     """
 
     def __init__(self, out: Any):
-        with Local():
+        with local_ops():
             # An alias has the same version counter as the result, but no grad_fn.
             self._versions = [(t.detach(), t._version) for t in tensors_in(out)]
         self.copied = False
@@ -257,7 +257,7 @@ class _KeptResult:
     def copy(self) -> None:
         """Keep a copy of the result, which the program is about to write."""
         if not self.copied:
-            with Local(), torch.no_grad():
+            with local_ops(), torch.no_grad():
                 self._replace_by_copies()
             self.copied = True
 
@@ -369,7 +369,7 @@ class KeptKernels(_KeptResult):
         """
         if place not in self.made:
             return None
-        with Local():
+        with local_ops():
             own = torch.clone if self.copied else torch.Tensor.detach
             return replace_instances(self.made[place], torch.Tensor, own)
 
@@ -437,7 +437,7 @@ class KeptCall(_KeptResult):
         self.inside = inside
 
         def detach_result(t: torch.Tensor) -> Any:
-            with Local():
+            with local_ops():
                 return _Result(t.detach(), _spec_of(t), t.requires_grad)
 
         self.out = replace_instances(out, torch.Tensor, detach_result)
@@ -460,7 +460,7 @@ class KeptCall(_KeptResult):
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
         """Returns the call's result for the second run."""
-        with Local():
+        with local_ops():
             graded = [t for t in ins if t.requires_grad]
             results = self.results
             # If only a parameter inside requires grad, the results must require grad, too.
@@ -470,7 +470,7 @@ class KeptCall(_KeptResult):
             tied = iter(_KeptOutputs.apply(what, outs, *graded) if graded and outs else outs)
 
         def restore_result(r: _Result) -> torch.Tensor:
-            with Local():
+            with local_ops():
                 t = next(tied)
                 if not r.requires_grad:
                     t = t.detach()
@@ -481,7 +481,7 @@ class KeptCall(_KeptResult):
 
 def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Returns the bytes of the storages of tensors, by `storage_id`."""
-    with Local():
+    with local_ops():
         return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
 
@@ -615,7 +615,7 @@ class ResultsToName:
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
             return None
-        with Local():
+        with local_ops():
             storage = x.untyped_storage()
 
             def view_storage(w: _PlaceInStorage) -> torch.Tensor:

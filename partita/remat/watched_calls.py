@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -175,7 +175,7 @@ class KernelMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        with Local():
+        with local_ops():
             return self.kernel(func, args, kwargs or {})
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,7 +308,7 @@ def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[tor
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         producer: Any = producers.find(value)
-        with Local():
+        with local_ops():
             if producer is None and value.requires_grad and value.is_leaf:
                 producer = ("leaf", id(value))  # a parameter is the same object in both runs
             shape = value._spec if isinstance(value, DTensor) else value.shape
@@ -375,7 +375,7 @@ def _format_key_part(part: Any) -> str:
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:
     """Returns a detached plain tensor with the memory of `t` on this rank."""
-    with Local():
+    with local_ops():
         return t.detach()
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 # Not public: ops on tensors without memory are not part of a captured step.
 from torch.utils._python_dispatch import _disable_current_modes
@@ -72,7 +72,7 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
 
 def _alias_of(x: DTensor) -> DTensor:
     """Returns an alias of `x`, which keeps its shape when that of `x` is changed in place."""
-    with Local():
+    with local_ops():
         # `view_as` would change the stride of a dimension of one element.
         alias = tagged(torch.ops.aten.alias(x), x._spec)
     copied: CopiedView | None = state_of(x).copied_view
@@ -88,7 +88,7 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DT
     if not set(spec.layout.partial) <= set(source._spec.layout.partial):
         # The rank that has the element must not return a view: a write to the Partial result
         # would then change x on this rank only.
-        with Local():
+        with local_ops():
             copy = tagged(copy.clone(), spec)
     own_state(copy).copied_view = copied
     copy._spec = spec.as_copy
@@ -105,11 +105,11 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         write(copy, *args, **kwargs)
         return copy
     settled = spec.reduced
-    with Local():
+    with local_ops():
         value = moved(copy, spec, settled, "write", "implicit").clone()
     value = tagged(value, settled)
     write(value, *args, **kwargs)
-    with Local():
+    with local_ops():
         # First, because on some ranks a copy that is not Partial may share its source's memory.
         T.copy_(copy, moved(value, settled, held, "write", "implicit"))
     copied, own = _before_expand(copied), copied
@@ -159,7 +159,7 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
     """Returns `source` with the part that `copied` views replaced by `value`. Gathers both."""
     spec = source._spec
     whole = spec.invariant_of(spec.shape)
-    with Local():
+    with local_ops():
         copy = moved(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
         part = copied.view(copy, *copied.args, **copied.kwargs)
@@ -208,7 +208,7 @@ def copy_as_on_one_device(
         return out, False
     if out.device != source.device:
         return out, False
-    with _disable_current_modes(), Local():
+    with _disable_current_modes(), local_ops():
         alike = make_meta_twin(source)
         arguments: Any = (tuple(args[1:]), kwargs)
         of_type = func is T.to or func is T.type
@@ -225,7 +225,7 @@ def copy_as_on_one_device(
     if views:
         return out, moved or not shared
     if shared:
-        with Local():
+        with local_ops():
             mode = modes[0] if modes else torch.contiguous_format
             copy = T.clone(out, memory_format=mode)
         if isinstance(out, DTensor):
@@ -269,7 +269,7 @@ def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> 
 
 
 def _share_memory(out: torch.Tensor, source: torch.Tensor) -> bool:
-    with Local():
+    with local_ops():
         return out.untyped_storage()._cdata == source.untyped_storage()._cdata
 
 
@@ -295,7 +295,7 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     rows, as a slice leaves it, stays the same number of rows. If a piece has a single row, its
     stride between rows is arbitrary. Then the size of its storage shows whether there are gaps.
     """
-    with Local():
+    with local_ops():
         local = _stride(x)
         sizes = tuple(x.size())
         if sizes == tuple(shape):
@@ -317,7 +317,7 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 def _fills_memory(x: torch.Tensor) -> bool:
     """True if the storage holds the elements of this rank's piece and nothing else."""
-    with Local():
+    with local_ops():
         held = math.prod(n for n, stride in zip(x.size(), _stride(x), strict=True) if stride)
         return 0 < x.untyped_storage().nbytes() == held * x.element_size()
 
@@ -325,7 +325,7 @@ def _fills_memory(x: torch.Tensor) -> bool:
 def make_meta_twin(x: DTensor) -> torch.Tensor:
     """Returns a tensor on "meta" with the global shape and strides of x."""
     copied: CopiedView | None = state_of(x).copied_view
-    with Local():
+    with local_ops():
         if copied is None:
             strides = global_strides(x)
             return torch.empty_strided(x._spec.shape, strides, dtype=x.dtype, device="meta")
@@ -342,6 +342,6 @@ def _convert_to_meta(value: Any) -> Any:
 
 
 def _make_meta_of_shape(x: torch.Tensor) -> torch.Tensor:
-    with Local():
+    with local_ops():
         shape = x._spec.shape if isinstance(x, DTensor) else x.shape
         return torch.empty(shape, dtype=x.dtype, device="meta")

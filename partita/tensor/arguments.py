@@ -22,7 +22,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled as _global_view
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
@@ -573,7 +573,7 @@ def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
     """Returns a DTensor, Invariant on every axis, with the memory of `x`, which may be written."""
-    with Local():
+    with local_ops():
         return tagged(x.view_as(x), spec_of_plain(x, wire))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -378,7 +378,7 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
         The gradient of `p`, which is removed, because it has the layout of the old value.
     """
     grad = p.grad
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         _grad.__set__(p, None)
         if p.is_floating_point():
             # By way of another dtype, which makes autograd forget the old shape.
@@ -609,7 +609,7 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
             wire.gather_ints(tuple(out.shape), "shapes of pieces"), probe.layout.shards, wire.mesh
         )
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
-    with Local():
+    with local_ops():
         return tagged(out.view_as(out), spec)
 
 

@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -114,7 +114,7 @@ def _reading_numbers(run: Run) -> Run:
 
 
 def _run_locally(func: Any, args: Any, kwargs: Kwargs, op: Op) -> Any:
-    with Local():
+    with local_ops():
         return func(*args, **kwargs)
 
 
@@ -176,7 +176,7 @@ def handle(
         kernel = op.base
         if plan.bare is not None and len(args) == plan.bare[1]:
             kernel, kwargs = plan.bare[0], None
-    with Local():
+    with local_ops():
         out = kernel(*args, **kwargs) if kwargs else kernel(*args)
     if type(out) is _Tensor and out.shape == plan.local_shape:
         out.__class__ = DTensor
@@ -340,7 +340,7 @@ def _collect_dtensors(value: Any) -> list[DTensor]:
 
 
 def _alias_plainly(x: DTensor) -> torch.Tensor:
-    with Local():
+    with local_ops():
         return x.view_as(x)
 
 
@@ -394,7 +394,7 @@ def run_gathered(call: OpCall) -> Any:
         elif t._spec is not after and path not in written:
             targets.append(Target(path, after))
         elif t._spec is not after:
-            with Local():
+            with local_ops():
                 copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
     kernel = form.local
     if facts_of_function(form.name).draws:

@@ -21,7 +21,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled as _global_view
 
 from partita.comm import (
@@ -257,7 +257,7 @@ class DTensor(torch.Tensor):
         if grad_placements is None:
             return refuse_ambiguous_gradient(_complete_gradient(x), spec, "to_local")
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
-        with Local():
+        with local_ops():
             if given is not spec.gradient:
                 x = convert_gradient(x, given, spec.gradient, "to_local")
             return _complete_gradient(x).view_as(x)
@@ -266,7 +266,7 @@ class DTensor(torch.Tensor):
         """Like `to_local`, for code that computes on pieces: the gradient has the dual layout."""
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
-        with Local():
+        with local_ops():
             return _complete_gradient(x).view_as(x)
 
     def redistribute(
@@ -362,7 +362,7 @@ class DTensor(torch.Tensor):
             whole = [Replicate() if p.is_partial() else p for p in self.placements]
             with self._spec.wire.reading(describe_reading(self, "print", self._spec)):
                 value = value.redistribute(placements=whole)
-        with Local():
+        with local_ops():
             text = torch.Tensor.__repr__(torch.Tensor.detach(value))
         held = "pieces" if self._spec.is_sharded else "value"
         return f"DTensor({self.layout_over_mesh} on {self._spec.wire.mesh}, {held}={text})"
@@ -375,7 +375,7 @@ class DTensor(torch.Tensor):
         sent.
         """
         picture = html_of(draw(self.layout_over_mesh, self._spec.wire.mesh))
-        with Local():
+        with local_ops():
             piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
         text = f"rank {self._spec.wire.rank} holds {piece}"
         return f"{picture}<pre>{escape(text)}</pre>"
@@ -389,11 +389,11 @@ def _make_shard_property(name: str) -> property:
     attribute = getattr(torch._C.TensorBase, name)
 
     def read(self: DTensor) -> Any:
-        with Local():
+        with local_ops():
             return attribute.__get__(self)
 
     def write(self: DTensor, value: Any) -> None:
-        with Local():
+        with local_ops():
             attribute.__set__(self, value)
 
     doc = f"As torch.Tensor.{name}, of this rank's piece."
@@ -529,7 +529,7 @@ def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
     """
     if x.grad_fn is None or not torch.is_grad_enabled():
         return x
-    with Local():
+    with local_ops():
         alias: torch.Tensor = _WithGradient.apply(x)
     return alias
 
@@ -545,7 +545,7 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
     """
     if before.is_copy:
         x = current(x)
-    with Local():
+    with local_ops():
         if before is after or (before.layout == after.layout and before.wire is after.wire):
             return x.view_as(x)
         if before.wire is not after.wire:
@@ -594,7 +594,7 @@ class _OnGradient(torch.autograd.Function):
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
     """Returns an alias of local `x` that redistributes its gradient from `given` to `wanted`."""
     line = "" if given.layout.shards == wanted.layout.shards else user_line()
-    with Local():
+    with local_ops():
         return _OnGradient.apply(x, _move_gradient, given, wanted, op, line)
 
 
@@ -627,7 +627,7 @@ def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Ten
     whole value on all ranks. By duality it would be the first; in torch.distributed.tensor it is
     the second. Only the user knows which. On axes of one rank both are equal.
     """
-    with Local():
+    with local_ops():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
             return x.view_as(x)
         return _OnGradient.apply(x, _refuse_to_guess, spec, op, user_line())
@@ -696,7 +696,7 @@ def piece_held(x: torch.Tensor) -> Piece:
 
 
 def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         local = x.detach()
     if spec is None:
         return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
@@ -917,7 +917,7 @@ def checksum(value: torch.Tensor) -> tuple[int, int, int]:
     Two tensors of one shape that differ in a single 64-bit word have different hashes: each word is
     multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as empty.
     """
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         shape = zlib.crc32(str(value.dtype).encode())
         for n in value.shape:
             shape = (shape * 1000003 + n + 1) & 0x7FFFFFFFFFFFFFFF

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction  # also disables modes
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled as _global_view
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, _is_setup_context_defined
@@ -184,13 +184,13 @@ def _make_backward_seed(
         after = spec.reduced
         root = tagged(moved(root, spec, after, "backward", "implicit"), after)
         spec = after
-    with Local():
+    with local_ops():
         plain = _alias_with_history(root)
     if gradient is None:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         before = spec.whole
-        with Local():
+        with local_ops():
             seed = plain.new_ones(spec.shape)
     else:
         before, seed = _spec_of_gradient(gradient, spec, "backward"), gradient
@@ -365,7 +365,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_hook`, with a hook that gets DTensors."""
     _show_gradient(x)  # what came before is none of the hook's
     typed = type_hook(x, hook)
-    with Local():
+    with local_ops():
         return x.register_hook(typed)
 
 
@@ -374,7 +374,7 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
     """Run `x.register_post_accumulate_grad_hook` for a DTensor."""
     _show_gradient(x)
     typed = type_accumulate_hook(x, hook)
-    with Local():
+    with local_ops():
         handle = x.register_post_accumulate_grad_hook(typed)
         note = typed.note  # type: ignore[attr-defined]
         hooks = hooks_of_backward(x)
@@ -396,7 +396,7 @@ def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[
     def call_accumulate_hook(x: Any) -> Any:
         return hook(x) if came[0] else None
 
-    with Local(), requiring_grad(x):
+    with local_ops(), requiring_grad(x):
         call_accumulate_hook.note = x.register_hook(note_gradient)  # type: ignore[attr-defined]
     call_accumulate_hook.hook = hook  # type: ignore[attr-defined]
     return call_accumulate_hook
@@ -415,7 +415,7 @@ def _may_be_unused(leaf: Any) -> bool:
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
     """Make the leaf `x` require grad inside the block, to register hooks on a frozen parameter."""
-    with Local():
+    with local_ops():
         frozen = not _requires_grad(x)
         if frozen:
             x.requires_grad_(True)
@@ -428,7 +428,7 @@ def requiring_grad(x: torch.Tensor) -> Iterator[None]:
 
 def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
     """Returns the user's hooks on a tensor, also post-accumulate-grad hooks."""
-    with Local():
+    with local_ops():
         one, other = hooks_of_backward(t), hooks_of_gradient(t)
     if not one and not other:
         return ()
@@ -541,7 +541,7 @@ def _grad_fn_of(x: DTensor) -> Any:
     User code gets a `NodeOfPieces`, whose hooks get DTensors; code of torch and partita gets the
     node itself, which computes on local tensors.
     """
-    with Local():
+    with local_ops():
         node = _node(x)
     if node is None:
         return None
@@ -608,7 +608,7 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
     if grad._spec is not rests:
         given = grad
         grad = tagged(moved(grad, grad._spec, rests, "grad", "explicit"), rests)
-        with Local():
+        with local_ops():
             if _is_part_of_value(given):
                 own_state(grad).is_copied_part = True
     mark_settled(x)
@@ -631,7 +631,7 @@ def mark_settled(x: DTensor) -> None:
 def _watch_reduced_gradient(x: DTensor) -> None:
     if x._spec is x._spec.gradient:
         return
-    with Local():  # otherwise each attribute would be read through dispatch
+    with local_ops():  # otherwise each attribute would be read through dispatch
         watch = state_of(x).reopens
         if watch is None:
             if not (x.is_leaf and (x.is_floating_point() or x.is_complex())):
@@ -653,7 +653,7 @@ def _unmark_settled(x: DTensor) -> None:
     watch = state_of(x).reopens
     if watch is not None:
         number, _ = watch
-        with Local():
+        with local_ops():
             hooks_of_backward(x).pop(number, None)
 
 
@@ -663,7 +663,7 @@ def is_watched(x: torch.Tensor) -> bool:
     if watch is None:
         return False
     number, _ = watch
-    with Local():
+    with local_ops():
         return number in hooks_of_backward(x)
 
 
@@ -676,7 +676,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     is_settled = is_watched(x)
     _unmark_settled(x)
     own_state(x).reopens = None
-    with Local():
+    with local_ops():
         # Torch warns if `.grad` of a non-leaf is read.
         grad = _grad.__get__(x) if x.is_leaf or x.retains_grad else None
         hooks = [h for h in (hooks_of_backward(x) or {}).values() if hasattr(h, "known")]
@@ -705,7 +705,7 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
         return None
     # As in autograd: add in place to an existing gradient, to which other code may refer.
     stays = not (torch.is_grad_enabled() or HERE.trace.is_tracing)
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         grad_now = _grad.__get__(x)
         if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
             wire, wanted = grad_now._spec.wire, x._spec.gradient
@@ -802,7 +802,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     for owner in dict.fromkeys(layouts.owner for layouts in all_layouts if layouts is not None):
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
-    with Local():
+    with local_ops():
         stored = [_grad.__get__(p) for p in params]
     for p, g in zip(params, stored, strict=True):
         if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
@@ -901,7 +901,7 @@ def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, 
     before = Layout((longest * copies,), (others,), partial)
     after = Layout((longest * copies,), (others,))
     grads: list[Any] = [p.grad for p in params]
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         rows = [g.reshape(-1) for g in grads]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows)
         used = flat.numel()

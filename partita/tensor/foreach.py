@@ -17,7 +17,7 @@ from functools import cache as once
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _foreach_supported_types as _in_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _in_clip
@@ -81,7 +81,7 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     # result that is not used.
     if not plan.clean or (torch.is_grad_enabled() and _require_gradients(args)):
         return _run_with_moves(plan, func, args, kwargs, op)
-    with Local():
+    with local_ops():
         out = func(*args, **kwargs)
     if op.form.inplace or out is None:
         return out
@@ -148,7 +148,7 @@ def _run_by_mesh(
     for wire in dict.fromkeys(wires):
         mine = [i for i, w in enumerate(wires) if w is wire]
         given = [[a[i] for i in mine] if type(a) in (list, tuple) else a for a in args]
-        with Local() if wire is None else nullcontext():
+        with local_ops() if wire is None else nullcontext():
             outs = func(*given, **kwargs)
         for i, out in zip(mine, outs or (), strict=False):
             found[i] = out
@@ -269,7 +269,7 @@ def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
             elif value.dim() > 0:
                 admit(value, target.wire, op.form.name, (j, i))
     args, kwargs = replace_at_paths(args, kwargs, new)
-    with Local():
+    with local_ops():
         out = func(*args, **kwargs)
         # These kernels do not count what they change, and we keep what is made of tensors by count.
         lists = [a for a in args if type(a) in (list, tuple)]
@@ -293,7 +293,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
     Args:
         tensors: DTensors on any meshes, none of them Partial, and plain tensors.
     """
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         parts = _local_norms([_hide_padding(t, ord) for t in tensors], ord)
         split: dict[Wire, list[int]] = {}
         for i, t in enumerate(tensors):
@@ -396,7 +396,7 @@ def _check_and_unscale(
     """A GradScaler's kernel: it unscales gradients, and finds on all ranks the infinities of
     any."""
     reduce_pending_gradients(pending_gradients(grads))
-    with Local():
+    with local_ops():
         mine = torch.zeros_like(found_inf)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, mine, inv_scale)  # type: ignore[arg-type]
         increment_version(grads)  # the kernel does not count what it changes

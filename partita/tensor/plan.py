@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
@@ -172,7 +172,7 @@ class CallPlan:
         given_args, given_kwargs = args, kwargs
         if self.targets:
             args, kwargs = self._move_operands(args, kwargs)
-        with Local():
+        with local_ops():
             out = (self.kernel or func)(*args, **kwargs)
         out = self.tag(out)
         if self.notes_origin and type(self.kernel) is not NotingKernel:  # in the first call
@@ -227,7 +227,7 @@ class CallPlan:
             self.direct = self._is_direct()  # in place: nothing is new
             if self.retags_operand:
                 if self.spec is None:
-                    with Local():
+                    with local_ops():
                         self._learn_output_specs((out,))
                 out._spec = self.spec  # type: ignore[assignment]
             return out
@@ -310,7 +310,7 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     """
     before = x._spec
     held, wanted = before.layout, after.layout
-    with Local():
+    with local_ops():
         is_recorded = x.requires_grad and torch.is_grad_enabled()
         if not is_recorded or held.shards != wanted.shards or held.partial != wanted.partial:
             return moved(x, before, after, op, "implicit")

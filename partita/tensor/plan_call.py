@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import user_line
 from partita.layout import Fix, Layout, LayoutError, Mesh, Partial, Placement, Replicate
@@ -127,7 +127,7 @@ def _raise_torch_error(call: OpCall) -> None:
         path: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
         for path, t in call.tensors.items()
     }
-    with suppress(NotImplementedError), Local():
+    with suppress(NotImplementedError), local_ops():
         call.with_values(new).run()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for modes, too
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled as _global_view
 
 from partita.comm import describe_saved_mesh, find_saved_wire, is_alone
@@ -64,9 +64,9 @@ def _get_data(x: DTensor) -> DTensor:
     state = own_state(x)
     if HERE.trace.is_tracing:
         note_unseen_write(x)
-        with Local():
+        with local_ops():
             return tagged(_data.__get__(x), x._spec)
-    with Local():
+    with local_ops():
         now = _data.__get__(x)
         known = state.data
         if known is None or not show_same_memory(known, now):
@@ -91,7 +91,7 @@ def show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
         before, after = value._spec, x._spec
-        with Local(), torch.no_grad():
+        with local_ops(), torch.no_grad():
             alike = before.wire is after.wire and before.shape == after.shape
             is_kept = x.requires_grad or isinstance(x, nn.Parameter)  # also a frozen parameter
             if is_kept and alike and before is not after:
@@ -307,7 +307,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
             taken.append(dim)
     if any(isinstance(at, torch.Tensor) for at in (*ranges, *(o for o, _ in spec.region))):
         value = _redistribute_value(value, spec, x)
-        with Local():
+        with local_ops():
             _write_traced(x, spec, ranges, _align_value_dims(value, result, added, taken))
         return
     pieces, local = [], []
@@ -319,7 +319,7 @@ def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None
         stop = start + (end - first - 1) * places.step + 1
         local.append(slice(start, stop, places.step) if end > first else slice(0, 0))
     value = _redistribute_value(value, spec, x)
-    with Local():
+    with local_ops():
         value = _align_value_dims(value, result, added, taken)
         if isinstance(value, torch.Tensor):
             for dim, (first, count) in enumerate(pieces):
@@ -377,7 +377,7 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
 def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
     """The indices that an int or a slice picks from a dimension of `size`: a range, or a tensor."""
     if isinstance(entry, torch.Tensor):
-        with Local():
+        with local_ops():
             return torch.arange(size, device=entry.device)[entry.reshape(1)]  # if it is in bounds
     if isinstance(entry, slice):
         places = range(*entry.indices(size))
@@ -397,7 +397,7 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
     places = tuple(
         _redistribute_value(e, whole) if isinstance(e, torch.Tensor) else e for e in entries
     )
-    with Local():
+    with local_ops():
         if spec is whole:
             _write(x, places, value)
             return
@@ -425,13 +425,13 @@ def _global_stride(x: DTensor, dim: int | None = None) -> Any:
 def _is_contiguous(
     x: DTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    with Local():
+    with local_ops():
         return make_meta_twin(current(x)).is_contiguous(memory_format=memory_format)
 
 
 @implements(T.dim_order)
 def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
-    with Local():
+    with local_ops():
         return make_meta_twin(current(x)).dim_order(**options)
 
 
@@ -459,7 +459,7 @@ def _as_strided(
 def _is_part_of_another(x: DTensor) -> bool:
     if x._spec.is_copy:
         return True
-    with Local():
+    with local_ops():
         return x.untyped_storage().nbytes() != math.prod(x.shape) * x.element_size()
 
 
@@ -474,7 +474,7 @@ def _answer_if_replicated(
         if isinstance(t, DTensor) and not t._spec.is_whole:
             raise _make_piece_error(name, t, fix)
     x = current(x) if isinstance(x, DTensor) else x
-    with Local():
+    with local_ops():
         return answer(x, *args, **kwargs)
 
 
@@ -518,7 +518,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     fitting = _fit_broadcast_spec(src, spec)
     if src._spec is not fitting:
         fitting = spec_for_write_into(fitting)
-    with Local():
+    with local_ops():
         local = src if src._spec is fitting else moved(src, src._spec, fitting, "copy_", "implicit")
         torch._C.TensorBase.copy_(x, local, non_blocking)
     return x
@@ -544,7 +544,7 @@ def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
 def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
     if id(x) in memo:
         return memo[id(x)]
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         if not x.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
@@ -614,7 +614,7 @@ torch.serialization.add_safe_globals([_rebuild])
 
 def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
     """Returns the function that makes this rank's `x` again, and its arguments."""
-    with Local():
+    with local_ops():
         local = x.detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}
     spec = x._spec

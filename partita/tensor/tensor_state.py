@@ -29,7 +29,7 @@ from torch._C import (
     DisableTorchFunction,  # also disables modes
     _EnableTorchFunction,
 )
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import Wire, is_alone, is_uneven, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
@@ -603,7 +603,7 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
     A node may save its own result. That result refers to the node, which refers to the packed
     object: a cycle through C++ that is not collected until a backward pass runs.
     """
-    with Local():
+    with local_ops():
         return t if t.grad_fn is None else t.detach()
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as torchs
 import torch.utils.dlpack
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _EnableTorchFunction, _len_torch_function_stack
 from torch._C import _is_torch_function_enabled as _global_view
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -601,7 +601,7 @@ def _keep_layouts() -> None:
 
 
 def _describe_piece(describe: Any, x: torch.Tensor) -> Any:
-    with Local():
+    with local_ops():
         return describe(x)
 
 
@@ -742,7 +742,7 @@ def _answer_dynamo(function: Any) -> None:
     def answer_or_refuse(x: DTensor, *args: Any, **kwargs: Any) -> Any:
         if torch._guards.TracingContext.try_get() is None:
             return refused(x, *args, **kwargs)
-        with Local():
+        with local_ops():
             return function(x, *args, **kwargs)
 
     OVERRIDES[function] = answer_or_refuse

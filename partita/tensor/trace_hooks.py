@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
@@ -36,7 +36,7 @@ class TraceHooks:
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Set `x.data = value`, which may have another shape."""
-        with Local():
+        with local_ops():
             _set_data(x, value)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch._higher_order_ops as control_flow
 import torch.func
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._higher_order_ops.associative_scan import generic_associative_scan
@@ -193,7 +193,7 @@ class WholeValues(TorchFunctionMode):
         """Returns a plain result as a DTensor, if the transform has replaced any DTensor."""
         if self.wire is None or not _is_plain(leaf):
             return leaf
-        with Local():  # an alias: other code may refer to the tensor itself
+        with local_ops():  # an alias: other code may refer to the tensor itself
             return tagged(leaf.view_as(leaf), spec_of_plain(leaf, self.wire))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import to_dlpack
@@ -528,7 +528,7 @@ class _Tie(torch.autograd.Function):
                     if m.requires_grad and _node_of_tensor(m) in reached
                 ]
                 tied: Any = there, [metas[k] for k in some], {}, 0
-                with Local():
+                with local_ops():
                     zeros[i] = _Tie.apply(zeros[i], tied, *[behind[k] for k in some])
         return grad, None, *zeros
 

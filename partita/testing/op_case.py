@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 
 import partita as pt
 
@@ -298,7 +298,7 @@ def _find_difference(mine: Any, right: Any, only_kind: bool) -> str:
         else:
             same = type(mine) is type(right) and mine == right
         return "" if same else f"{mine!r:.60} instead of {right!r:.60}"
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         if tuple(mine.shape) != tuple(right.shape):
             return f"shape {tuple(mine.shape)} instead of {tuple(right.shape)}"
         if mine.dtype != right.dtype:
@@ -332,7 +332,7 @@ def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) 
         return False
     if not isinstance(exact, torch.Tensor) or exact.shape != right.shape:
         return False
-    with Local(), torch.no_grad():
+    with local_ops(), torch.no_grad():
         ours, theirs = (mine.to_dense() - exact).abs(), (right.to_dense() - exact).abs()
         scale = min(max(1.0, float(exact.abs().max())), LARGEST_SCALE)
         allowed = ATOL * scale + RTOL * exact.abs()

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -123,7 +123,7 @@ def test_layers_share_the_mask_that_their_backward_keeps():
         masks = []
 
         def save(t):
-            with Local():
+            with local_ops():
                 if tuple(t.shape[-2:]) == (4, 8):
                     masks.append(t.untyped_storage().data_ptr())
             return t

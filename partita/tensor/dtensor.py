@@ -474,10 +474,13 @@ class _Moved(torch.autograd.Function):
         ctx.moves, ctx.wire, ctx.op = moves, wire, op
         # A gradient that does not exist, as of a Function that returns None, exists on no rank.
         ctx.set_materialize_grads(False)
-        return _carry_to_write(moves, x, wire, op, reason)
+        found = _carry_to_write(moves, x, wire, op, reason)
+        ctx.likeness, ctx.is_completed = (found.shape, found.dtype, found.device), False
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        grad = _make_missing_gradient(ctx) if grad is None else grad
         if grad is None:
             return None, None, None, None, None
         back = ctx.moves.transpose(ctx.wire.mesh)
@@ -508,30 +511,24 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
     return found.detach() if found._is_view() else found
 
 
-class _WithGradient(torch.autograd.Function):
-    """An alias, to which no gradient is one of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x`, or an alias of it whose gradient is always a tensor, for code of one rank.
+    """Returns `x`, whose gradient from now on is zeros where there is none, for code of one rank.
 
-    In such code an `autograd.Function` may give no gradient on one rank alone. The ranks may move
-    the gradient of `x` together (`_Moved`), and then all of them need one. That of a leaf they do
-    not move.
+    In such code an `autograd.Function` may give no gradient on one rank alone. If `x` comes from a
+    move, its gradient is moved by all ranks together, so that each of them needs one.
     """
-    if x.grad_fn is None or not torch.is_grad_enabled():
-        return x
-    with local_ops():
-        alias: torch.Tensor = _WithGradient.apply(x)
-    return alias
+    node: Any = x.grad_fn
+    if hasattr(node, "is_completed"):  # the context of one of the two Functions here
+        node.is_completed = True
+    return x
+
+
+def _make_missing_gradient(ctx: Any) -> torch.Tensor | None:
+    """Returns zeros where `_complete_gradient` wants a gradient; otherwise None."""
+    if not ctx.is_completed:
+        return None
+    shape, dtype, device = ctx.likeness
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
@@ -583,10 +580,13 @@ class _OnGradient(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
         ctx.on_gradient, ctx.args = on_gradient, args
         ctx.set_materialize_grads(False)
-        return x.view_as(x)
+        alias = x.view_as(x)
+        ctx.likeness, ctx.is_completed = (alias.shape, alias.dtype, alias.device), False
+        return alias
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        grad = _make_missing_gradient(ctx) if grad is None else grad
         given = None if grad is None else ctx.on_gradient(grad, *ctx.args)
         return given, None, *[None] * len(ctx.args)
 

@@ -39,6 +39,7 @@ from .dtensor import DTensor, carry_all, moved, tagged
 from .op_facts import enter_function, find_getter, implements
 from .origins import ORIGIN, find_origin, note_gradient
 from .tensor_state import (
+    _STATE,
     HERE,
     Spec,
     current,
@@ -79,9 +80,9 @@ def _lie_as(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     Other ranks may have more elements there, and the strides of the whole follow from these.
     """
-    strides = x.stride()
-    if grad.stride() == strides or grad.shape != x.shape:
+    if grad.shape != x.shape:
         return grad
+    strides = x.stride()
     pairs = zip(grad.shape, grad.stride(), strides, strict=True)
     return grad.as_strided(x.shape, strides) if all(n < 2 or a == b for n, a, b in pairs) else grad
 
@@ -95,7 +96,10 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if grad is None:
             return None
         if isinstance(grad, DTensor):
-            _note_owner(grad, x)
+            state = grad.__dict__.get(_STATE)  # in each step of each parameter
+            owners = () if state is None else state.gradient_of
+            if not owners or owners[0]() is not x:
+                _note_owner(grad, x)
             return grad
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as of gather(sparse_grad=True)
@@ -104,8 +108,11 @@ def gradient_of(x: DTensor) -> DTensor | None:
             typed = tagged(_alias_with_history(grad), spec)
             note_gradient(typed, x)
             return typed
-        typed = tagged(_lie_as(grad.detach(), x), spec)
-        _note_owner(typed, x)
+        grad = grad.detach()
+        if grad.stride() != x.stride():
+            grad = _lie_as(grad, x)
+        typed = tagged(grad, spec)
+        own_state(typed).gradient_of = (weakref.ref(x),)
         note_gradient(typed, x)
         _grad.__set__(x, typed)
         return typed
@@ -114,8 +121,10 @@ def gradient_of(x: DTensor) -> DTensor | None:
 def _note_owner(grad: DTensor, x: DTensor) -> None:
     """Note that `grad` is the gradient of `x`, maybe beside other tensors."""
     state = own_state(grad)
-    if all(known() is not x for known in state.gradient_of):
-        alive = (known for known in state.gradient_of if known() is not None)
+    if not state.gradient_of:
+        state.gradient_of = (weakref.ref(x),)
+    elif not any(known() is x for known in state.gradient_of):
+        alive = [known for known in state.gradient_of if known() is not None]
         state.gradient_of = (*alive, weakref.ref(x))
 
 
@@ -620,32 +629,34 @@ def mark_settled(x: DTensor) -> None:
 
     If the same object is the gradient of other tensors, this is recorded of them, too.
     """
-    _watch_reduced_gradient(x)
-    with DisableTorchFunction():
-        grad = _grad.__get__(x)
-    if grad is not None and len(state_of(grad).gradient_of) > 1:
-        for other in _find_owners(grad):
-            _watch_reduced_gradient(other)
-
-
-def _watch_reduced_gradient(x: DTensor) -> None:
-    if x._spec is x._spec.gradient:
-        return
     with local_ops():  # otherwise each attribute would be read through dispatch
-        watch = state_of(x).reopens
-        if watch is None:
-            if not (x.is_leaf and (x.is_floating_point() or x.is_complex())):
-                return  # no backward pass adds to its gradient
-            known = weakref.ref(x)
-            with requiring_grad(x):  # it may be frozen only for a while
-                handle = x.register_hook(
-                    lambda g: None if g is None else _restore_partial_gradient(known(), g)
-                )
-            watch = own_state(x).reopens = (handle.id, hooks_of_backward(x)[handle.id])
-        # Private torch: registering a hook costs 3 microseconds for each parameter and step; a
-        # hook that is called without need would cost 6.
-        number, hook = watch
-        hooks_of_backward(x)[number] = hook
+        grad = _grad.__get__(x)
+        state = (
+            None if grad is None else grad.__dict__.get(_STATE)
+        )  # in each step of each parameter
+        shared = state is not None and len(state.gradient_of) > 1
+        for one in [x, *_find_owners(grad)] if shared else (x,):
+            watch = state_of(one).reopens
+            if one._spec is one._spec.gradient:
+                continue
+            if watch is None:
+                if not (one.is_leaf and (one.is_floating_point() or one.is_complex())):
+                    continue  # no backward pass adds to its gradient
+                watch = own_state(one).reopens = _register_restoring_hook(one)
+            # Private torch: registering a hook costs 3 microseconds for each parameter and step; a
+            # hook that is called without need would cost 6.
+            number, hook = watch
+            hooks_of_backward(one)[number] = hook
+
+
+def _register_restoring_hook(x: DTensor) -> tuple[int, Any]:
+    """Returns the id and the hook, which makes the gradient of `x` Partial before backward adds."""
+    known = weakref.ref(x)
+    with requiring_grad(x):  # it may be frozen only for a while
+        handle = x.register_hook(
+            lambda g: None if g is None else _restore_partial_gradient(known(), g)
+        )
+    return handle.id, hooks_of_backward(x)[handle.id]
 
 
 def _unmark_settled(x: DTensor) -> None:

@@ -440,7 +440,8 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
     storages = {o.untyped_storage()._cdata for o in operands}
     metas = list(tried.operands.values())
     # Graphs keep these. They would keep the memory of the operands, such as of gathered weights.
-    empty = [_EmptyOperand.apply(o) for o in operands]
+    # Autograd first runs what was made last, and so gives the first operand its gradient first.
+    empty = [_EmptyOperand.apply(o) for o in reversed(operands)][::-1]
     for i, (t, there) in enumerate(zip(outs, tried.outs, strict=True)):
         if there.requires_grad and t.untyped_storage()._cdata not in storages:
             # All gradients are zeros. What torch's kernels give of nothing may have a history that

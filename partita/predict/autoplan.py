@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
@@ -642,17 +642,24 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
 @lru_cache(maxsize=256)
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Returns the needs of a model; only its weights if it cannot run without memory."""
-    # Of fakes a program knows not to read the values, as transformers does; of meta tensors not.
-    with FakeTensorMode(), HOST:
-        module = shape.make(layers, context)
-        parameters = [*module.parameters()]
-        needs = _ModelNeeds(weights=_count_bytes(parameters))
+    places: tuple[Any, ...] = (nullcontext(), torch.device("meta")), (FakeTensorMode(), HOST)
+    for mode, device in places:  # of fakes transformers reads no values, of meta tensors it does
         try:
-            inputs, targets = shape.make_batch(batch, context)
-            with _counting_needs(module, needs):
-                shape.loss(module(inputs), targets).backward()
-        except Exception:  # it reads a value, or calls an op without a kernel for fakes
-            return _ModelNeeds(weights=needs.weights)
+            with mode, device:
+                return _run_once(shape, layers, batch, context)
+        except Exception:  # it reads a value, or calls an op without a kernel for such tensors
+            continue
+    with torch.device("meta"):
+        return _ModelNeeds(weights=_count_bytes(shape.make(layers, context).parameters()))
+
+
+def _run_once(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
+    module = shape.make(layers, context)
+    parameters = [*module.parameters()]
+    needs = _ModelNeeds(weights=_count_bytes(parameters))
+    inputs, targets = shape.make_batch(batch, context)
+    with _counting_needs(module, needs):
+        shape.loss(module(inputs), targets).backward()
     trained = [p for p in parameters if p.grad is not None]
     needs.state = 2 * _count_bytes(trained)
     needs.gradients = sum(float(p.numel() * _least_size(p)) for p in trained)

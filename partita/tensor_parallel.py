@@ -303,6 +303,25 @@ _STYLES: dict[str, Any] = {
 """Styles by the strings of Hugging Face transformers."""
 
 
+def list_placements(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns the placement of each parameter by name or pattern, of a plan of transformers.
+
+    None if the plan has a style that is unknown or is not one of nn.Linear or nn.Embedding, or
+    names a module that `module` lacks.
+    """
+    found: dict[str, Any] = {}
+    try:
+        for pattern, style in plan.items():
+            made = _make_style(style)
+            for inner in _find_modules(module, pattern):
+                for name, placement in made._list_parameters(inner).items():
+                    if _has_attribute(inner, name):
+                        found[f"{pattern}.{name}"] = placement
+    except (ValueError, NotImplementedError, LayoutError):
+        return None
+    return found
+
+
 def _make_style(given: Any) -> Any:
     if not isinstance(given, str):
         return given

@@ -78,7 +78,7 @@ class BlocksTraced:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """Which modules of a step are blocks.
+    """The modules of a step that are blocks.
 
     Attributes:
         named: the modules and classes that the user names. None searches for the outermost modules

@@ -147,7 +147,7 @@ def trace_without_writes(
     """Returns `graph` without writes, traced again under torch's functionalization. Notes are kept.
 
     Args:
-        makers: nodes that made memory of which several results are views.
+        makers: nodes that made memory which several results are views of.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.
@@ -277,7 +277,7 @@ def rewrite_without_writes(
 
     Args:
         memory: for each node whose memory is written, the number of that memory.
-        makers: nodes that made memory of which several results are views.
+        makers: nodes that made memory which several results are views of.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.

@@ -415,7 +415,7 @@ class MeshHandle:
     Attributes:
         mesh: the global ranks, an integer tensor with the mesh's shape.
         wire: this rank's wire on this mesh.
-        root: the mesh of which this one is a sub-mesh; itself if it is no sub-mesh.
+        root: the whole mesh if this one is a sub-mesh; otherwise itself.
     """
 
     device_type = HOST.type

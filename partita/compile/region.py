@@ -54,7 +54,7 @@ from partita.tensor.op_facts import facts_of, without_any_autocast
 
 @dataclass(frozen=True)
 class _Entrance:
-    """How a tensor is converted to an input of a backward graph.
+    """The conversion of a tensor to an input of a backward graph.
 
     Attributes:
         size, stride, dtype, device: of the input for which the graph is compiled.

@@ -148,7 +148,7 @@ class Input:
 
     @property
     def border(self) -> PaddingBoundary | None:
-        """How its local tensor is padded before the graph; None if all ranks have equal shapes."""
+        """The padding of its local tensor before the graph; None if all ranks have equal shapes."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -242,7 +242,7 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """How much of a step is recomputed in backward. A graph and its blocks share one object.
+    """The amount of a step that is recomputed in backward. A graph and its blocks share one object.
 
     Attributes:
         number: the number of a choice of the pass `remat`; 0 recomputes nothing.
@@ -313,7 +313,7 @@ class Program:
     def wires(self) -> list[Wire]:
         """The wires of its inputs, outputs and collectives, in the same order on all ranks."""
         specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
-        # A cotangent's spec has a `TraceWire`, of which `real` is the wire.
+        # A cotangent's spec has a `TraceWire`, whose `real` is the wire.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
 
@@ -478,7 +478,7 @@ class _Lender:
 
 @dataclass(frozen=True)
 class PaddingBoundary:
-    """How a local shard smaller than the largest is padded before a graph, and cut after it.
+    """The padding before a graph, and the cut after it, of a local shard smaller than the largest.
 
     A graph is compiled for the shape of the first rank, whose shard is the largest. A smaller shard
     is padded with copies of its last element, so that results for the padding are as finite as

@@ -185,7 +185,7 @@ class FormSearch:
 
 @dataclass(frozen=True)
 class RewrittenBlock:
-    """What the passes did to one block structure.
+    """The results of the passes for one block structure.
 
     Attributes:
         name: of the class of the blocks.

@@ -310,7 +310,7 @@ class _Copied:
         now = list(base_of_container(value).keys(value))
         kept = [key for key in self.before if dict.__contains__(value, key)]
         if kept != now[: len(kept)]:
-            put = partial(_reorder, value)
+            put = partial(_reorder_keys, value)
             place = Place(f"the order of {self.name}", value, None, lambda: now, put)
             yield Write(place, [*self.before], now, is_repeatable=False)
 
@@ -544,7 +544,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
     return has_type(a, (*PLAIN, frozenset)) and bool(a == b)
 
 
-def _reorder(container: Any, keys: list[Any]) -> None:
+def _reorder_keys(container: Any, keys: list[Any]) -> None:
     """Put the items of a dictionary in the order of `keys`."""
     base, held = base_of_container(container), _copy(container)
     for key in keys:

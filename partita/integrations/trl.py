@@ -44,11 +44,13 @@ class _LogProbsOfRows:
             in_placements=(rows, whole, None if bias is None else whole, rows),
             redistribute_inputs=True,
         )
-        found = iter(on_rows(hidden, weight, bias, _place(targets, hidden.device_mesh, whole)))
+        found = iter(
+            on_rows(hidden, weight, bias, _place_whole(targets, hidden.device_mesh, whole))
+        )
         return tuple(next(found) if there else None for there in given)
 
 
-def _place(value: Any, mesh: Any, placements: Any) -> Any:
+def _place_whole(value: Any, mesh: Any, placements: Any) -> Any:
     """Returns `value` if it is a DTensor; otherwise a DTensor of the whole plain tensor."""
     if isinstance(value, DTensor):
         return value

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.layout import Replicate, Shard
+from partita.tensor_parallel import list_placements
 
 from .strategy import ModelShape, StrategyError, check_argument, refuse_if
 
@@ -146,40 +146,14 @@ def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
     return adapted
 
 
-_PLACEMENTS: dict[str, dict[str, Any]] = {
-    "colwise": {"weight": Shard(0), "bias": Shard(0)},
-    "colwise_rep": {"weight": Shard(0), "bias": Shard(0)},
-    "colwise_gather_output": {"weight": Shard(0), "bias": Shard(0)},
-    "rowwise": {"weight": Shard(1), "bias": Replicate()},
-    "rowwise_rep": {"weight": Shard(1), "bias": Replicate()},
-    "embedding_rowwise": {"weight": Shard(0)},
-    "replicated_with_grad_allreduce": {},
-}
-
-
 def _find_tensor_plan(model: nn.Module) -> dict[str, Any]:
     """Returns transformers' own plan of tensor parallelism, as `pt.parallelize` takes it.
 
     Empty where it has none, or a style that is not one of parameters.
     """
     inner: Any = model.model
-    styles: dict[str, str] = getattr(inner, "tp_plan", None) or {}
-    if not styles or not set(styles.values()) <= _PLACEMENTS.keys():
-        return {}
-    names = dict(inner.named_parameters(remove_duplicate=False))
-    plan: dict[str, Any] = {}
-    for pattern, style in styles.items():
-        for part, placement in _PLACEMENTS[style].items():
-            if any(_matches(name, f"{pattern}.{part}") for name in names):
-                plan[f"model.{pattern}.{part}"] = {"tp": placement}
-    return plan
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(
-        b in ("*", a) for a, b in zip(parts, wanted, strict=True)
-    )
+    placements = list_placements(inner, getattr(inner, "tp_plan", None) or {})
+    return {f"model.{name}": {"tp": placement} for name, placement in (placements or {}).items()}
 
 
 def _get_plan(plan: dict[str, Any], sequence: bool = False) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
         return t.view_as(t)
 
 
-def _lie_as(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`grad` with the strides of `x` in dimensions of one element, where autograd leaves any.
 
     Other ranks may have more elements there, and the strides of the whole follow from these.
@@ -110,7 +110,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
             return typed
         grad = grad.detach()
         if grad.stride() != x.stride():
-            grad = _lie_as(grad, x)
+            grad = _match_strides(grad, x)
         typed = tagged(grad, spec)
         own_state(typed).gradient_of = (weakref.ref(x),)
         note_gradient(typed, x)

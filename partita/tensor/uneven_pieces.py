@@ -359,7 +359,8 @@ def _run_on_meta(
     graded = {p: m for p, m in metas.items() if m.requires_grad}
     reached = _nodes_behind(outs, graded.values())
     graded = {p: m for p, m in graded.items() if _node_of_tensor(m) in reached}
-    first = _order_of_gradients(outs, graded)
+    # A backward of the user's own runs when the program's backward does, and not before.
+    first = [] if is_users else _order_of_gradients(outs, graded)
     return _MetaRun(outs, {p: graded[p] for p in [*first, *graded]})
 
 

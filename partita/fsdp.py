@@ -34,7 +34,7 @@ from partita.comm import (
 )
 from partita.layout import Fix, LayoutError
 from partita.parallel.batch import find_instances, replace_instances
-from partita.parallel.fsdp_group import MixedPrecision, Zero
+from partita.parallel.fsdp_group import MixedPrecision, ZeroState
 from partita.parallel.zero import zero
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE, make_argument_error, state_of
@@ -311,13 +311,13 @@ def _make_empty(kind: type) -> Any:
     return derived.__new__(derived)
 
 
-def _state_of(module: Any) -> Zero | None:
+def _state_of(module: Any) -> ZeroState | None:
     """Returns the state of a model that is sharded as a whole; None for a block within one."""
-    state: Zero | None = module.__dict__.get("_zero")
+    state: ZeroState | None = module.__dict__.get("_zero")
     return state
 
 
-def _owners_of(module: Any) -> set[Zero]:
+def _owners_of(module: Any) -> set[ZeroState]:
     """Returns the states of the models that hold the parameters of a block."""
     all_layouts = (state_of(p).zero_layouts for p in module.parameters())
     return {layouts.owner for layouts in all_layouts if layouts is not None}

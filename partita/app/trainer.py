@@ -78,7 +78,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
         first=first,
     )
     reported = _ReportedStep(options, mesh, emit, first)
-    reported.tell_layouts(model)
+    reported.emit_layouts(model)
     make_run = _make_compiled_step if options.compile else _make_eager_step
     run = make_run(model, optimizer, options, reported.marked_emit)
     losses = []
@@ -105,7 +105,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
             losses.append(loss)
             seconds, memory = time.monotonic() - start, device.peak_memory()
             emit("step", step=step, loss=loss, seconds=seconds, nbytes=log.bytes, memory=memory)
-            reported.tell_of_step(run, step, log)
+            reported.emit_step(run, step, log)
             schedule.after_step(step)
         schedule.finish()
         if options.sample:
@@ -193,7 +193,7 @@ class _ReportedStep:
         self.measures = options.report is not None and (mesh is None or mesh.get_rank() == 0)
         self.marked_emit = self.timeline.marking(emit) if self.measures else emit
 
-    def tell_layouts(self, model: GPT) -> None:
+    def emit_layouts(self, model: GPT) -> None:
         if self.step >= 0:
             spread = [(n, p) for n, p in model.named_parameters() if isinstance(p, pt.DTensor)]
             self.emit("layouts", parameters=[facts_of_parameter(n, p) for n, p in spread])
@@ -202,7 +202,7 @@ class _ReportedStep:
         measures = self.measures and step == self.step
         return self.timeline.measuring() if measures else nullcontext()
 
-    def tell_of_step(self, run: Run, step: int, log: Any) -> None:
+    def emit_step(self, run: Run, step: int, log: Any) -> None:
         if step != self.step:
             return
         self.emit("moves", moves=facts_of_moves(log.moves))
@@ -436,13 +436,13 @@ class _StepTimeline:
     def marking(self, emit: Callable[..., None]) -> Callable[..., None]:
         """Returns `emit` with a mark in the profile whenever a step enters another phase."""
 
-        def mark_and_tell(event: str, **facts: Any) -> None:
+        def mark_and_emit(event: str, **facts: Any) -> None:
             if event == "at":
                 with record_function(_MARK + facts["phase"]):
                     pass
             emit(event, **facts)
 
-        return mark_and_tell
+        return mark_and_emit
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

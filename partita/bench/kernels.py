@@ -42,7 +42,7 @@ from partita.testing.believed_gpu import (
     CHIPS,
     GPU,
     believe_in_autocast,
-    believing_environment,
+    fake_gpu_environment,
     lower_for,
 )
 
@@ -197,7 +197,7 @@ def _count_bytes(node: Any) -> int:
 
 
 def count(shape: StepShape, way: str, chip: str, optimizer: dict[str, bool]) -> Counts:
-    """The kernels of a step, in a process that believes in a GPU (`believing_environment`)."""
+    """The kernels of a step, in a process that believes in a GPU (`fake_gpu_environment`)."""
     believe_in_autocast()
     if way == "torch":
         return _count_of_torch(shape, chip)
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     how = {"chip": options.chip, "optimizer": options.optimizer}
     with tempfile.TemporaryDirectory() as folder:
-        environment = believing_environment(Path(folder))
+        environment = fake_gpu_environment(Path(folder))
         found = {
             way: lower_in_process(environment, options.model, way, options.blocks, **how)
             for way in options.ways

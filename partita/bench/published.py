@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from partita.graph.program import Program
 from partita.predict.machine import Machine, load_machine
-from partita.predict.simulate import capture_model, play_graph
+from partita.predict.simulate import capture_model, simulate_graph
 from partita.predict.strategy import Strategy
 
 _TITAN = "github.com/pytorch/torchtitan, docs/performance.md of May 2024: FSDP2, 64 A100 (80 GB)"
@@ -109,10 +109,10 @@ def _compare_runs(name: str, runs: Sequence[PublishedRun]) -> float:
     for place, run in enumerate(runs):
         program, tokens, _ = capture_model(run.model, {"dp": run.ranks}, run.strategy)
         wanted = tokens / run.ranks / run.rate
-        before = play_graph(program, machine).seconds
+        before = simulate_graph(program, machine).seconds
         if not place:
             machine = tune_matmul(machine, _seconds_of(program), wanted)
-        seconds = play_graph(program, machine).seconds
+        seconds = simulate_graph(program, machine).seconds
         error = wanted / seconds - 1
         said = f"(as shipped {wanted / before - 1:+.0%})" if not place else f"{error:+9.0%}"
         rates = f"{run.rate:>14,.0f}{tokens / run.ranks / seconds:>12,.0f}"
@@ -126,7 +126,7 @@ def _compare_runs(name: str, runs: Sequence[PublishedRun]) -> float:
 
 
 def _seconds_of(program: Program) -> Callable[[Machine], float]:
-    return lambda machine: play_graph(program, machine).seconds
+    return lambda machine: simulate_graph(program, machine).seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -84,12 +84,12 @@ class BlockChoice:
         named: the modules and classes that the user names. None searches for the outermost modules
             with equal class and equal names and shapes of parameters.
         least: the number of equal modules that the search requires.
-        outline_above: as `StepOptions.outline_above`.
+        section_threshold: as `StepOptions.section_threshold`.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
     least: int = 2
-    outline_above: int | None = None
+    section_threshold: int | None = None
 
     @classmethod
     def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:

@@ -24,7 +24,7 @@ from torch.overrides import _get_current_function_mode
 from partita.tensor.tensor_state import count_writes
 
 from .block_choice import BlockChoice
-from .capture_context import attribute_set, dispatch_listeners, hearing_modes, unprofiled
+from .capture_context import attribute_set, dispatch_listeners, intercepting_modes, unprofiled
 from .recorder import Recorder, StepFunctionMode
 
 # -- updates of optimizers -------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class BlockUpdates:
             and "_init_group" not in own
             and isinstance(_get_current_function_mode(), StepFunctionMode)
             and dispatch_listeners() == self._listeners
-            and not hearing_modes()
+            and not intercepting_modes()
         )
 
 

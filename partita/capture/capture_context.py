@@ -303,7 +303,7 @@ def function_modes() -> list[Any]:
     return [m for m in found if isinstance(m, DeviceMode) or is_user_module(type(m).__module__)]
 
 
-def hearing_modes() -> list[Any]:
+def intercepting_modes() -> list[Any]:
     """Returns those of `function_modes` that intercept calls: not `torch.device`."""
     return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
@@ -317,7 +317,7 @@ def without_function_modes() -> Iterator[None]:
         yield
 
 
-def find_unheard_mode() -> Any:
+def find_user_dispatch_mode() -> Any:
     """Returns an active TorchDispatchMode of the user; None if there is none.
 
     Private torch: the stack of modes.

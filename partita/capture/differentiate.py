@@ -25,7 +25,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from partita.graph.fake_values import make_distinct
 from partita.graph.graph_nodes import NOTE
 from partita.graph.program import Input
-from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor import as_dtensor
 from partita.tensor.tensor_state import Spec
 
 from .graph_inputs import GraphInputs
@@ -102,7 +102,7 @@ def differentiate(
             with local_ops(), torch.no_grad():
                 value = torch.empty_like(result.detach())
             seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
-            values.append(value if spec is None else tagged(value, spec.gradient))
+            values.append(value if spec is None else as_dtensor(value, spec.gradient))
         try:
             found = torch.autograd.grad(
                 results, inputs, values, retain_graph=again, allow_unused=True
@@ -133,7 +133,7 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
             last.meta["val"] = make_distinct(last.meta["val"], known)
             like = last.meta["val"].detach()
         if seed.spec is not None:
-            like = tagged(like, seed.spec)
+            like = as_dtensor(like, seed.spec)
         inputs.add_made(Input(f"gradient {number}", "cotangent", like, number))
 
 

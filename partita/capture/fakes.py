@@ -97,7 +97,7 @@ class NumberEnv(ShapeEnv):
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
 
-    def stop_asking(self) -> None:
+    def drop_answer(self) -> None:
         """Drop the reference to the object that answers."""
         self.answer = lambda question: None
 

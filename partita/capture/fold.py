@@ -107,7 +107,7 @@ class StepBlocks:
         self._writers: defaultdict[int, list[fx.Node]] = defaultdict(list)
         self._shows: defaultdict[int, list[fx.Node]] = defaultdict(list)
         for run in self._runs:
-            run.absorb_between()
+            run.add_intermediate_nodes()
             with local_ops():
                 run.describe()
             self._by_key[run.key].append(run)
@@ -346,7 +346,7 @@ class StepBlocks:
         start, end = self._places[run.forward[-1]], self._places[run.backward[-1]]
         for node in run.backward:
             for read in node.all_input_nodes:
-                if read not in memory or (read not in run.own and read not in run.early):
+                if read not in memory or (read not in run.own and read not in run.forward_inputs):
                     continue
                 for writer in self._writers[memory[read]]:
                     if writer not in run.own and start < self._places[writer] < end:
@@ -425,7 +425,9 @@ class StepBlocks:
         block = Subgraph(made_graph, _name_of(run.kinds), labels=tuple(run.labels), **of_forward)
         if any(max(pair) < len(results) for pair in overlapping_results(made_graph.graph)):
             raise UnsureOfWrites  # results overlap, or are views of an operand
-        if run.backward and (block.written or not block.late.isdisjoint(block.outputs_of(False))):
+        if run.backward and (
+            block.written or not block.backward_nodes.isdisjoint(block.outputs_of(False))
+        ):
             raise UnsureOfWrites  # either of the two may write; or backward makes a result
         for node in block.outputs_of(False):
             _find_base_of_alias(node).meta[BLOCK_RESULT] = True
@@ -603,7 +605,7 @@ class _BlockRun:
     later: tuple[list[fx.Node], list[fx.Node]] = ([], [])
 
     @property
-    def early(self) -> Sequence[fx.Node]:
+    def forward_inputs(self) -> Sequence[fx.Node]:
         """The foreign nodes that forward reads."""
         return self.taken[: self.early_count]
 
@@ -616,7 +618,7 @@ class _BlockRun:
         )
         return early, late
 
-    def absorb_between(self) -> None:
+    def add_intermediate_nodes(self) -> None:
         """Add nodes outside any block that compute something from its nodes for its nodes."""
         self.own = dict.fromkeys((*self.forward, *self.backward), 0)
         for nodes in (self.forward, self.backward):

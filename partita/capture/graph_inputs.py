@@ -28,7 +28,7 @@ from partita.graph.errors import not_captured
 from partita.graph.graph_nodes import add_input
 from partita.graph.program import Input, local_of
 from partita.layout import Fix
-from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor import as_dtensor
 from partita.tensor.dtensor_gradients import select_user_hooks, update_spec
 from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.tensor_state import OURS, Spec, count_writes, own_state, spec_of, state_of
@@ -167,7 +167,7 @@ class GraphInputs:
             spec = given.spec
             if spec is not None:
                 spec = spec.gradient if given.kind == "mark" else spec
-                tagged(fake, traced_spec(spec))
+                as_dtensor(fake, traced_spec(spec))
             rest = state_of(given.tensor).zero_layouts
             if rest is not None and update_spec(given.tensor) is not spec:  # type: ignore[arg-type]  # ZeRO 1 and 2
                 gradient, update = map(traced_spec, (rest.gradient, rest.update))

@@ -24,7 +24,7 @@ from partita.graph.graph_nodes import drop_unused, subgraph_of, written_operands
 from partita.graph.program import Input, Output, Program, ResultPlace, padding_boundary
 from partita.graph.slots import Slot
 from partita.layout import Fix
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import Spec, spec_of
 
@@ -377,7 +377,7 @@ def _without_memory(given: Input, inputs: GraphInputs) -> Input:
         return given
     with local_ops(), torch.no_grad():
         like = inputs.stand_in(given.tensor).detach()
-    return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
+    return replace(given, tensor=like if given.spec is None else as_dtensor(like, given.spec))
 
 
 def _find_compared(value: fx.Node) -> fx.Node:

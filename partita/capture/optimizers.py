@@ -42,7 +42,7 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE
 
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
-from .capture_context import dispatch_listeners, hearing_modes
+from .capture_context import dispatch_listeners, intercepting_modes
 from .conditions import EqualInputs, read_counts
 from .fakes import device_at_capture
 from .recorder import Recorder
@@ -131,7 +131,7 @@ def _is_defined_in_torch(found: Any) -> bool:
 
 def _find_modes() -> tuple[Any, ...]:
     """Returns the user's modes that intercept functions, and the number of dispatch modes."""
-    return (*map(id, hearing_modes()), dispatch_listeners()[0])
+    return (*map(id, intercepting_modes()), dispatch_listeners()[0])
 
 
 def _steps_under_mode() -> CaptureError:

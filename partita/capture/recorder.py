@@ -46,7 +46,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.comm import Wire, user_line
-from partita.graph.errors import CaptureError, not_an_input, not_captured, of_data
+from partita.graph.errors import (
+    CaptureError,
+    make_data_dependent_shape_error,
+    not_an_input,
+    not_captured,
+)
 from partita.graph.graph_nodes import (
     BLOCK,
     NO_NOTE,
@@ -61,7 +66,7 @@ from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
 from partita.tensor.arguments import read_number
-from partita.tensor.dtensor import DTensor, moved, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor, move_local
 from partita.tensor.op_facts import (
     STATE_OF_LEAVES,
     facts_of,
@@ -166,7 +171,7 @@ def _find_unique_counted(
     count: _Count, x: torch.Tensor, inverse: bool = False, counts: bool = False, dim: Any = None
 ) -> tuple[torch.Tensor, ...]:
     if counts or dim is not None or not x.numel():
-        raise of_data("aten::unique_consecutive")
+        raise make_data_dependent_shape_error("aten::unique_consecutive")
     flat = _aten.reshape.default(x, [-1])
     before, after = _aten.slice.Tensor(flat, 0, 0, -1), _aten.slice.Tensor(flat, 0, 1)
     is_new = _aten.constant_pad_nd.default(_aten.ne.Tensor(after, before), [1, 0], 1)
@@ -290,7 +295,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             self.note_read(out, args[0])
         count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
-            raise of_data(func._schema.name)
+            raise make_data_dependent_shape_error(func._schema.name)
         newest = self.newest()
         if newest is not self._last:
             self._note_nodes(nodes_since(self.graph, self._last), self._make_note())
@@ -306,13 +311,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """
         call = _COUNTED.get(func)
         if call is None:
-            raise of_data(func._schema.name)
+            raise make_data_dependent_shape_error(func._schema.name)
 
         def count(x: torch.Tensor) -> int:
             total = _aten.sum.default(x if x.dtype is torch.int64 else _aten.ne.Scalar(x, 0))
             number = _READ(total)
             if not self.follows_from_integers(number):
-                raise of_data(func._schema.name)
+                raise make_data_dependent_shape_error(func._schema.name)
             return int(number)
 
         with self, DisableTorchFunction():
@@ -777,7 +782,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
     """
     one, other = (getattr(t, "_spec", None) for t in (x, value))
     if one is not None and other is not None and one.shape == other.shape:
-        value = moved(value, other, one, "data", "implicit")
+        value = move_local(value, other, one, "data", "implicit")
     with local_ops():
         alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
     if (one is None) != (other is None) or not alike:
@@ -789,7 +794,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
             Fix("dtype=", "makes the module in its dtype, as in nn.Linear(2, 2, dtype=...)"),
             Fix("module.double()", "or another conversion, before the step"),
         )
-    return value if one is None else tagged(value, one)
+    return value if one is None else as_dtensor(value, one)
 
 
 # -- checks of values ------------------------------------------------------------------------------

@@ -411,7 +411,7 @@ class Tracer:
         Args:
             flat: a reason to leave all blocks flat; "" for none.
         """
-        nodes, least = made.graph.find_nodes(op="placeholder"), self.blocks.outline_above
+        nodes, least = made.graph.find_nodes(op="placeholder"), self.blocks.section_threshold
         pairs = zip(nodes, self.inputs.all, strict=True)
         coordinates = {node for node, given in pairs if given.kind == "coordinate"}
         equal = [[nodes[i] for i in places] for places in self._places_of_equal()]

@@ -39,7 +39,7 @@ from partita.comm import (
     Reading,
     Wire,
     after_import,
-    agree,
+    check_equal_on_ranks,
     control_plane,
     pack,
     patch_state_dicts,
@@ -55,9 +55,9 @@ from partita.parallel.parameters import (
     initialize_missing,
 )
 from partita.tensor import DTensor
-from partita.tensor.arguments import admit
+from partita.tensor.arguments import check_plain_tensor
 from partita.tensor.construct import copy_attributes, piece_of, refuse_lazy
-from partita.tensor.dtensor import checksum, destination, piece_held, tagged
+from partita.tensor.dtensor import as_dtensor, checksum, destination, piece_held
 from partita.tensor.tensor_state import make_argument_error
 
 from .folder import Replacement, compute_crcs, lock_for_reading
@@ -187,7 +187,7 @@ def _agree_on_layouts(tensors: Mapping[str, Any], call: str) -> None:
     spread = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
     for wire in dict.fromkeys(x._spec.wire for x in spread.values()):
         text = ", ".join(f"{name} {x.layout_over_mesh}" for name, x in spread.items())
-        agree(f"whole values (pt.{call})", text, wire)
+        check_equal_on_ranks(f"whole values (pt.{call})", text, wire)
 
 
 def _refuse_meta(x: torch.Tensor, name: str, call: str) -> None:
@@ -241,7 +241,7 @@ def load_full_state_dict(
     description = given if isinstance(given, Exception) else _describe_leaves(given)
     if rank0_only:
         description = decide(
-            description if brings else None, lambda brought: brought[:1] * len(brought)
+            description if brings else None, lambda gathered: gathered[:1] * len(gathered)
         )
     job = _WriteJob(model, optimizer, description)
     skipped = agree_on_mismatches(
@@ -249,7 +249,7 @@ def load_full_state_dict(
     )
     if not rank0_only:
         _refuse_different(given, decide, line)
-    decide(attempt(lambda: job.write(given, rank0_only)), lambda brought: brought)
+    decide(attempt(lambda: job.write(given, rank0_only)), lambda gathered: gathered)
     both = skipped.missing_keys, skipped.unexpected_keys
     return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
 
@@ -328,17 +328,17 @@ def _refuse_different(given: dict[str, Leaf], decide: Decide, line: str) -> None
     """Raise unless all ranks pass equal values. Each rank keeps its pieces of them."""
     tensors = {name: one.value for name, one in given.items() if torch.is_tensor(one.value)}
 
-    def compare_checksums(brought: list[dict[str, Any]]) -> list[None]:
-        for rank, theirs in enumerate(brought):
-            for name in dict.fromkeys((*brought[0], *theirs)):
-                if theirs.get(name) != brought[0].get(name):
+    def compare_checksums(gathered: list[dict[str, Any]]) -> list[None]:
+        for rank, theirs in enumerate(gathered):
+            for name in dict.fromkeys((*gathered[0], *theirs)):
+                if theirs.get(name) != gathered[0].get(name):
                     raise LayoutError(
                         f"load_full_state_dict: ranks 0 and {rank} bring another {name}",
                         place=line,
                         reason="each rank keeps its piece of a value that all of them have whole",
                         fixes=(Fix("rank0_only=True", "takes rank 0's and sends it"),),
                     )
-        return [None] * len(brought)
+        return [None] * len(gathered)
 
     decide({name: checksum(x) for name, x in tensors.items()}, compare_checksums)
 
@@ -351,7 +351,9 @@ class _TensorSender:
         self._wire = spread[0]._spec.wire if spread else None
         here = None if self._wire is None else self._wire.rank
         decide = control_plane().decide_on("loads whole values (pt.load_full_state_dict)")
-        self._src, size = decide(here, lambda brought: [(brought[0], len(brought))] * len(brought))
+        self._src, size = decide(
+            here, lambda gathered: [(gathered[0], len(gathered))] * len(gathered)
+        )
         if size > 1 and (self._wire is None or self._wire.mesh.size() != size):
             raise LayoutError(
                 "rank0_only needs a model with a DTensor on a mesh of all ranks",
@@ -414,13 +416,13 @@ class _SpreadTensors:
 
     def piece_like(self, x: DTensor, whole: torch.Tensor) -> torch.Tensor:
         whole = whole.detach()
-        admit(whole, x._spec.wire, "set_state_dict")
+        check_plain_tensor(whole, x._spec.wire, "set_state_dict")
         with torch.no_grad():
-            return tagged(piece_of(whole.to(x.device), x._spec), x._spec)
+            return as_dtensor(piece_of(whole.to(x.device), x._spec), x._spec)
 
     def empty_like(self, x: DTensor) -> torch.Tensor:
         with local_ops(), torch.no_grad():
-            return tagged(torch.empty_like(x.detach(), device=HOST), x._spec)
+            return as_dtensor(torch.empty_like(x.detach(), device=HOST), x._spec)
 
     def copy_on_cpu(self, x: DTensor) -> torch.Tensor:
         copied = self.empty_like(x)
@@ -606,13 +608,13 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
 
     new: list[Replacement] = []  # on rank 0
 
-    def start_replacement(brought: list[None]) -> list[None]:
+    def start_replacement(gathered: list[None]) -> list[None]:
         new.append(Replacement(home))
-        return brought
+        return gathered
 
-    def publish_replacement(brought: list[None]) -> list[None]:
+    def publish_replacement(gathered: list[None]) -> list[None]:
         new[0].publish()
-        return brought
+        return gathered
 
     decide(ValueError(problem) if problem else None, start_replacement)
     try:
@@ -693,7 +695,7 @@ def _load_files(
 
     decide = ranks.decide_on("loads a model (pt.load_safetensors)", f" from {path}")
     skipped = agree_on_mismatches(decide, attempt(compare_files), os.fspath(path), line)
-    decide(attempt(read_tensors), lambda brought: brought)
+    decide(attempt(read_tensors), lambda gathered: gathered)
     return skipped
 
 

@@ -19,10 +19,10 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.layout import Layout
 from partita.tensor import DTensor
-from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor import as_dtensor
 from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.tensor_state import spec_of
-from partita.tensor.uneven_pieces import empty_with_room
+from partita.tensor.uneven_pieces import empty_padded
 
 from .object_state import (
     KIND,
@@ -303,4 +303,4 @@ def _allocate_state(at: KeyPath, one: Stored, owner: torch.Tensor | None) -> tor
     if size != tuple(spec.shape):
         spec = spec_of(Layout(size), spec.wire)
     with local_ops():
-        return tagged(empty_with_room(spec, dtype, owner.device), spec)
+        return as_dtensor(empty_padded(spec, dtype, owner.device), spec)

@@ -124,9 +124,9 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks = control_plane()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
-    brought = attempt(lambda: stage_state(open_state(state), None))
+    staged = attempt(lambda: stage_state(open_state(state), None))
     decide = all_ranks.decide_on("saves a checkpoint (pt.save)", f" to {home}")
-    _SaveJob(all_ranks.rank, all_ranks.size, brought, home).run(decide)
+    _SaveJob(all_ranks.rank, all_ranks.size, staged, home).run(decide)
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
@@ -146,8 +146,8 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
     memory = _memory.setdefault(all_ranks, {})
 
     def stage() -> Callable[[Decide], None]:
-        brought = attempt(lambda: stage_state(open_state(state), memory))
-        return _SaveJob(all_ranks.rank, all_ranks.size, brought, home).run
+        staged = attempt(lambda: stage_state(open_state(state), memory))
+        return _SaveJob(all_ranks.rank, all_ranks.size, staged, home).run
 
     why = "saves a checkpoint (pt.async_save)"
     return all_ranks.run_in_background(stage, why, f" to {home}")
@@ -162,8 +162,8 @@ def _make_absolute(path: str | os.PathLike[str]) -> Path:
 class _SaveJob:
     """One rank's part of a save."""
 
-    def __init__(self, rank: int, ranks: int, brought: _StagedState | Exception, home: Path):
-        self._rank, self._ranks, self._brought, self._home = rank, ranks, brought, home
+    def __init__(self, rank: int, ranks: int, staged: _StagedState | Exception, home: Path):
+        self._rank, self._ranks, self._staged, self._home = rank, ranks, staged, home
         self._new: Replacement | None = None  # on rank 0
 
     def run(self, decide: Decide) -> None:
@@ -180,7 +180,7 @@ class _SaveJob:
     def _offer_items(self) -> Any:
         from .dcp_format import Offer, SavePieces, offer_piece
 
-        staged = self._brought
+        staged = self._staged
         if isinstance(staged, Exception):
             return staged
         staged.finish()
@@ -194,41 +194,41 @@ class _SaveJob:
     def _write_items(self, kept: list[int], folder: Path) -> Any:
         from .dcp_format import Writer
 
-        assert isinstance(self._brought, _StagedState)
+        assert isinstance(self._staged, _StagedState)
         rows: list[Any] = []
         if kept:
             folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
             offers = [self._offers[i] for i in kept]
             rows = Writer(folder, self._home).write(offers, self._planner, self._rank)
-        marks = self._brought.fingerprints() if self._ranks > 1 else {}
+        marks = self._staged.fingerprints() if self._ranks > 1 else {}
         return rows, _compute_checksums(folder, rows), marks
 
     # -- on rank 0, for all ----------------------------------------------------------------------
 
-    def _divide_items(self, brought: list[tuple[Any, Path]]) -> list[tuple[list[int], Path]]:
+    def _divide_items(self, gathered: list[tuple[Any, Path]]) -> list[tuple[list[int], Path]]:
         """Returns for each rank the indices of the items that it must write, and the folder."""
-        homes = sorted({str(home) for _, home in brought})
+        homes = sorted({str(home) for _, home in gathered})
         if len(homes) > 1:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
-        kept, self._metadata = self._planner.divide([offers for offers, _ in brought])
+        kept, self._metadata = self._planner.divide([offers for offers, _ in gathered])
         self._new = begin_replacement(self._home)
         return [(its, self._new.written) for its in kept]
 
     def _publish_checkpoint(
-        self, brought: list[tuple[list[Any], list[int], dict[str, str]]]
+        self, gathered: list[tuple[list[Any], list[int], dict[str, str]]]
     ) -> list[None]:
         from .dcp_format import Writer
 
-        _compare_fingerprints([marks for _, _, marks in brought])
+        _compare_fingerprints([marks for _, _, marks in gathered])
         assert self._new is not None
         folder = self._new.written
-        written = [row for rows, _, _ in brought for row in rows]
+        written = [row for rows, _, _ in gathered for row in rows]
         Writer(folder, self._home).write_metadata(self._metadata, written)
-        crcs = [crc for _, crcs, _ in brought for crc in crcs]
+        crcs = [crc for _, crcs, _ in gathered for crc in crcs]
         places = [(file, at, size) for *_, file, at, size in written]
         Checksums.of(folder, dict(zip(places, crcs, strict=True))).write(folder)
         self._new.publish()
-        return [None] * len(brought)
+        return [None] * len(gathered)
 
 
 def _compute_checksums(folder: Path, rows: list[Any]) -> list[int]:
@@ -524,7 +524,7 @@ def load(
         read = _LoadJob(state, home, strict, weights_only)
         decide = all_ranks.decide_on("loads a checkpoint (pt.load)", f" from {home}")
         skipped = agree_on_mismatches(decide, attempt(read.check), os.fspath(path), line)
-        decide(attempt(read.finish), lambda brought: brought)
+        decide(attempt(read.finish), lambda gathered: gathered)
     return skipped
 
 
@@ -748,14 +748,14 @@ def agree_on_mismatches(
         ValueError: ranks have read different checkpoints at that path.
     """
 
-    def merge_mismatches(brought: list[Mismatches]) -> list[Loaded]:
-        values = tuple(dict.fromkeys(one for rank in brought for one in rank.values))
-        keys = tuple(dict.fromkeys(one for rank in brought for one in rank.keys))
+    def merge_mismatches(gathered: list[Mismatches]) -> list[Loaded]:
+        values = tuple(dict.fromkeys(one for rank in gathered for one in rank.values))
+        keys = tuple(dict.fromkeys(one for rank in gathered for one in rank.keys))
         fixes = []
         if values:
             fixes.append(Fix("load into the shapes and dtypes that were saved, then cast"))
         if keys:
-            if not any(rank.skipped.missing_keys for rank in brought):
+            if not any(rank.skipped.missing_keys for rank in gathered):
                 fixes.append(Fix('strict="state"', "loads what the state has, and no more"))
             fixes.append(Fix("strict=False", "loads the names that both have"))
         if fixes:
@@ -765,9 +765,9 @@ def agree_on_mismatches(
                 operands=values + keys,
                 fixes=tuple(fixes),
             )
-        if len({rank.which for rank in brought}) > 1:
+        if len({rank.which for rank in gathered}) > 1:
             raise ValueError(f"{path} was replaced while the ranks began to read it: load it again")
-        return [rank.skipped for rank in brought]
+        return [rank.skipped for rank in gathered]
 
     result: Loaded = decide(found, merge_mismatches)
     return result

@@ -1,13 +1,13 @@
 """Agreement of ranks: checks that a text is equal on all ranks of a mesh, and decisions that all
 ranks of the job make together.
 
-    agree("from_local", "f32[8, 16] Shard(0)", wire)
-    paths = control_plane().decide("saves", mine, lambda brought: [brought[0]] * len(brought))
+    check_equal_on_ranks("from_local", "f32[8, 16] Shard(0)", wire)
+    paths = control_plane().decide("saves", mine, lambda gathered: [gathered[0]] * len(gathered))
 
-`agree` exchanges a digest. If digests differ, it exchanges the texts, and every rank raises the
-same error, which names two ranks. The arguments of a call are compared the first time that a line
-of the program makes it (`agree_first`), and every time under `check_ranks()`. Later calls send
-nothing.
+`check_equal_on_ranks` exchanges a digest. If digests differ, it exchanges the texts, and every rank
+raises the same error, which names two ranks. The arguments of a call are compared the first time
+that a line of the program makes it (`check_equal_once`), and every time under `check_ranks()`.
+Later calls send nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
-from .groups import ControlGroup, hash_text, meet_in_store
+from .groups import ControlGroup, barrier_in_store, hash_text
 from .ledger import call_site, user_line
 from .ranks import RankWire, running_wire
 from .trace import TraceWire
@@ -40,7 +40,7 @@ from .waiting import make_lost_rank_error
 from .wire import Wire
 
 
-def agree(what: str, mine: str, wire: Wire, **message: Any) -> None:
+def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> None:
     """Raise LayoutError on all ranks of the mesh unless `mine` is equal on all of them.
 
     Args:
@@ -59,20 +59,21 @@ def agree(what: str, mine: str, wire: Wire, **message: Any) -> None:
         raise make_disagreement_error(what, texts, **message)
 
 
-def agree_first(
+def check_equal_once(
     what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: Any
 ) -> None:
-    """Call `agree` the first time that this line of the program runs, or under `check_ranks()`.
+    """Call `check_equal_on_ranks` the first time that this line of the program runs, or under
+    `check_ranks()`.
 
     Args:
         where: identifies the argument, if one line compares several.
         each: True compares each new text of a line; False compares only its first.
-        message: as for `agree`.
+        message: as for `check_equal_on_ranks`.
     """
     key = (call_site(), what, *where, mine if each else None)
     if is_agreed(wire, key):
         return
-    agree(what, mine, wire, **message)
+    check_equal_on_ranks(what, mine, wire, **message)
     remember_agreed(wire, key)
 
 
@@ -374,7 +375,7 @@ class ControlPlane:
 
     def meet(self, why: str, shown: str = "") -> None:
         """Wait until all ranks have called this for the same reason. Raises as `decide`."""
-        self.decide(why, None, lambda brought: brought, shown)
+        self.decide(why, None, lambda gathered: gathered, shown)
 
     def run_in_background(
         self, prepare: Callable[[], Callable[[Decide], Any]], why: str, shown: str = ""
@@ -469,11 +470,11 @@ class _OfGroups(ControlPlane):
             return super()._decide(why, mine, answer, shown)
         if self._control is None:
             place = f"{why}{shown}, at {user_line() or 'no line'}"
-            meet_in_store(dist.group.WORLD, "first decision", place)  # type: ignore[arg-type]
+            barrier_in_store(dist.group.WORLD, "first decision", place)  # type: ignore[arg-type]
             self._control = ControlGroup("everyone", range(self.size))
 
-        def answer_packed(brought: list[bytes]) -> list[bytes]:
-            return _all_packed(_compute_outcomes(list(map(unpack, brought)), answer))
+        def answer_packed(gathered: list[bytes]) -> list[bytes]:
+            return _all_packed(_compute_outcomes(list(map(unpack, gathered)), answer))
 
         try:
             packed = _pack_or_error(mine)
@@ -517,31 +518,31 @@ class _OfOneProcess(ControlPlane):
         self._wire, self.rank, self.size = wire, wire.rank, wire.mesh.size()
 
     def _decide(self, why: str, mine: Any, answer: Answer, shown: str) -> Any:
-        def answer_outcomes(brought: list[Any]) -> Sequence[Any]:
-            return _compute_outcomes(brought, answer)
+        def answer_outcomes(gathered: list[Any]) -> Sequence[Any]:
+            return _compute_outcomes(gathered, answer)
 
         return self._wire.decide(mine, answer_outcomes, why, shown=shown)
 
     def _start_background(self, why: str, shown: str) -> Decide:
-        make = lambda brought: [_Board(self.size)] * self.size  # noqa: E731
+        make = lambda gathered: [_Board(self.size)] * self.size  # noqa: E731
         board: _Board = self.decide(why, None, make, shown)
         return lambda mine, answer: board.decide(self.rank, mine, answer)
 
     def _wait_until_all_started(self) -> None:
-        self._decide("starts a thread", None, lambda brought: brought, "")
+        self._decide("starts a thread", None, lambda gathered: gathered, "")
 
 
 class _Board:
     """The place where the background threads of in-process ranks meet."""
 
     def __init__(self, size: int):
-        self._brought: list[Any] = [None] * size
+        self._gathered: list[Any] = [None] * size
         self._outcomes: Sequence[Any] = ()
         self._answer: Answer | None = None
         self._meeting = threading.Barrier(size, self._answer_meeting, _PATIENCE_WITH_THREADS)
 
     def decide(self, rank: int, mine: Any, answer: Answer) -> Any:
-        self._brought[rank] = mine
+        self._gathered[rank] = mine
         if rank == 0:
             self._answer = answer
         self._meeting.wait()
@@ -549,7 +550,7 @@ class _Board:
 
     def _answer_meeting(self) -> None:
         assert self._answer is not None
-        self._outcomes = _compute_outcomes(self._brought, self._answer)
+        self._outcomes = _compute_outcomes(self._gathered, self._answer)
 
 
 # -- outcomes --------------------------------------------------------------------------------------
@@ -564,16 +565,16 @@ class _Failed:
     rank: int | None = None
 
 
-def _compute_outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
-    for rank, one in enumerate(brought):
+def _compute_outcomes(gathered: list[Any], answer: Answer) -> Sequence[Any]:
+    for rank, one in enumerate(gathered):
         if isinstance(one, BaseException):
-            if len(brought) > 1:
-                one.add_note(f"on rank {rank} of {len(brought)}")
-            return [_Failed(one, rank)] * len(brought)
+            if len(gathered) > 1:
+                one.add_note(f"on rank {rank} of {len(gathered)}")
+            return [_Failed(one, rank)] * len(gathered)
     try:
-        return answer(brought)
+        return answer(gathered)
     except Exception as error:
-        return [_Failed(error)] * len(brought)
+        return [_Failed(error)] * len(gathered)
 
 
 def _unwrap_outcome(outcome: Any) -> Any:

@@ -125,7 +125,7 @@ class Device:
         return self.is_host
 
     @property
-    def autocast_heeds_dtype(self) -> bool:
+    def autocast_keeps_dtype(self) -> bool:
         """True if a reduction with `dtype=` uses that dtype where autocast would use float32."""
         return not self.is_host
 

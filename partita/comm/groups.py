@@ -4,7 +4,7 @@ Each `Backend` (`backends`) defines how its kind of process group runs collectiv
 as texts to compare, use the mesh's `ControlGroup`, a separate process group. Each message begins
 with a digest of its reason, so a rank never mistakes it for another message or for a tensor. Before
 the control group exists, some ranks may still be in collectives that others have not begun. Ranks
-then wait for one another with keys in the job's store (`meet_in_store`), not with a collective.
+then wait for one another with keys in the job's store (`barrier_in_store`), not with a collective.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class GroupWire(Wire):
         if self._control is None:
             if (group := self.group_of_all()) is not None:
                 why = "compares something for the first time"
-                meet_in_store(group, "first comparison", _append_user_line(why))
+                barrier_in_store(group, "first comparison", _append_user_line(why))
             self.make_control()
         assert self._control is not None
         return self._control
@@ -205,7 +205,7 @@ class GroupWire(Wire):
         return "" if group is None else last_begun_in(group.group_name)
 
     @property
-    def patience_of_readers(self) -> float:
+    def read_timeout(self) -> float:
         return timeout_of_job().total_seconds() / 2
 
     def _bring_read_value(
@@ -332,8 +332,8 @@ class ControlGroup:
             sizes = self.exchange(why, size, shown=shown, warns=False)
         else:
             sizes = self._gather(size, wait)
-        brought = self._gather_to_first(mine, [n for (n,) in map(_LENGTH.unpack, sizes)], wait)
-        answers = None if brought is None else answer(brought)
+        gathered = self._gather_to_first(mine, [n for (n,) in map(_LENGTH.unpack, sizes)], wait)
+        answers = None if gathered is None else answer(gathered)
         return self._scatter_from_first(answers, wait)
 
     def _gather(self, mine: bytes, wait: Callable[[Any], None]) -> list[bytes]:
@@ -457,14 +457,14 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
         why: what this rank does, for errors of other ranks.
 
     Raises:
-        LayoutError: as `meet_in_store`.
+        LayoutError: as `barrier_in_store`.
     """
     group = wire.group_of_all()
     if group is not None:
-        meet_in_store(group, _CAPTURE, why)
+        barrier_in_store(group, _CAPTURE, why)
 
 
-def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
+def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
     """Wait until all ranks of `group` have made this call as often as this rank has.
 
     Args:
@@ -509,8 +509,8 @@ def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
     """Returns an error that explains why a collective of this rank failed with `failure`.
 
-    Possible causes: other ranks wait in `meet_in_store`, they have found a deadlock, or a rank has
-    ended. Returns None if there is no such cause.
+    Possible causes: other ranks wait in `barrier_in_store`, they have found a deadlock, or a rank
+    has ended. Returns None if there is no such cause.
     """
     group = wire.group_of_all()
     if group is None:

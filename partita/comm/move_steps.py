@@ -2,12 +2,12 @@
 
 Positions of pieces are computed from the sizes of the axes, without communication. As in
 `torch.chunk`, all full pieces come first. So along each axis there are equal pieces at equal
-distances, then at most one shorter piece, then empty ones (`Cut`, `span`). A move therefore takes
-the same few steps for any number of ranks. A collective's buffer holds the pieces end to end, in
-the order of the ranks. One strided copy (a few for uneven pieces) moves them there or back
-(`Side`). Even shards of dimension 0 need no copy. Pieces of different sizes are sent padded to the
-largest. `resize_` cuts the padding off, so that no result is a view of a larger tensor: in-place
-ops and autograd would fail on such a view.
+distances, then at most one shorter piece, then empty ones (`DimChange`, `span`). A move therefore
+takes the same few steps for any number of ranks. A collective's buffer holds the pieces end to end,
+in the order of the ranks. One strided copy (a few for uneven pieces) moves them there or back
+(`PieceLayout`). Even shards of dimension 0 need no copy. Pieces of different sizes are sent padded
+to the largest. `resize_` cuts the padding off, so that no result is a view of a larger tensor:
+in-place ops and autograd would fail on such a view.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Requests(dict[str, Request]):
 def _make_all_gather_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     joined, _ = find_cuts(move, transport.mesh)
-    side = Side(joined, move.after, transport, axes)
+    side = PieceLayout(joined, move.after, transport, axes)
     shape, run, requests = side.shape, transport.run_collective, _Requests(move)
     if side.rows_in_memory:
         mine, gathered = side.piece, side.padded_shape
@@ -95,7 +95,7 @@ def _make_reduce_scatter_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     _, divided = find_cuts(move, transport.mesh)
     mine = move.after.local_shape(transport.mesh, transport.at)
-    side = Side(divided, move.before, transport, axes)
+    side = PieceLayout(divided, move.before, transport, axes)
     as_it_is, rows_shape = side.rows_in_memory and side.even, (side.ranks * side.pad,)
     pack, run, requests = side.make_packer(side.pad), transport.run_collective, _Requests(move)
 
@@ -129,8 +129,8 @@ def _make_all_to_all_step(move: Move, transport: Transport) -> Step:
     joined, divided = find_cuts(move, transport.mesh)
     if is_restack(joined, divided, axes, transport.mesh):
         return _make_restack_step(move, transport)
-    sent = Side(divided, move.before, transport, axes)
-    got = Side(joined, move.after, transport, axes)
+    sent = PieceLayout(divided, move.before, transport, axes)
+    got = PieceLayout(joined, move.after, transport, axes)
     shape, run = got.shape, transport.run_collective
     if sent.in_order and got.in_order:
         pad, send, get = None, sent.splits(), got.splits()
@@ -364,7 +364,7 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset."""
 
 
-class Side:
+class PieceLayout:
     """The local tensor before or after a move, cut into a piece for each rank of a group.
 
     A collective needs the pieces end to end in a buffer, in the group's order. If that differs
@@ -382,7 +382,7 @@ class Side:
             padding is at the end.
     """
 
-    def __init__(self, cuts: Sequence[Cut], layout: Layout, transport: Transport, axes: Axes):
+    def __init__(self, cuts: Sequence[DimChange], layout: Layout, transport: Transport, axes: Axes):
         self._cuts, (_, self._order) = cuts, transport.group_order(axes)
         self.shape = layout.local_shape(transport.mesh, transport.at)
         self._grid = [a for a in axes if transport.mesh.size(a) > 1]
@@ -504,7 +504,7 @@ Number = Any
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimChange:
     """A dimension whose sharding a move changes. It lists only axes of more than one rank.
 
     Attributes:
@@ -531,7 +531,7 @@ class Cut:
         return padded_length(self.size, self.outer_parts + self.parts)
 
 
-def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
+def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]:
     """Returns the dimensions whose pieces `move` concatenates, and those that it splits.
 
     Raises:
@@ -558,7 +558,7 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
 
 
 def is_restack(
-    joined: Sequence[Cut], divided: Sequence[Cut], axes: Sequence[str], mesh: Mesh
+    joined: Sequence[DimChange], divided: Sequence[DimChange], axes: Sequence[str], mesh: Mesh
 ) -> bool:
     """True if an all_to_all over `axes` changes the axes that split one dimension, or their order.
 
@@ -569,7 +569,7 @@ def is_restack(
     return bool(both) or {a for cut in joined for a in cut.inner} != moved
 
 
-def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
+def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[DimChange]:
     """Returns the dimensions that are cut further in `cut` than in `whole`."""
     found = []
     for dim, (size, have, want) in enumerate(zip(cut.shape, cut.shards, whole.shards, strict=True)):
@@ -580,7 +580,7 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
         if same < len(axes):
             outer, inner = axes[:same], axes[same:]
             parts = [tuple(mesh.size(a) for a in stack) for stack in (outer, inner)]
-            found.append(Cut(dim, size, outer, inner, *parts))
+            found.append(DimChange(dim, size, outer, inner, *parts))
     return found
 
 

@@ -441,8 +441,8 @@ class RankWire(Wire):
         compared: str = "",
         shown: str = "",
     ) -> list[bytes]:
-        def answer_with_all(brought: list[bytes]) -> list[list[bytes]]:
-            return [brought] * len(brought)
+        def answer_with_all(gathered: list[bytes]) -> list[list[bytes]]:
+            return [gathered] * len(gathered)
 
         return self.decide(mine, answer_with_all, why, compared, shown)  # type: ignore[no-any-return]
 
@@ -465,9 +465,9 @@ class RankWire(Wire):
             for (to, _, _), one in zip(all_, answers, strict=True):
                 to.append(one)
 
-        brought = got, mine, answer
+        gathered = got, mine, answer
         request = Request(why, None, "")
-        self._meet(self.mesh.names, request, "", None, brought, perform_answer, compared, shown)
+        self._meet(self.mesh.names, request, "", None, gathered, perform_answer, compared, shown)
         return got[0]
 
 

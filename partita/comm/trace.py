@@ -39,7 +39,7 @@ from .collective import (
 from .groups import GroupWire
 from .ledger import Ledger, Scope, user_line
 from .move_steps import (
-    Cut,
+    DimChange,
     Number,
     Step,
     ends_last,
@@ -346,7 +346,7 @@ def _make_padded_step(move: Move, wire: TraceWire) -> Step:
     return run_padded_step
 
 
-def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
+def _outer_length(cut: DimChange, wire: TraceWire) -> tuple[int, Number]:
     """Returns the padded and the true length of what the inner axes of `cut` cut."""
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
@@ -355,7 +355,7 @@ def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
 
 
 def _pack_padded_pieces(
-    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+    x: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str], wire: TraceWire
 ) -> torch.Tensor:
     """Returns a buffer of the padded piece of each member of `grid`, in the grid's order."""
     labels: list[Any] = []
@@ -376,7 +376,7 @@ def _pack_padded_pieces(
     return x.reshape(shape).permute(order).contiguous()
 
 
-def _pieces_in_a_row(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+def _pieces_in_a_row(x: torch.Tensor, cut: DimChange, wire: TraceWire) -> torch.Tensor:
     _, outer = _outer_length(cut, wire)
     parts, step, n = cut.parts, cut.first_length, math.prod(cut.parts)
     if isinstance(outer, int) and len(parts) == 1:
@@ -410,7 +410,7 @@ def _fill_where(x: torch.Tensor, dim: int, where: torch.Tensor, value: Any = 0) 
 
 
 def _unpack_pieces(
-    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+    rows: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str], wire: TraceWire
 ) -> torch.Tensor:
     """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
 
@@ -424,7 +424,9 @@ def _unpack_pieces(
     return rows.contiguous()
 
 
-def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) -> torch.Tensor:
+def _side_by_side(
+    rows: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str]
+) -> torch.Tensor:
     labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
     by_dim = {cut.dim: cut for cut in cuts}
     order: list[Any] = []
@@ -437,12 +439,12 @@ def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) 
     return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
 
 
-def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
+def _in_order(cuts: Sequence[DimChange], grid: Sequence[str]) -> bool:
     """True if the pieces follow each other along dimension 0, in the order of the ranks."""
     return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
 
 
-def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+def _without_gaps(x: torch.Tensor, cut: DimChange, wire: TraceWire) -> torch.Tensor:
     """Returns `x`, which has padded pieces end to end along a dimension, without their padding."""
     padded, length = _outer_length(cut, wire)
     if isinstance(length, int) and ends_last(length, cut.parts):
@@ -457,7 +459,7 @@ def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
     return _fill_where(out, cut.dim, behind) if wire.zeros else out
 
 
-def _slice_own_piece(x: torch.Tensor, cuts: Sequence[Cut], wire: TraceWire) -> torch.Tensor:
+def _slice_own_piece(x: torch.Tensor, cuts: Sequence[DimChange], wire: TraceWire) -> torch.Tensor:
     for cut in cuts:
         if cut.even:
             rows = x.unflatten(cut.dim, (math.prod(cut.parts), cut.first_length))
@@ -470,7 +472,7 @@ def _slice_own_piece(x: torch.Tensor, cuts: Sequence[Cut], wire: TraceWire) -> t
 
 
 def _place_own_piece(
-    x: torch.Tensor, cuts: Sequence[Cut], op: str, wire: TraceWire
+    x: torch.Tensor, cuts: Sequence[DimChange], op: str, wire: TraceWire
 ) -> torch.Tensor:
     rest = identity_of_reduction(op, x.dtype)
     for cut in cuts:
@@ -497,19 +499,19 @@ def _keep_on_first(x: torch.Tensor, move: Move, wire: TraceWire) -> torch.Tensor
     return torch.where(first, x, zeros_signed_as(x)).contiguous()
 
 
-def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+def _own_memory(x: torch.Tensor, cuts: Sequence[DimChange]) -> torch.Tensor:
     """Returns `x` in contiguous memory of its own. For uneven cuts, `x` is a copy already."""
     if all(cut.even for cut in cuts):
         return x.clone(memory_format=torch.contiguous_format)
     return x.contiguous()
 
 
-def _row_of(cut: Cut, wire: TraceWire, device: torch.device) -> torch.Tensor:
+def _row_of(cut: DimChange, wire: TraceWire, device: torch.device) -> torch.Tensor:
     """Returns the number of this rank's piece, of pieces that are even."""
     return wire.place(cut.inner).view(1).to(device)
 
 
-def _place_of(cut: Cut, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
+def _place_of(cut: DimChange, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
     """Returns `(start, length)` of this rank's piece in the piece that the axes `inner` split."""
     parts, places = wire.stack(cut.inner)
     _, outer = _outer_length(cut, wire)

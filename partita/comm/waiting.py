@@ -682,9 +682,9 @@ def remember_processes(ranks: Sequence[int], described: Sequence[bytes]) -> None
         _processes[rank] = _Process(*_PROCESS.unpack(text))
 
 
-def find_ended(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
-    """Returns the ranks that are known to have ended. Waits up to `patience` seconds for one."""
-    until = time.monotonic() + patience
+def find_ended(ranks: Sequence[int], timeout: float = 0.0) -> list[int]:
+    """Returns the ranks that are known to have ended. Waits up to `timeout` seconds for one."""
+    until = time.monotonic() + timeout
     machine = _this_process().machine
     here = {r: p for r in ranks if (p := _processes.get(r)) and p.machine == machine}
     while True:
@@ -748,15 +748,15 @@ def _make_late_ranks_error(
     )
 
 
-def make_rank_gone_error(ranks: Sequence[int], text: str, fate: str = "") -> RankGoneError:
+def make_rank_gone_error(ranks: Sequence[int], text: str, reason: str = "") -> RankGoneError:
     """Returns the error of this rank, which does `text`, when `ranks` have ended.
 
-    `fate` says what happened to them.
+    `reason` says what happened to them.
     """
     me = dist.get_rank()
-    fate = fate or f"which {'has' if len(ranks) == 1 else 'have'} ended"
+    reason = reason or f"which {'has' if len(ranks) == 1 else 'have'} ended"
     return RankGoneError(
-        f"rank {me} waited for {format_ranks(ranks)}, {fate}",
+        f"rank {me} waited for {format_ranks(ranks)}, {reason}",
         place=user_line(),
         operands=(f"rank {me}  {text}",),
         reason="the other ranks wait for a rank that has ended",

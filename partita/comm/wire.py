@@ -315,11 +315,11 @@ class Wire(Transport):
         """
         reads = read.verb == "reads"
         compared, shown = read.at(place_of_user() if reads else "")
-        patience = self.patience_of_readers if reads else None
-        return self.exchange(read.why, mine, patience, compared, shown)
+        timeout = self.read_timeout if reads else None
+        return self.exchange(read.why, mine, timeout, compared, shown)
 
     @property
-    def patience_of_readers(self) -> float | None:
+    def read_timeout(self) -> float | None:
         """Returns the seconds for which a reading rank waits for ranks that still compute."""
         return None
 

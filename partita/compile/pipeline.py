@@ -14,7 +14,7 @@ from typing import Any
 from partita.capture.block_choice import BlockChoice
 from partita.capture.conditions import Sharing
 from partita.comm import Wire
-from partita.graph.errors import CaptureError, cannot_be_kept
+from partita.graph.errors import CaptureError, make_budget_too_small_error
 from partita.graph.graph_nodes import note_of
 from partita.graph.graph_text import agree_on_program, canonical, digest_of, key_of, versions
 from partita.graph.memory import peak_of, scheduled
@@ -66,10 +66,10 @@ def make_program(
         program.options = options
         if verifies_each_pass():
             verify(program, "capture")
-        if program.compared is not None:  # another graph, small
-            inline_subgraphs(program.compared.side.graph.graph)
-        if program.asked is not None:
-            inline_subgraphs(program.asked.graph.graph)
+        if program.replicated_inputs is not None:  # another graph, small
+            inline_subgraphs(program.replicated_inputs.side.graph.graph)
+        if program.numeric_answers is not None:
+            inline_subgraphs(program.numeric_answers.graph.graph)
         return FormSearch(CapturedForms(program))
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
@@ -113,13 +113,13 @@ def kept_within(
     Raises:
         CaptureError: the budget is too small; the error names the smallest that suffices.
     """
-    budget, search, least = program.options.budget, program.search, None
+    budget, search, least = program.options.budget, program.budget_search, None
     assert search is not None
     while True:
         prepare(program)
         taken = 0 if budget is None else _find_peak_bytes(program)
         if budget is None or taken <= budget:
-            program.search = None  # which holds the form that it would try next
+            program.budget_search = None  # which holds the form that it would try next
             return program
         least = taken if least is None else min(least, taken)
         less = peak_of(program) - 1
@@ -127,7 +127,7 @@ def kept_within(
             wires = program.wires
             program = _finish_program(lambda: search, less, tensors, wires, program.options)
         except CaptureError:
-            raise cannot_be_kept(budget, least) from None
+            raise make_budget_too_small_error(budget, least) from None
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
@@ -156,8 +156,12 @@ def _finish_program(
         rewritten = search.first_within(limit)
         assert isinstance(rewritten, CapturedProgram)
         program = region_of(rewritten)
-        program.sharing, program.captured, program.search = Sharing(program), captured, search
-        if (error := program.sharing.find_error(tensors)) is not None:
+        program.overlap_check, program.captured, program.budget_search = (
+            Sharing(program),
+            captured,
+            search,
+        )
+        if (error := program.overlap_check.find_error(tensors)) is not None:
             raise error
         lines = [*canonical(program), *versions(), *options.key_lines(ran)]
         where = [note_of(n).source for n in program.graph.graph.nodes]

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import user_line
 from partita.comm.collective import WAIT
-from partita.graph.errors import of_anomalies
+from partita.graph.errors import make_anomaly_mode_error
 from partita.graph.graph_nodes import (
     NOTE,
     add_call,
@@ -75,7 +75,7 @@ class _Entrance:
         if x.layout is not torch.strided:
             x = x.to_dense()
         if self.border is not None:
-            x = self.border.enter(x)
+            x = self.border.pad_input(x)
         return x if x.stride() == self.stride else self._new().copy_(x)
 
     def _new(self) -> torch.Tensor:
@@ -132,11 +132,11 @@ class _BackwardPart:
         with local_ops(), without_any_autocast():
             args = []
             for what, entrance in zip(backward.inputs, self.entrances, strict=True):
-                x = given[what.kind][what.index] if what.kind in given else what.now(())
+                x = given[what.kind][what.index] if what.kind in given else what.local_value(())
                 args.append(entrance.enter(x))
             found: list[torch.Tensor | None] = list(backward.call(*args))  # type: ignore[misc]
             for i, border in backward.leaving.items():
-                found[i] = border.leave(found[i])  # type: ignore[arg-type]
+                found[i] = border.unpad_output(found[i])  # type: ignore[arg-type]
         absent = {n for n, g in cotangents.items() if g is None}
         if not absent:
             return found
@@ -155,7 +155,7 @@ class Region(CapturedProgram):
         parts: of its backward, in the order in which they run; each is one autograd node.
     """
 
-    halves: Halves = field(init=False)
+    halves: ForwardBackwardPair = field(init=False)
     parts: list[_BackwardPart] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
     if not any(o.kind == "cotangent" for o in program.outputs):
         return program
     if torch.is_anomaly_enabled():
-        raise of_anomalies()
+        raise make_anomaly_mode_error()
     region = Region(**{f.name: getattr(program, f.name) for f in fields(program) if f.init})
     verify(region, "split")
     verify(region.halves.forward, "split, forward")
@@ -297,7 +297,7 @@ _CAST = _aten._to_copy.default
 
 
 @dataclass(eq=False)
-class Halves:
+class ForwardBackwardPair:
     """A forward and its backward.
 
     Attributes:
@@ -314,7 +314,7 @@ class Halves:
     saved: list[int]
 
 
-def split(program: Program) -> Halves:
+def split(program: Program) -> ForwardBackwardPair:
     """Split a program into forward and backward. Changes its graph: views are copied to backward.
 
     Backward gets the nodes that results do not need: those that depend on gradients, and those that
@@ -332,7 +332,7 @@ def split(program: Program) -> Halves:
     # A number is no tensor of the call, and an input that forward writes has changed by then.
     inside = [n for n in needs if n not in given or _is_no_tensor(given[n]) or _is_written(n)]
     parts = sorted({o.part for o in program.outputs if o.kind == "cotangent"})
-    return Halves(
+    return ForwardBackwardPair(
         _make_forward(program, given, late, inside),
         {part: _make_backward(program, given, late, needs, inside, part) for part in parts},
         [-1 if n in inside else given[n].index for n in needs],

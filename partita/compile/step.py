@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from partita.capture.block_choice import BlockChoice
 from partita.capture.capture_context import (
     attribute_set,
-    find_unheard_mode,
+    find_user_dispatch_mode,
     function_modes,
     without_function_modes,
 )
@@ -43,7 +43,12 @@ from partita.comm import (
 )
 from partita.comm.device import Device
 from partita.graph.backend.executor import function_of
-from partita.graph.errors import CaptureError, RefusedCall, of_dispatch_mode, of_lazy_parameters
+from partita.graph.errors import (
+    CaptureError,
+    RefusedCall,
+    make_dispatch_mode_error,
+    make_lazy_parameter_error,
+)
 from partita.graph.graph_text import Graph
 from partita.graph.memory import scheduled
 from partita.graph.program import Passes, StepOptions
@@ -58,7 +63,7 @@ from partita.guards import History, describe_call, signature_of
 from partita.guards.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
 from partita.guards.call_guard import CallGuard
 from partita.guards.captured_program import CapturedProgram, announce_run, list_sent_moves
-from partita.guards.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
+from partita.guards.inputs import NewStateFound, State, find_state, names_of_call, tensors_of_call
 from partita.guards.predicted_values import ValuesOfCall
 from partita.guards.values import Place
 from partita.report import RunFacts, check_plotly, write_report
@@ -414,7 +419,7 @@ class CompiledStep:
         tensors = call.list_leaves()
         if any(map(is_lazy, tensors)):
             if self.options.fallback is None:
-                raise of_lazy_parameters()
+                raise make_lazy_parameter_error()
             return None, [], None
         signature = call.find_signature(tensors)
         key, why = self._find_kept_program(signature, tensors, others)
@@ -468,11 +473,11 @@ class CompiledStep:
         calls of compiled code. Then the step runs eagerly; without a fallback this raises
         CaptureError.
         """
-        sharing, error = program.sharing, None
+        sharing, error = program.overlap_check, None
         if sharing.may_overlap(tensors):
             error = sharing.find_error(tensors)
-        if program.artifact is not None and (mode := find_unheard_mode()) is not None:
-            error = of_dispatch_mode(mode)
+        if program.artifact is not None and (mode := find_user_dispatch_mode()) is not None:
+            error = make_dispatch_mode_error(mode)
         if error is not None:
             program.undo_writes()
             if self.options.fallback is None:
@@ -527,7 +532,7 @@ class CompiledStep:
                 program, tensors = self._prepare_program(call, guesses, made_state)
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)
-            if isinstance(error, ReachedMore):
+            if isinstance(error, NewStateFound):
                 self._state, self._reached = error.state, error.state.reached
                 call = dataclasses.replace(call, state=error.state)
                 return self._capture_call(signature, call, why, others)
@@ -567,7 +572,7 @@ class CompiledStep:
 
         options = self.options
         blocks = BlockChoice.from_option(options.blocks)
-        blocks = dataclasses.replace(blocks, outline_above=options.outline_above)
+        blocks = dataclasses.replace(blocks, section_threshold=options.section_threshold)
 
         def make() -> CapturedProgram:
             begin_phase("capture")

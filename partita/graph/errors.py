@@ -74,7 +74,7 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
     )
 
 
-def of_data(op: str, *, place: str | None = None) -> CaptureError:
+def make_data_dependent_shape_error(op: str, *, place: str | None = None) -> CaptureError:
     """Returns the error to raise if the output shape of `op` ("aten::nonzero") depends on data."""
     return not_captured(
         f"the shape of {op.removeprefix('aten::')} depends on data",
@@ -83,7 +83,7 @@ def of_data(op: str, *, place: str | None = None) -> CaptureError:
     )
 
 
-def of_lazy_parameters() -> CaptureError:
+def make_lazy_parameter_error() -> CaptureError:
     """Returns the error to raise if a step reaches a parameter that has no shape yet."""
     return not_captured(
         "the step reaches a parameter that has no shape yet, as a LazyLinear has",
@@ -92,7 +92,7 @@ def of_lazy_parameters() -> CaptureError:
     )
 
 
-def of_anomalies() -> CaptureError:
+def make_anomaly_mode_error() -> CaptureError:
     """Returns the error to raise if a backward pass runs in anomaly mode."""
     return not_captured(
         "the step has a backward pass in torch's anomaly mode",
@@ -101,7 +101,7 @@ def of_anomalies() -> CaptureError:
     )
 
 
-def of_dispatch_mode(mode: Any) -> CaptureError:
+def make_dispatch_mode_error(mode: Any) -> CaptureError:
     """Returns the error to raise if a compiled step is called within a user's dispatch mode."""
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
@@ -111,7 +111,7 @@ def of_dispatch_mode(mode: Any) -> CaptureError:
     )
 
 
-def of_recording(error: Exception) -> CaptureError:
+def make_recording_error(error: Exception) -> CaptureError:
     """Returns the error to raise if a step's kernels cannot be recorded as a CUDA graph."""
     return not_captured(
         "a step's kernels cannot be recorded as a CUDA graph",
@@ -120,7 +120,7 @@ def of_recording(error: Exception) -> CaptureError:
     )
 
 
-def cannot_be_kept(budget: int, least: int) -> CaptureError:
+def make_budget_too_small_error(budget: int, least: int) -> CaptureError:
     """Returns the error to raise if a step needs more than its budget; `least` bytes suffice."""
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
@@ -168,7 +168,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
     if isinstance(error.__cause__, CaptureError):  # torch has wrapped it
         return error.__cause__
     if isinstance(error, DynamicOutputShapeException):
-        return of_data(error.func._schema.name, place=line)
+        return make_data_dependent_shape_error(error.func._schema.name, place=line)
     text = str(error).strip().split("\n")[0]
     if any(asks in text for asks in _OF_MEMORY):
         return not_captured(

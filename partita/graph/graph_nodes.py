@@ -415,10 +415,10 @@ class Subgraph:
     def nodes_of(self, is_late: bool) -> list[fx.Node]:
         """Returns the calls of backward if `is_late`, else those of forward."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
-        return [n for n in calls if (n in self.late) is is_late]
+        return [n for n in calls if (n in self.backward_nodes) is is_late]
 
     @cached_property
-    def late(self) -> set[fx.Node]:
+    def backward_nodes(self) -> set[fx.Node]:
         """The nodes of backward: in its phase, or dependent on its inputs or other such nodes."""
         if self.taken is None:
             return set()

@@ -30,7 +30,7 @@ from partita.comm.move_steps import has_empty, places_of, span
 from partita.redistribute.move import bytes_of
 from partita.tensor.op_facts import facts_of, without_any_autocast
 from partita.tensor.tensor_state import Spec, count_holders, spec_of, state_of
-from partita.tensor.uneven_pieces import find_padded, show_front
+from partita.tensor.uneven_pieces import find_padded, narrow_storage
 
 from .graph_nodes import calls_within, examples_of, written_inputs_of
 from .slots import Slot
@@ -76,7 +76,7 @@ class StepOptions:
             raise ValueError(f'compile: fallback is "eager" or None, not {self.fallback!r}')
 
     @property
-    def outline_above(self) -> int | None:
+    def section_threshold(self) -> int | None:
         """The number of nodes above which blocks are compiled as sections; None for never.
 
         Capture folds blocks of equal structure into calls of one subgraph (`capture/fold.py`), and
@@ -147,17 +147,17 @@ class Input:
         return self.tensor.requires_grad or self.tensor.grad is not None
 
     @property
-    def border(self) -> PaddingBoundary | None:
+    def padding(self) -> PaddingBoundary | None:
         """The padding of its local tensor before the graph; None if all ranks have equal shapes."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
         # Nobody reads the padding of a parameter that ZeRO gathers, or of optimizer state.
         read = self.kind != "optimizer" and state_of(self.tensor).zero_layouts is None
-        stays = self.kind not in ("argument", "cotangent")  # a caller's tensors are copied
-        return padding_boundary(self.spec, stays=stays, zeros=zeros, read=read)
+        persistent = self.kind not in ("argument", "cotangent")  # a caller's tensors are copied
+        return padding_boundary(self.spec, persistent=persistent, zeros=zeros, read=read)
 
-    def now(self, tensors: Sequence[Any]) -> torch.Tensor:
+    def local_value(self, tensors: Sequence[Any]) -> torch.Tensor:
         """Returns its local value, given the leaves of a call."""
         if self.kind == "coordinate":
             return self.tensor
@@ -299,7 +299,7 @@ class Program:
     def __post_init__(self) -> None:
         self.written = [*written_inputs_of(self.graph.graph)]
         self.scope = self.wires[0].scope if self.wires else None
-        self.entering = _index_borders([i.border for i in self.inputs])
+        self.entering = _index_borders([i.padding for i in self.inputs])
         self.leaving = _index_borders([padding_boundary(o.spec) for o in self.outputs])
         self.taken = [i for i in self.inputs if i.kind != "cotangent"]
         self.given = [o for o in self.outputs if o.kind != "cotangent"]
@@ -395,7 +395,7 @@ class Program:
             inputs: the local values of `taken`, if the caller already has them.
         """
         assert self.call is not None
-        locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
+        locals_ = [i.local_value(tensors) for i in self.inputs] if inputs is None else inputs
         with local_ops(), torch.no_grad(), _BelowAutograd(), without_any_autocast():
             if self.entering or self.leaving:
                 found = self._call_padded(self.call, locals_)
@@ -418,7 +418,7 @@ class Program:
         """Returns `call(*given)`, with uneven inputs padded and outputs cut."""
         inputs = list(given)
         for i, border in self.entering.items():
-            inputs[i] = border.enter(given[i])
+            inputs[i] = border.pad_input(given[i])
         found = list(call(*inputs))
         for i in self.written:
             if inputs[i].data_ptr() != given[i].data_ptr():  # it was padded in a copy
@@ -426,7 +426,7 @@ class Program:
         for i, border in self.leaving.items():
             came = self.given_back.get(i)
             if i not in self.given_again:
-                found[i] = border.leave(found[i]) if came is None else given[came]
+                found[i] = border.unpad_output(found[i]) if came is None else given[came]
         return found
 
 
@@ -488,7 +488,7 @@ class PaddingBoundary:
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
         behind: True if the padding follows the shard in memory, so that the storage may have room.
-        stays: True if the tensor exists between calls, so that its storage is given room.
+        persistent: True if the tensor exists between calls, so that its storage is given room.
         zeros: True if it is padded with zeros.
         read: True if the graph reads the padding, which then must be filled.
         lenders: for each dimension in which some ranks have empty shards.
@@ -498,7 +498,7 @@ class PaddingBoundary:
     true: Shape
     padded: Shape
     behind: bool
-    stays: bool
+    persistent: bool
     zeros: bool
     read: bool
     lenders: dict[int, _Lender]
@@ -506,9 +506,9 @@ class PaddingBoundary:
     @property
     def in_place(self) -> bool:
         """True if the tensor is padded in place, not in a copy."""
-        return self.behind and self.stays
+        return self.behind and self.persistent
 
-    def enter(self, local: torch.Tensor) -> torch.Tensor:
+    def pad_input(self, local: torch.Tensor) -> torch.Tensor:
         """Returns `local` padded: contiguous, in its own storage or a copy if that has no room."""
         local = local.data  # so that padding does not count as a write
         whole = local.contiguous() if self.true == self.padded else None
@@ -552,12 +552,12 @@ class PaddingBoundary:
             found.append((lender.axes, bytes_of("all_gather", lender.members, nbytes)))
         return found
 
-    def leave(self, value: torch.Tensor) -> torch.Tensor:
+    def unpad_output(self, value: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of `value`, an output of the graph, in its own storage."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
-            return show_front(value, self.true)
+            return narrow_storage(value, self.true)
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
@@ -568,12 +568,12 @@ class PaddingBoundary:
 
 
 def padding_boundary(
-    spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
+    spec: Spec | None, *, persistent: bool = True, zeros: bool = False, read: bool = True
 ) -> PaddingBoundary | None:
     """Returns how a tensor of `spec` is padded; None if all ranks have equal local shapes.
 
     Args:
-        stays: True if the tensor exists between calls.
+        persistent: True if the tensor exists between calls.
         zeros: True if it is padded with zeros, as a gradient.
         read: True if the graph reads the padding, which then must resemble the value.
     """
@@ -583,7 +583,9 @@ def padding_boundary(
         spec = spec_of(spec.layout, spec.wire.real)
     lenders = {} if zeros or not read else _find_lenders(spec)
     shapes = tuple(spec.local_shape), spec.padded_shape
-    return PaddingBoundary(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
+    return PaddingBoundary(
+        spec.wire, *shapes, spec.is_padded_behind, persistent, zeros, read, lenders
+    )
 
 
 def _fills_its_own(value: torch.Tensor) -> bool:

@@ -8,8 +8,8 @@ limit. `_lower_blocks` runs the passes once on each block structure and cuts it 
 into sections, which the step then calls.
 
 Blocks are called only if all of these allow it: the options, by the size of the graph
-(`StepOptions.outline_above`); capture, if the structure can be a separate graph (`capture.fold`);
-the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
+(`StepOptions.section_threshold`); capture, if the structure can be a separate graph
+(`capture.fold`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backend.section_cutter import UnsureOfSections, sections_of_blocks
-from .errors import cannot_be_kept
+from .errors import make_budget_too_small_error
 from .graph_nodes import (
     Subgraph,
     call_backward,
@@ -147,7 +147,7 @@ class FormSearch:
                 self.captured.form = form
                 return program
         assert limit is not None
-        raise cannot_be_kept(limit, int(self._peak))
+        raise make_budget_too_small_error(limit, int(self._peak))
 
     def _is_better(self, program: Program) -> bool:
         """True if the form has a lower peak than those before, and recomputes no less.
@@ -250,7 +250,7 @@ class _Lowering:
         else:
             changed = [change for change in record_changes(part) if change.changed]
             self._recorded.append(RewrittenBlock(block.name, len(calls), changed))
-        late = replace(block, graph=part.graph).late
+        late = replace(block, graph=part.graph).backward_nodes
         packing = [*_find_packing_of_gathers(part.graph.graph)]
         return replace(block, graph=sections_of_blocks(part, late, packing, self._sections))
 

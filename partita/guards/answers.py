@@ -33,7 +33,7 @@ from partita.capture.fakes import NumberEnv
 from partita.comm import user_line
 from partita.graph.errors import file_of_torch, not_captured
 from partita.graph.graph_nodes import has_effect, note_of
-from partita.graph.passes.rewrite import Making
+from partita.graph.passes.rewrite import NodeBuilder
 from partita.graph.program import Input
 from partita.graph.slots import ParamGroup
 from partita.layout import Fix
@@ -497,7 +497,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
                 place=note_of(node).source,
             )
     with graph.inserting_before(copies[0] if copies else end):
-        make = Making(graph, note_of(found[-1]))
+        make = NodeBuilder(graph, note_of(found[-1]))
         numbers = [_make_integer(make, v) for v in found]
         answers_found = make(_aten.stack.default, numbers)
         if copies:
@@ -507,7 +507,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
     for copy in copies:
         into, value = copy.args[:2]
         with graph.inserting_before(copy):
-            make = Making(graph, note_of(copy))
+            make = NodeBuilder(graph, note_of(copy))
             now, was = value.meta["val"], into.meta["val"]
             if now.dtype != was.dtype:
                 value = make(_aten._to_copy.default, value, dtype=was.dtype)
@@ -518,7 +518,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
     end.args = ([*results, answers_found],)
 
 
-def _make_integer(make: Making, value: fx.Node) -> Any:
+def _make_integer(make: NodeBuilder, value: fx.Node) -> Any:
     """Returns a number of the graph as an integer: for a float its bits."""
     if value.meta["val"].dtype is torch.float64:
         return make(_aten.view.dtype, value, torch.int64)

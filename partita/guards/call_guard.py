@@ -121,7 +121,7 @@ class CallGuard:
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
             return None
-        if not self.program.guards.knows_no(new):  # type: ignore[union-attr]
+        if not self.program.guards.holds_none_of(new):  # type: ignore[union-attr]
             return None
         if [_kind_of(a) for a in arguments] != self._arguments:
             return None
@@ -145,10 +145,10 @@ class CallGuard:
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)
             if value is not self._values[i]:
-                self._values[i], self._inputs[at] = value, given.now(tensors)
+                self._values[i], self._inputs[at] = value, given.local_value(tensors)
         found: list[Any] = self._inputs.copy()
         for at, given in self._new:
-            found[at] = given.now(tensors)
+            found[at] = given.local_value(tensors)
         return found
 
     def _as_before(self) -> bool:

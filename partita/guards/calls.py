@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from partita.capture.capture_context import profiled_by
 from partita.capture.whose_code import is_recorded, is_user_module
 from partita.comm import user_line
-from partita.graph.errors import of_anomalies
+from partita.graph.errors import make_anomaly_mode_error
 from partita.layout import Fix
 
 from .record import PlaceRecord
@@ -270,7 +270,7 @@ class Calls:
     def _handle_library_call(self, code: CodeType, frame: FrameType) -> None:
         if code in _BACKWARD:
             if torch.is_anomaly_enabled():
-                self._record.error = self._record.error or of_anomalies()
+                self._record.error = self._record.error or make_anomaly_mode_error()
                 raise self._record.error
             return
         caller = frame.f_back

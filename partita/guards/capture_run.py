@@ -130,7 +130,7 @@ def capture_step(
     Raises:
         ValuesWanted: more values must be computed, for another capture.
         CaptureError: the step does what a graph cannot express; names the user's line.
-        ReachedMore: a run has read state that `state` lacks.
+        NewStateFound: a run has read state that `state` lacks.
         StepRaises: the step raises, on the path of the call's own answers.
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
@@ -211,7 +211,7 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
     try:
         return run.program()
     finally:
-        run.numbers.env.stop_asking()
+        run.numbers.env.drop_answer()
         run.tracer.forget()
 
 
@@ -393,10 +393,10 @@ class CaptureRun:
                 made, inputs, tracer.wires, self.outputs, CapturedProgram
             )
             program.conditions = self._collect_conditions()
-            program.compared = extract_compared(made, given, admitted, user_line())
-        program.answers, program.trained = self.questions.answers, self._trained
+            program.replicated_inputs = extract_compared(made, given, admitted, user_line())
+        program.answers, program.requires_grad_writes = self.questions.answers, self._trained
         if program.answers.numeric:
-            program.asked = extract_answers(program, program.answers.numeric)
+            program.numeric_answers = extract_answers(program, program.answers.numeric)
         program.blocks = blocks
         program.work = [work for wire in tracer.wires.values() for work in wire.work]
         return program

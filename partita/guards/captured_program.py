@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.block_choice import BlocksTraced
 from partita.capture.conditions import Conditions, Sharing
-from partita.comm import Record, Wire, agree, is_alone, user_line
+from partita.comm import Record, Wire, check_equal_on_ranks, is_alone, user_line
 from partita.comm.device import accelerator_indices, default_generator
 from partita.graph.backend.executor import function_of
 from partita.graph.graph_nodes import Note, extract_graph, is_collective, note_of
@@ -31,7 +31,7 @@ from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import changes_of
 from partita.layout import Fix, LayoutError
 from partita.layout.text import human
-from partita.tensor.dtensor import checksum, tagged
+from partita.tensor.dtensor import as_dtensor, checksum
 from partita.tensor.dtensor_gradients import clear_gradients
 from partita.tensor.origins import note_origin
 from partita.tensor.uneven_pieces import give_room
@@ -61,18 +61,18 @@ class CapturedProgram(Program):
         holds_writes: True while the writes of its capture are in effect, before its first run.
     """
 
-    compared: ReplicatedInputCheck | None = None
+    replicated_inputs: ReplicatedInputCheck | None = None
     conditions: Conditions = field(default_factory=Conditions)
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
-    trained: list[tuple[int, bool]] = field(default_factory=list)
+    requires_grad_writes: list[tuple[int, bool]] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
     captured: CapturedForms | None = field(init=False, default=None)
-    search: FormSearch | None = field(init=False, default=None)
-    sharing: Sharing = field(init=False)
-    asked: SideGraph | None = None
+    budget_search: FormSearch | None = field(init=False, default=None)
+    overlap_check: Sharing = field(init=False)
+    numeric_answers: SideGraph | None = None
     holds_writes: bool = True
 
     @cached_property
@@ -82,9 +82,9 @@ class CapturedProgram(Program):
         return [*changes_of(self.captured)]
 
     @cached_property
-    def _compute_asked(self) -> Callable[..., Sequence[torch.Tensor]]:
-        assert self.asked is not None
-        return function_of(self.asked.graph, self.groups)
+    def _compute_numeric_answers(self) -> Callable[..., Sequence[torch.Tensor]]:
+        assert self.numeric_answers is not None
+        return function_of(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
         """Undo the capture's changes of Python objects, if no run has made them since."""
@@ -96,7 +96,7 @@ class CapturedProgram(Program):
         """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
         numbers = [i for i in self.inputs if i.kind == "number"]
         for wire in self.wires if numbers else ():
-            agree(
+            check_equal_on_ranks(
                 "compile",
                 "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
                 wire,
@@ -104,8 +104,10 @@ class CapturedProgram(Program):
                 reason="a number is one value, equal on every rank",
                 fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
             )
-        if self.compared is not None:
-            self.compared.check(tensors, function_of(self.compared.side.graph, self.groups))
+        if self.replicated_inputs is not None:
+            self.replicated_inputs.check(
+                tensors, function_of(self.replicated_inputs.side.graph, self.groups)
+            )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
         """Adapt to the storages of the state, which may have changed since the last call.
@@ -116,7 +118,7 @@ class CapturedProgram(Program):
             if border.in_place:
                 held = tensors[self.inputs[i].index]
                 give_room(held.grad if self.inputs[i].kind == "gradient" else held)
-        self.sharing.note_held(tensors)
+        self.overlap_check.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
         """Run it in a call with these leaves, and put its outputs where the step puts them.
@@ -129,8 +131,8 @@ class CapturedProgram(Program):
             program's.
             Then nothing has changed, and generators have their old states.
         """
-        if self.asked is not None:
-            numbers = self.asked.compute(tensors, self._compute_asked)
+        if self.numeric_answers is not None:
+            numbers = self.numeric_answers.compute(tensors, self._compute_numeric_answers)
             otherwise = self.answers.compare_numbers([int(t) for t in numbers])
             if otherwise is not None:
                 return otherwise
@@ -154,7 +156,7 @@ class CapturedProgram(Program):
             if output.asks_gradient:  # of an input an alias, not the caller's tensor
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
-                value = tagged(value, output.spec)
+                value = as_dtensor(value, output.spec)
                 if output.spec.has_noted_origin:
                     note_origin(value, output.spec.wire)
             if output.scalar and isinstance(value, torch.Tensor):  # else a constant of the step
@@ -174,7 +176,7 @@ class CapturedProgram(Program):
         for write in self.writes:
             write.redo()
         self.holds_writes = False
-        for i, flag in self.trained:
+        for i, flag in self.requires_grad_writes:
             tensors[i].requires_grad_(flag)
         of = {"result": leaves, "input": tensors}
         whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
@@ -204,9 +206,9 @@ class SideGraph:
         Args:
             run: runs the graph.
         """
-        given = [i.now(tensors) for i in self.inputs]
-        borders = [i.border for i in self.inputs]
-        given = [x if b is None else b.enter(x) for x, b in zip(given, borders, strict=True)]
+        given = [i.local_value(tensors) for i in self.inputs]
+        borders = [i.padding for i in self.inputs]
+        given = [x if b is None else b.pad_input(x) for x, b in zip(given, borders, strict=True)]
         with (
             torch.random.fork_rng(devices=accelerator_indices(given)),
             local_ops(),

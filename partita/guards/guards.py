@@ -308,7 +308,7 @@ class Guards:
             met = walk.compared[first:] if place.identity in self._compared else []
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
-    def knows_no(self, tensors: Iterable[int]) -> bool:
+    def holds_none_of(self, tensors: Iterable[int]) -> bool:
         """True if no place held, at capture, a tensor with one of these ids that was no leaf.
 
         If such a tensor is now an argument, and so a leaf, the guards must compare the place.

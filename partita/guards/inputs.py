@@ -98,7 +98,7 @@ class State:
     search: Callable[[Sequence[Place]], State] | None = None
     searches: int = 0
 
-    def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
+    def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
         """Returns the exception to raise if `places`, which a run read, hold new state, or None."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
@@ -111,7 +111,7 @@ class State:
         if not found.identities_found() - known:
             return None
         found.searches = self.searches + 1
-        return ReachedMore(found)
+        return NewStateFound(found)
 
     def names_by_id(self) -> dict[int, str]:
         """Returns by id the names of optimizers, of modules, and of the modules inside them."""
@@ -191,7 +191,7 @@ class State:
             )
 
 
-class ReachedMore(Exception):
+class NewStateFound(Exception):
     """A run has read tensors, modules or optimizers that were not found before.
 
     Attributes:

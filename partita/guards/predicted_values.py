@@ -72,8 +72,8 @@ def gather_small_integers(
     chosen = [i for i in inputs if _is_small_integer(i)]
     mine = []
     for given in chosen:
-        value, border = given.now(tensors), given.border
-        mine.append((value if border is None else border.enter(value)).to(HOST))
+        value, border = given.local_value(tensors), given.padding
+        mine.append((value if border is None else border.pad_input(value)).to(HOST))
     numbers = tuple(n for x in mine for n in x.flatten().to(torch.int64).tolist())
     rows = wire.gather_ints(numbers, "the integers of a call")
     columns, at = dict[int, Values](), 0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from partita.comm import agree, count_ranks, init_mesh_of_all_ranks, wire_of
+from partita.comm import check_equal_on_ranks, count_ranks, init_mesh_of_all_ranks, wire_of
 from partita.fsdp import get_mesh
 from partita.parallel.batch import (
     distribute_batch,
@@ -108,7 +108,9 @@ class ShardedRun:
     def wait_for_all(self, why: str) -> None:
         """Return once all ranks have called this, for the same reason."""
         if self.mesh is not None:
-            agree(why, why, wire_of(self.mesh), fact="the ranks wait at different places")
+            check_equal_on_ranks(
+                why, why, wire_of(self.mesh), fact="the ranks wait at different places"
+            )
 
 
 class JoinedBatchSampler(BatchSampler):

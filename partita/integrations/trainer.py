@@ -43,9 +43,9 @@ def on_mesh(trainer: type[AnyTrainer]) -> type[AnyTrainer]:
     ZeRO (default 3), for a model that is not on a mesh yet.
     """
     if trainer.__module__.startswith("trl."):
-        from .trl import run_head_on_rows
+        from .trl import patch_output_layer
 
-        run_head_on_rows()
+        patch_output_layer()
     kind: Any = type(trainer.__name__, (_OnMesh, trainer), {"__module__": trainer.__module__})
     found: type[AnyTrainer] = kind
     return found

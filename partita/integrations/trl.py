@@ -57,7 +57,7 @@ def _place_whole(value: Any, mesh: Any, placements: Any) -> Any:
     return DTensor.from_local(value, mesh, placements)
 
 
-def run_head_on_rows() -> None:
+def patch_output_layer() -> None:
     """Let the fused output layer of TRL's trainers take DTensors, too."""
     names, name = vars(trl.trainer.utils), "_ChunkedLogProbFunction"  # theirs, and private
     if name not in names:

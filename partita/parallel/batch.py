@@ -18,9 +18,9 @@ import torch
 
 from partita.comm import (
     Wire,
-    agree,
-    agree_first,
     call_site,
+    check_equal_on_ranks,
+    check_equal_once,
     is_agreed,
     remember_agreed,
     user_line,
@@ -28,7 +28,7 @@ from partita.comm import (
 )
 from partita.layout import Coordinate, Fix, Layout, LayoutError, Placement, Shard, own_placement
 from partita.tensor.construct import piece_of
-from partita.tensor.dtensor import DTensor, checksum, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor, checksum
 from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import Spec, make_argument_error, spec_of
 
@@ -90,7 +90,7 @@ def distribute_batch(
         specs = [_spec(t.shape, places, wire) for t in tensors]
         pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
-        agree_first(
+        check_equal_once(
             "distribute_batch",
             _describe_batch(batch, lambda t: f" of {t.dim()} dimensions"),
             wire,
@@ -102,7 +102,7 @@ def distribute_batch(
     spread = iter(zip(pieces, specs, strict=True))
 
     def spread_tensor(t: torch.Tensor) -> torch.Tensor:
-        out = tagged(*next(spread)).requires_grad_(t.requires_grad)
+        out = as_dtensor(*next(spread)).requires_grad_(t.requires_grad)
         note_origin(out, wire)
         return out
 
@@ -151,12 +151,12 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
         "fixes": fixes,
     }
     shapes = _describe_batch(batch, lambda t: str(list(t.shape)))
-    agree_first("distribute_batch", shapes, wire, **said)
+    check_equal_once("distribute_batch", shapes, wire, **said)
     key = (call_site(), "distribute_batch", "whole")
     if is_agreed(wire, key):
         return
     sums = " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
-    agree("distribute_batch", f"{shapes}, checksum {sums}", wire, **said)
+    check_equal_on_ranks("distribute_batch", f"{shapes}, checksum {sums}", wire, **said)
     remember_agreed(wire, key)
 
 

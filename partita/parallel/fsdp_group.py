@@ -1,10 +1,10 @@
 """FSDP groups: which blocks of a model are sharded, being gathered or gathered, and when (stage 3).
 
 A block is a module that is called as a whole, such as a layer of a transformer. A group is one
-block's parameters. `Zero` is the state of the model, with all groups. While a block computes, the
-next block's parameters are gathered, and in backward the previous block's gradients are reduced. At
-most two blocks are gathered at any time, and small ones between them. `fsdp_hooks` calls a group
-when its block runs. `FlatBuffer.release` frees memory.
+block's parameters. `ZeroState` is the state of the model, with all groups. While a block computes,
+the next block's parameters are gathered, and in backward the previous block's gradients are
+reduced. At most two blocks are gathered at any time, and small ones between them. `fsdp_hooks`
+calls a group when its block runs. `FlatBuffer.release` frees memory.
 
 `ShardedState` is common to all stages. `MixedPrecision` has the dtypes of a step.
 """
@@ -26,7 +26,7 @@ from partita.comm import user_line
 from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import copy_attributes, keep_attributes
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import BROKEN_OFF, refuse_copied_part
 from partita.tensor.tensor_state import (
     Spec,
@@ -99,7 +99,7 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """The state that `zero` stores for a model: `Zero`, or `GradReducer` for stages 0 to 2.
+    """The state that `zero` stores for a model: `ZeroState`, or `GradReducer` for stages 0 to 2.
 
     Its parameters refer to it as `ZeroLayouts.owner`.
 
@@ -190,12 +190,12 @@ class FsdpGroup:
         open_forwards: for each forward that has begun, its hooks of saved tensors, or None.
     """
 
-    def __init__(self, zero: Zero, block: Block):
+    def __init__(self, zero: ZeroState, block: Block):
         self._begin_with(zero, block)
         self.fit_buffers(self.shards())
 
-    def _begin_with(self, zero: Zero, block: Block) -> None:
-        self.zero: Zero = zero
+    def _begin_with(self, zero: ZeroState, block: Block) -> None:
+        self.zero: ZeroState = zero
         self.name, self.slots = block.name, block.slots
         self.modules = block.modules
         self.depth = 0
@@ -229,7 +229,7 @@ class FsdpGroup:
         (axes, precision, persistent), shards, block = state
         zero = self.__dict__.get("zero")
         if zero is None:
-            zero = Zero.__new__(Zero)
+            zero = ZeroState.__new__(ZeroState)
             zero._begin_with(block.modules[0], axes, precision)
             zero.persistent, zero.groups = persistent, [self]
             zero.adopt_parameters(shards)
@@ -453,7 +453,7 @@ class FsdpGroup:
         shards = self.gathered
         wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
-            whole = tagged(t, spec)
+            whole = as_dtensor(t, spec)
             # The version: remat compares it with that of the next gather (remat/runs.py).
             own_state(whole).gathered_from = (shards[i], self.versions[i])
             wholes.append((i, whole))
@@ -706,7 +706,7 @@ class _Reducing:
         return self.pieces
 
 
-class Zero(ShardedState):
+class ZeroState(ShardedState):
     """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` between steps.
 
     Attributes:
@@ -1097,7 +1097,7 @@ class Zero(ShardedState):
             for p, g in self.collect(self.groups, None).items():
                 held = _grad(p)
                 if held is None:
-                    p.grad = tagged(g, p._spec.gradient)
+                    p.grad = as_dtensor(g, p._spec.gradient)
                 else:
                     held.add_(g)
 
@@ -1142,7 +1142,11 @@ class _ShardsToToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, zero: Zero, groups: Sequence[FsdpGroup], counts: CallCounts, *shards: torch.Tensor
+        ctx: Any,
+        zero: ZeroState,
+        groups: Sequence[FsdpGroup],
+        counts: CallCounts,
+        *shards: torch.Tensor,
     ) -> torch.Tensor:
         ctx.zero, ctx.groups, ctx.counts, ctx.shards = zero, groups, counts, shards
         return empty(0)

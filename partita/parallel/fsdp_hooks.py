@@ -27,7 +27,7 @@ from partita.graph.errors import not_captured
 from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes
-from partita.tensor.dtensor import DTensor, carry_all, moved, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor, carry_all, move_local
 from partita.tensor.reruns import find_forward_of_rerun, note_end_of_forward, note_forward
 from partita.tensor.tensor_state import (
     HERE,
@@ -48,7 +48,7 @@ from .fsdp_group import (
     CallCounts,
     FsdpGroup,
     SavedVersions,
-    Zero,
+    ZeroState,
     are_same,
     counting_versions,
     modified_error,
@@ -61,7 +61,7 @@ _grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def register_hooks(state: Zero) -> None:
+def register_hooks(state: ZeroState) -> None:
     """Register hooks on a model and its blocks that gather the parameters for each forward."""
     for group in state.groups:
         hooks = _BlockHooks(group)
@@ -344,7 +344,9 @@ class _ForwardCall:
                 p = shards[i]
                 _, sent, summed = zero.precision.dtypes_of(p.dtype)
                 before = zero.make_unsharded_spec(p._spec).gradient
-                g = moved(g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient")
+                g = move_local(
+                    g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient"
+                )
                 zero.pass_at_work().add_with_history(p, g.to(p.dtype))
 
 
@@ -392,7 +394,7 @@ def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
     with local_ops():
         out = t.view_as(t)
         out.register_hook(lambda _: call.release_when_complete("inputs"))
-    return tagged(out, t._spec) if isinstance(t, DTensor) else out
+    return as_dtensor(out, t._spec) if isinstance(t, DTensor) else out
 
 
 # -- what autograd saves ---------------------------------------------------------------------------
@@ -635,12 +637,12 @@ def _gather_parameter(p: DTensor, group: FsdpGroup, reason: str) -> DTensor:
     after = group.zero.make_unsharded_spec(p._spec)
     dtypes = group.zero.precision.dtypes_of(p.dtype)
     if set(dtypes) == {p.dtype}:
-        found = moved(p, p._spec, after, group.name, reason)
+        found = move_local(p, p._spec, after, group.name, reason)
     else:
         moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, dtypes[0].itemsize)
         with local_ops():
             found = _Gather.apply(p, moves, p._spec, group.name, dtypes, reason)
-    whole = tagged(found, after)
+    whole = as_dtensor(found, after)
     own_state(whole).gathered_from = (p, 0)
     return whole
 

@@ -24,13 +24,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from partita.comm import agree
+from partita.comm import check_equal_on_ranks
 from partita.layout import Fix
 from partita.tensor.construct import is_whole_state, lay_out_state
-from partita.tensor.dtensor import TYPED, DTensor, moved, tagged
+from partita.tensor.dtensor import TYPED, DTensor, as_dtensor, move_local
 from partita.tensor.dtensor_gradients import (
     reduce_pending_gradients,
-    settled_spec,
+    reduced_gradient_spec,
     update_spec,
 )
 from partita.tensor.foreach import norms
@@ -198,7 +198,7 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
         said += [f"{k}={v}" for k, v in group.items() if isinstance(v, (int, float, str, tuple))]
         groups.append(" ".join(said))
     for wire in dict.fromkeys(p._spec.wire for p in params):
-        agree(
+        check_equal_on_ranks(
             f"{type(optimizer).__name__}.step",
             "; ".join(groups),
             wire,
@@ -307,7 +307,7 @@ def _step_as_plain(
             if type(value) is not plain or name == "step":
                 continue
             if value.shape == shapes[p]:  # type: ignore[attr-defined]
-                tagged(value, update_spec(p))  # type: ignore[arg-type]
+                as_dtensor(value, update_spec(p))  # type: ignore[arg-type]
 
 
 def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
@@ -341,7 +341,7 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
         if grad is None:
             continue
         is_dtensor = type(grad) is DTensor or isinstance(grad, DTensor)
-        if not is_dtensor or grad._spec is not settled_spec(p):
+        if not is_dtensor or grad._spec is not reduced_gradient_spec(p):
             return False
     states = optimizer.state
     for p in params:
@@ -371,10 +371,10 @@ def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list
     with torch.no_grad():
         for p in cut:
             update, name = update_spec(p), _block_of(p)
-            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
+            parts[p] = part = as_dtensor(move_local(p, p._spec, update, name, "update"), update)
             grad: Any = p.grad
             if grad is not None:  # Partial; whole, if a clip has reduced it; or a shard
-                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
+                part.grad = as_dtensor(move_local(grad, grad._spec, update, name, "settle"), update)
     reduce_pending_gradients(p for p in params if parts[p] is p)
     groups = optimizer.param_groups
     _rekey_optimizer_state(optimizer, parts)
@@ -388,7 +388,7 @@ def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list
         optimizer.param_groups = groups
     with torch.no_grad():
         for p in cut:
-            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
+            now = move_local(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
             with local_ops():
                 p.copy_(now)
 

@@ -23,9 +23,9 @@ from torch import nn
 
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Partial, Placement, own_placement
-from partita.tensor.arguments import admit
+from partita.tensor.arguments import check_plain_tensor
 from partita.tensor.construct import place_buffer, refuse_all_but_modules, spread
-from partita.tensor.dtensor import DTensor, laid_out_as, moved, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor, move_local, redistribute_to
 from partita.tensor.tensor_state import Spec, make_argument_error, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 
@@ -106,10 +106,10 @@ def parallelize(
 
 def _redistribute_parameter(x: DTensor, spec: Spec) -> DTensor:
     if x.is_meta:
-        return tagged(torch.empty(spec.local_shape, dtype=x.dtype, device="meta"), spec)
+        return as_dtensor(torch.empty(spec.local_shape, dtype=x.dtype, device="meta"), spec)
     with torch.no_grad():
-        local = moved(x, x._spec, spec, "parallelize", "explicit")
-        return tagged(with_room(local, spec), spec)
+        local = move_local(x, x._spec, spec, "parallelize", "explicit")
+        return as_dtensor(with_room(local, spec), spec)
 
 
 # -- boundaries of modules -------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTe
             fixes=(Fix("None in its place", "leaves it as it is"),),
         )
     if not isinstance(value, DTensor):
-        admit(value, wire, what)
-        value = tagged(value.view_as(value), spec_of(Layout(tuple(value.shape)), wire))
+        check_plain_tensor(value, wire, what)
+        value = as_dtensor(value.view_as(value), spec_of(Layout(tuple(value.shape)), wire))
     spec = value._spec
     if spec.wire is not wire:
         raise LayoutError(
@@ -295,7 +295,7 @@ def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTe
         after = _place_on_axes(spec, places)
     except LayoutError as error:
         raise LayoutError(f"{what}: {error.fact}", place=user_line()) from None
-    return value if after is spec else laid_out_as(value, after, what)
+    return value if after is spec else redistribute_to(value, after, what)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import can_hold, hold_value, refuse_all_but_modules, spread
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import hooks_of_backward, hooks_of_gradient, user_hooks_of
 from partita.tensor.tensor_state import (
     OURS,
@@ -34,7 +34,7 @@ from partita.tensor.tensor_state import (
     states_of,
     was_written_since,
 )
-from partita.tensor.uneven_pieces import empty_with_room
+from partita.tensor.uneven_pieces import empty_padded
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 """Parts of names that torch.compile and torch's checkpoint wrapper add."""
@@ -163,7 +163,7 @@ def allocate_tensor(
     x = held.tensor
     if isinstance(x, DTensor):
         spec = x._spec
-        new: Any = tagged(empty_with_room(spec, x.dtype, device or spec.wire.device), spec)
+        new: Any = as_dtensor(empty_padded(spec, x.dtype, device or spec.wire.device), spec)
     else:
         new = torch.empty_like(x, device=device or HOST)
     replace_tensor(held, new, by=by)

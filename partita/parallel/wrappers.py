@@ -18,7 +18,7 @@ from torch import nn
 
 from partita.comm import (
     Wire,
-    agree,
+    check_equal_on_ranks,
     find_torch_dtensor_mesh,
     inspect_wrappers,
     is_wrapper,
@@ -102,7 +102,7 @@ def refuse_wrapped(model: nn.Module, what: str, wire: Wire) -> None:
         Fix(f"pt.{what}(model, mesh)", "of the plain model, without the other"),
         Fix("pt.from_torch(p)", "a DTensor of partita of each parameter of torch's"),
     )
-    agree(
+    check_equal_on_ranks(
         what,
         found or "the model is not wrapped",
         wire,

@@ -34,8 +34,8 @@ from partita.tensor.construct import (
     refuse_all_but_modules,
     refuse_lazy,
 )
-from partita.tensor.dtensor import DTensor, moved, tagged
-from partita.tensor.dtensor_gradients import mark_settled, requiring_grad, update_spec
+from partita.tensor.dtensor import DTensor, as_dtensor, move_local
+from partita.tensor.dtensor_gradients import mark_gradient_reduced, requiring_grad, update_spec
 from partita.tensor.tensor_state import (
     HERE,
     Spec,
@@ -51,7 +51,7 @@ from partita.tensor.uneven_pieces import with_room
 
 from .batch import find_data_axes, tensors_in
 from .flat_buffer import FlatBuffer
-from .fsdp_group import MixedPrecision, ShardedState, Zero
+from .fsdp_group import MixedPrecision, ShardedState, ZeroState
 from .fsdp_hooks import register_hooks
 from .parameters import Blocks, ParameterSlot, find_blocks
 from .wrappers import refuse_wrapped
@@ -144,10 +144,10 @@ def zero(
                 module._buffers[attr] = place_buffer(b, wire, lambda b: distribute_tensor(b, mesh))
     found = find_blocks(model, blocks)
     if stage == 3:
-        whole = Zero(model, axes, precision or MixedPrecision(), found)
+        whole = ZeroState(model, axes, precision or MixedPrecision(), found)
         whole.persistent = persistent
         register_hooks(whole)
-        state: Zero | GradReducer = whole
+        state: ZeroState | GradReducer = whole
     else:
         parts = []
         for block in found:
@@ -259,7 +259,7 @@ def _take_over(
     Raises:
         LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
     """
-    states: dict[nn.Module, Zero | GradReducer] = {}
+    states: dict[nn.Module, ZeroState | GradReducer] = {}
     for module in model.modules():
         if "_zero" in module.__dict__:
             states[module] = module.__dict__["_zero"]
@@ -314,11 +314,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
                 loss_of(model(x), y).backward()
     """
     refuse_all_but_modules(model, "no_sync")
-    state: Zero | GradReducer | None = model.__dict__.get("_zero")
+    state: ZeroState | GradReducer | None = model.__dict__.get("_zero")
     if state is None:  # Partial gradients accumulate, and are reduced in the step
         yield
         return
-    if isinstance(state, Zero):
+    if isinstance(state, ZeroState):
         HERE.trace.refuse_no_sync()
     with state.keeping_partial_gradients():
         yield
@@ -342,8 +342,8 @@ def _shard_parameter(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTens
     value: Any = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
     spec = value._spec
     after = shard_spec(spec, axes)
-    local = moved(value, spec, after, "zero", "explicit")
-    return tagged(with_room(local, after), after)
+    local = move_local(value, spec, after, "zero", "explicit")
+    return as_dtensor(with_room(local, after), after)
 
 
 # -- the gradient reducer of stages 0 to 2 ---------------------------------------------------------
@@ -554,8 +554,8 @@ class GradReducer(ShardedState):
                     _data.__set__(g, total)
                 else:
                     g.copy_(total)
-                tagged(g, after)
-                mark_settled(p)
+                as_dtensor(g, after)
+                mark_gradient_reduced(p)
 
     # -- after an optimizer has updated shards -----------------------------------------------------
 

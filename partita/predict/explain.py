@@ -37,7 +37,7 @@ from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import Considered, RowChooser, make_plan
 from partita.tensor.tensor_state import HERE
 
-from .rehearsal import make_refusal, rehearse, runs_nothing
+from .rehearsal import make_refusal, run_on_fakes, runs_nothing
 
 _IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"
@@ -78,7 +78,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     _check_function(fn)
     _check_operands((args, kwargs))
     explainer = Explainer()
-    with rehearse(fn, args, kwargs, explainer.make_wire) as (run, state):
+    with run_on_fakes(fn, args, kwargs, explainer.make_wire) as (run, state):
         explainer.name_modules(state.modules)
         with explainer.listening():
             run()

@@ -57,7 +57,7 @@ from partita.guards.outputs import ModuleAttributes
 from partita.layout import Fix, Layout, LayoutError
 from partita.remat.counters import HeldStorage, MemoryCount, resize_listener
 from partita.remat.watched_calls import KernelMode
-from partita.tensor.dtensor import DTYPES, DTensor, tagged
+from partita.tensor.dtensor import DTYPES, DTensor, as_dtensor
 from partita.tensor.tensor_state import HERE, in_backward, spec_of
 
 VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -65,7 +65,7 @@ _RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_G
 
 
 @contextmanager
-def rehearse(
+def run_on_fakes(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -160,7 +160,7 @@ class _Fakes:
         fake: torch.Tensor = self.mode.from_tensor(local_of(value), static_shapes=True)
         if isinstance(value, DTensor):
             spec = value._spec
-            fake = tagged(fake, spec_of(spec.layout, self.wires[spec.wire]))
+            fake = as_dtensor(fake, spec_of(spec.layout, self.wires[spec.wire]))
         with local_ops():
             fake.requires_grad_(value.requires_grad)
         fake._is_param = isinstance(value, torch.nn.Parameter)  # type: ignore[attr-defined]
@@ -342,7 +342,7 @@ def _make_tensor(text: str, mesh: Any) -> DTensor:
     dtype, wire = DTYPES[layout.dtype], wire_of(mesh)
     layout.check_axes(wire.mesh)
     spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
-    found = tagged(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
+    found = as_dtensor(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
     return found.requires_grad_() if dtype.is_floating_point else found
 
 

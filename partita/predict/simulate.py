@@ -243,7 +243,7 @@ def simulate_program(
     Args:
         unread: bytes of parameters and buffers that a rank holds and the step does not read.
     """
-    played = play_graph(program, machine, mesh)
+    played = simulate_graph(program, machine, mesh)
     memory = _schedule_for(machine, program, unread)
     reduced = {machine.name_kernel(name) for name in _find_gradient_names(program)}
     facts = facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced))
@@ -393,7 +393,7 @@ _COMPUTE = "compute"
 
 
 @dataclass
-class PlayedStep:
+class SimulatedStep:
     """The result of playing a step's graph.
 
     Attributes:
@@ -415,9 +415,9 @@ class PlayedStep:
     dtype: str = "float32"
 
 
-def play_graph(
+def simulate_graph(
     program: Program, machine: Machine, mesh: Mapping[str, int] | None = None
-) -> PlayedStep:
+) -> SimulatedStep:
     """Play a program's graph: compute when each kernel and collective runs.
 
     Args:
@@ -431,14 +431,14 @@ def play_graph(
 class _Player:
     def __init__(self, program: Program, machine: Machine, mesh: Mapping[str, int]):
         self.program, self.machine, self.mesh = program.flat(), machine, mesh
-        self.found = PlayedStep()
+        self.found = SimulatedStep()
         self.now = 0.0  # on the compute stream
         self.free: dict[str, float] = {}  # when an axis's links are
         self.ready: dict[fx.Node, tuple[float, str]] = {}  # what is under way, and on what stream
         self.by_dtype: dict[str, float] = {}
         self.met = 0.0  # the time of the last collective, at which the ranks waited for each other
 
-    def run(self) -> PlayedStep:
+    def run(self) -> SimulatedStep:
         graph = self.program.graph.graph
         kernels = kernels_of(graph, self.machine.fuses)
         for node in graph.nodes:
@@ -832,7 +832,7 @@ class Simulation:
     peak: int
     classes: Mapping[str, int]
     holders: tuple[Buffer, ...] = ()
-    timeline: PlayedStep = field(default_factory=PlayedStep, repr=False, compare=False)
+    timeline: SimulatedStep = field(default_factory=SimulatedStep, repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -510,7 +510,7 @@ class ForwardRecord(_RegionRun):
             borrowed = None if inside is None else inside.place_of(t)
             if borrowed is not None:
                 event.borrowed.append(borrowed)
-            elif inside is not None and inside.holds(t):
+            elif inside is not None and inside.record_saved(t):
                 return SavedInOpaque(t, self._outer)
         is_made_inside = inside is not None and borrowed is None
         slot = SavedSlot(self._recompute_slot, event, shape, dtype, is_made_inside)

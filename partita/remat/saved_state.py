@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from partita.comm import read_autocast_state, use_autocast_state
 from partita.comm.device import generators_in_use
 from partita.parallel.batch import find_instances, replace_instances, tensors_in
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.op_facts import facts_of, facts_of_function
 from partita.tensor.tensor_state import Spec
 
@@ -211,7 +211,7 @@ class RegionInputs:
             with local_ops():
                 t.requires_grad_(requires_grad)
             if spec is not None:
-                tagged(t, spec)
+                as_dtensor(t, spec)
             producers.note(t, ("input", i))
         args, kwargs = replace_instances(
             self._emptied, _InputPlace, lambda place: saved[place.number]
@@ -474,7 +474,7 @@ class KeptCall(_KeptResult):
                 t = next(tied)
                 if not r.requires_grad:
                     t = t.detach()
-            return t if r.spec is None else tagged(t, r.spec)
+            return t if r.spec is None else as_dtensor(t, r.spec)
 
         return replace_instances(self.out, _Result, restore_result)
 
@@ -519,7 +519,7 @@ class OpaqueSaves:
         i = self._starts.get((storage_id(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
-    def holds(self, t: torch.Tensor) -> bool:
+    def record_saved(self, t: torch.Tensor) -> bool:
         """Record `t`, which is not a view of an input. Returns True if it is kept."""
         if self._keeps:
             self.own.append(make_local_alias(t))

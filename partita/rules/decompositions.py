@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from .rule import Arg, Kernel, KernelCall, KernelRule, own_op
-from .rule import table_rule as rule
+from .rule import builtin_rule as rule
 from .sentence import Names
 
 # -- values that are reduced once ------------------------------------------------------------------

@@ -183,9 +183,9 @@ ON_NEW_RULE: list[Callable[[], None]] = []
 """Functions to call after each new rule; they clear caches of rules."""
 
 
-def store_rule(function: Callable[..., Any], taught: Rule) -> None:
+def store_rule(function: Callable[..., Any], rule: Rule) -> None:
     """Register a rule for a function, and drop plans that were made without it."""
-    RULES[function] = taught
+    RULES[function] = rule
     for forget in ON_NEW_RULE:
         forget()
 
@@ -251,7 +251,7 @@ def _names_in(function: FunctionType) -> set[str]:
     return found | (_names_in(inner) if isinstance(inner, FunctionType) else set())
 
 
-def table_rule(*what: Any) -> Any:
+def builtin_rule(*what: Any) -> Any:
     """Register a rule of partita's own. Calls that it does not fit gather their operands."""
     return _register_rule(what, must_fit=False)
 
@@ -284,7 +284,7 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
             return derive(given.arguments)
 
         derive_by_name.__signature__ = signature  # type: ignore[attr-defined]
-        table_rule(*functions)(derive_by_name)
+        builtin_rule(*functions)(derive_by_name)
 
     return register_derivation
 

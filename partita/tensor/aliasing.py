@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
 from .arguments import is_index_of_view
-from .dtensor import DTensor, moved, tagged
+from .dtensor import DTensor, as_dtensor, move_local
 from .origins import ORIGIN, find_origin
 from .tensor_state import (
     HERE,
@@ -74,7 +74,7 @@ def _alias_of(x: DTensor) -> DTensor:
     """Returns an alias of `x`, which keeps its shape when that of `x` is changed in place."""
     with local_ops():
         # `view_as` would change the stride of a dimension of one element.
-        alias = tagged(torch.ops.aten.alias(x), x._spec)
+        alias = as_dtensor(torch.ops.aten.alias(x), x._spec)
     copied: CopiedView | None = state_of(x).copied_view
     if copied is not None:
         own_state(alias).copied_view = copied
@@ -89,7 +89,7 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DT
         # The rank that has the element must not return a view: a write to the Partial result
         # would then change x on this rank only.
         with local_ops():
-            copy = tagged(copy.clone(), spec)
+            copy = as_dtensor(copy.clone(), spec)
     own_state(copy).copied_view = copied
     copy._spec = spec.as_copy
     return copy
@@ -106,12 +106,12 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         return copy
     settled = spec.reduced
     with local_ops():
-        value = moved(copy, spec, settled, "write", "implicit").clone()
-    value = tagged(value, settled)
+        value = move_local(copy, spec, settled, "write", "implicit").clone()
+    value = as_dtensor(value, settled)
     write(value, *args, **kwargs)
     with local_ops():
         # First, because on some ranks a copy that is not Partial may share its source's memory.
-        T.copy_(copy, moved(value, settled, held, "write", "implicit"))
+        T.copy_(copy, move_local(value, settled, held, "write", "implicit"))
     copied, own = _before_expand(copied), copied
     source = copied.source
     # As on one device, a write through a detached tensor is not differentiable.
@@ -160,14 +160,14 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
     spec = source._spec
     whole = spec.invariant_of(spec.shape)
     with local_ops():
-        copy = moved(source, spec, whole, "write", "implicit")
+        copy = move_local(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
         part = copied.view(copy, *copied.args, **copied.kwargs)
         if copied.index is not None:
             part = part[copied.index]
         of_part = spec.invariant_of(value._spec.shape)
-        part.copy_(moved(value, value._spec, of_part, "write", "implicit"))
-    return tagged(copy, whole)
+        part.copy_(move_local(value, value._spec, of_part, "write", "implicit"))
+    return as_dtensor(copy, whole)
 
 
 # -- ops that copy only where they must ------------------------------------------------------------
@@ -229,7 +229,7 @@ def copy_as_on_one_device(
             mode = modes[0] if modes else torch.contiguous_format
             copy = T.clone(out, memory_format=mode)
         if isinstance(out, DTensor):
-            copy = tagged(copy, out._spec)
+            copy = as_dtensor(copy, out._spec)
             if (made := find_origin(out)) is not None:  # equal to that on ranks whose kernels copy
                 copy.__dict__[ORIGIN] = made
         return copy, False

@@ -5,8 +5,8 @@ serves other calls of the same key, which may pass by name what the first call p
 
 A number may be passed as a DTensor (`x.topk(k)`). Torch would read this rank's local value in C++,
 so the global value is read before a rule or a kernel gets the call. A plain tensor among DTensors
-counts as a whole value, and ranks compare it (`admit`). Under `check_ranks()` they compare numbers,
-too.
+counts as a whole value, and ranks compare it (`check_plain_tensor`). Under `check_ranks()` they
+compare numbers, too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from partita.comm import ON_CHECK, TraceWire, Wire, agree, call_site, is_agreed, remember_agreed
+from partita.comm import (
+    ON_CHECK,
+    TraceWire,
+    Wire,
+    call_site,
+    check_equal_on_ranks,
+    is_agreed,
+    remember_agreed,
+)
 from partita.layout import Fix, Layout, LayoutError
 
-from .dtensor import PLAIN, DTensor, checksum, make_no_strides_error, moved, tagged
+from .dtensor import PLAIN, DTensor, as_dtensor, checksum, make_no_strides_error, move_local
 from .op_facts import Form, facts_of_function, overloads_of
 from .tensor_state import (
     HERE,
@@ -148,7 +156,7 @@ class OpCall:
         """Returns the call with those numbers as plain tensors; Partial ones are reduced first."""
         with torch.no_grad():
             plain: dict[Path, Any] = {
-                path: moved(t, t._spec, t._spec.reduced, self.form.name, "implicit")
+                path: move_local(t, t._spec, t._spec.reduced, self.form.name, "implicit")
                 for path, t in self.numbers_of_other_meshes.items()
             }
         return self.with_values(plain)
@@ -446,7 +454,7 @@ def make_transform_error(name: str) -> LayoutError:
     )
 
 
-def admit(
+def check_plain_tensor(
     value: torch.Tensor,
     wire: Wire,
     op: str,
@@ -574,7 +582,7 @@ def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
     """Returns a DTensor, Invariant on every axis, with the memory of `x`, which may be written."""
     with local_ops():
-        return tagged(x.view_as(x), spec_of_plain(x, wire))
+        return as_dtensor(x.view_as(x), spec_of_plain(x, wire))
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
@@ -584,18 +592,18 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
             t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]
-            tagged(t, spec_of_plain(t, wire))
+            as_dtensor(t, spec_of_plain(t, wire))
 
 
 def write_into_plain(call: OpCall, paths: Sequence[Path]) -> Any:
     """Make a call that writes the plain tensors at `paths`.
 
     Raises:
-        LayoutError: one of them is not a whole value (see `admit`).
+        LayoutError: one of them is not a whole value (see `check_plain_tensor`).
     """
     written = {path: get_at_path(call.args, call.kwargs, path) for path in paths}
     for path, x in written.items():
-        admit(x, call.wire, call.form.name, path, with_gradient=True)
+        check_plain_tensor(x, call.wire, call.form.name, path, with_gradient=True)
     aliases = {path: alias_as_invariant(x, call.wire) for path, x in written.items()}
     out = call.with_values(aliases).run()
     for path, x in written.items():
@@ -628,7 +636,7 @@ class _NumberCheck(TorchFunctionMode):
             numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
             name = getattr(func, "__name__", "?")
             for wire in wires if numbers else ():
-                agree(
+                check_equal_on_ranks(
                     name,
                     f"{name}({numbers})",
                     wire,

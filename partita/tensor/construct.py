@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.comm import (
     Wire,
-    agree,
+    check_equal_on_ranks,
     is_uneven,
     local_of_torch_dtensor,
     make_torch_dtensor,
@@ -37,7 +37,7 @@ from partita.rules.rule import narrow_piece
 
 from .aliasing import global_strides
 from .arguments import find_wire
-from .dtensor import TYPED, DTensor, make_no_strides_error, moved, shape_of_pieces, tagged
+from .dtensor import TYPED, DTensor, as_dtensor, make_no_strides_error, move_local, shape_of_pieces
 from .dtensor_gradients import type_accumulate_hook, type_hook, update_spec
 from .origins import note_origin
 from .random import run_with_generator_check
@@ -126,7 +126,7 @@ def distribute_tensor(
         raise make_no_strides_error("distribute_tensor", tensor)
     spec = spec_on_mesh(device_mesh, tensor.shape, placements)
     if src_data_rank is not None:
-        agree("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
+        check_equal_on_ranks("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
         if not 0 <= src_data_rank < spec.wire.mesh.size():
             raise make_layout_error(
                 f"distribute_tensor: src_data_rank={src_data_rank} is no rank of the mesh",
@@ -143,10 +143,10 @@ def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> D
     with torch.no_grad():
         value = tensor.detach()
         if value.is_meta:
-            return tagged(torch.empty(spec.local_shape, dtype=value.dtype, device="meta"), spec)
+            return as_dtensor(torch.empty(spec.local_shape, dtype=value.dtype, device="meta"), spec)
         if src_data_rank is not None:
             value = spec.wire.from_first(value, src_data_rank)
-        out = tagged(piece_of(value, spec), spec)
+        out = as_dtensor(piece_of(value, spec), spec)
         note_origin(out, spec.wire)
         return out
 
@@ -253,7 +253,7 @@ def _fill_pieces(
     local = with_room(make(spec.local_shape, dtype=dtype, device=spec.wire.device), spec)
     if not as_shares:
         _keep_on_first(local, spec)
-    return tagged(local, spec).requires_grad_(requires_grad)
+    return as_dtensor(local, spec).requires_grad_(requires_grad)
 
 
 def zeros(
@@ -310,7 +310,7 @@ def _draw_pieces(make: Function, spec: Spec, dtype: Any, requires_grad: bool) ->
     """Returns random numbers: each rank draws all numbers of one device, and keeps its piece."""
     draw = partial(make, spec.shape, dtype=dtype, device=spec.wire.device)
     whole = run_with_generator_check(draw, make.__name__, spec.wire)
-    return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
+    return as_dtensor(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 
 def randn(
@@ -420,9 +420,9 @@ def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
             elif isinstance(value, DTensor) and value._spec is not update:
                 before = value._spec
                 if before.wire is update.wire and before.shape == update.shape:
-                    part = moved(value, before, update, "optimizer state", "explicit")
+                    part = move_local(value, before, update, "optimizer state", "explicit")
         if part is not None:
-            state[name] = tagged(part, update)
+            state[name] = as_dtensor(part, update)
 
 
 def is_whole_state(p: DTensor, value: Any) -> bool:
@@ -610,7 +610,7 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
         )
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
     with local_ops():
-        return tagged(out.view_as(out), spec)
+        return as_dtensor(out.view_as(out), spec)
 
 
 # -- torch's own DTensor ---------------------------------------------------------------------------
@@ -639,7 +639,7 @@ def to_torch(x: DTensor) -> Any:
 
     def gradient(local: torch.Tensor, placements: Any) -> torch.Tensor:
         given = spec_on_wire(spec.wire, spec.shape, placements)
-        return moved(local, given, spec.gradient, "to_torch", "gradient")
+        return move_local(local, given, spec.gradient, "to_torch", "gradient")
 
     return make_torch_dtensor(
         x._piece(), mesh, _torch_placements(spec), spec.shape, global_strides(x), gradient
@@ -696,7 +696,7 @@ def from_torch(x: Any) -> DTensor:
     given = spec.reduced
 
     def gradient(local: torch.Tensor) -> torch.Tensor:
-        return moved(local, spec.gradient, given, "from_torch", "gradient")
+        return move_local(local, spec.gradient, given, "from_torch", "gradient")
 
     local = local_of_torch_dtensor(x, _torch_placements(given), gradient, divisor)
     if local.shape != spec.local_shape:
@@ -709,7 +709,7 @@ def from_torch(x: Any) -> DTensor:
             ),
             reason="a strided shard of uneven pieces is cut by another rule",
         )
-    return tagged(local, spec)
+    return as_dtensor(local, spec)
 
 
 explain_calls("partita.tensor", "pt.distribute_tensor(torch.tensor(data), mesh, placements)")

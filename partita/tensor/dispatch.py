@@ -35,7 +35,7 @@ from .arguments import (
     takes_numbers,
     write_into_plain,
 )
-from .dtensor import DTensor, make_no_strides_error, moved, tagged
+from .dtensor import DTensor, as_dtensor, make_no_strides_error, move_local
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .foreach import run_foreach, run_fused
 from .op_facts import (
@@ -395,7 +395,7 @@ def run_gathered(call: OpCall) -> Any:
             targets.append(Target(path, after))
         elif t._spec is not after:
             with local_ops():
-                copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
+                copies[path] = move_local(t, t._spec, after, form.name, "implicit").clone()
     kernel = form.local
     if facts_of_function(form.name).draws:
         kernel = with_generator_check(kernel or func, form, wire) or kernel
@@ -414,7 +414,7 @@ def run_gathered(call: OpCall) -> Any:
         x = tensors[path]
         if copy.shape != x.shape:
             raise call.make_changed_layout_error(x)
-        x.copy_(tagged(copy, make_replicated_spec(x.shape)))
+        x.copy_(as_dtensor(copy, make_replicated_spec(x.shape)))
     return call.args[0] if copies and form.inplace else out
 
 

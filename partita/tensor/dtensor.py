@@ -3,7 +3,7 @@
 A DTensor is this rank's piece of a global tensor: a plain tensor whose class was replaced, with its
 spec (layout and wire) in an attribute. There is no wrapper and no second object.
 
-    t.__class__, t._spec = DTensor, spec        `tagged`
+    t.__class__, t._spec = DTensor, spec        `as_dtensor`
 
 `.shape` and everything else that a user reads describe the global tensor. Kernels run with
 torch-function disabled; then the same object behaves as the local tensor. `dispatch` runs torch
@@ -190,13 +190,13 @@ class DTensor(torch.Tensor):
         """
         spec = DTensor._spec_of_local(local_tensor, device_mesh, placements, shape, run_check)
         if grad_placements is None:
-            out = tagged(refuse_ambiguous_gradient(local_tensor, spec, "from_local"), spec)
+            out = as_dtensor(refuse_ambiguous_gradient(local_tensor, spec, "from_local"), spec)
         else:
             given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
             if given.local_shape != spec.local_shape:
                 raise make_other_cut_error(spec, given, "from_local", user_line())
             local = convert_gradient(local_tensor, spec.gradient, given, "from_local")
-            out = tagged(local, spec)
+            out = as_dtensor(local, spec)
         note_origin(out, spec.wire)
         return out
 
@@ -307,7 +307,7 @@ class DTensor(torch.Tensor):
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
         after = spec_on_wire(spec.wire, spec.layout.shape, placements)
-        return laid_out_as(x, after, "redistribute")  # type: ignore[arg-type]
+        return redistribute_to(x, after, "redistribute")  # type: ignore[arg-type]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Returns the whole value on every rank, as a plain tensor. Differentiable.
@@ -323,7 +323,7 @@ class DTensor(torch.Tensor):
             grad_placements is None and not self.requires_grad
         ):
             return self.to_local()
-        out = moved(self, spec, spec.whole, "full_tensor", "explicit")
+        out = move_local(self, spec, spec.whole, "full_tensor", "explicit")
         if grad_placements is None:
             return out
         given = spec_on_wire(wire, spec.layout.shape, grad_placements)
@@ -404,18 +404,18 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
     setattr(DTensor, _name, _make_shard_property(_name))
 
 
-def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
+def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
     """Redistribute `x` to the spec `after`; recorded as explicit. Differentiable."""
-    return tagged(moved(x, x._spec, after, op, "explicit"), after)
+    return as_dtensor(move_local(x, x._spec, after, op, "explicit"), after)
 
 
 PLAIN: set[type] = {torch.Tensor}
 """The classes of results that are not tagged yet. Capture adds the class of traced tensors."""
 TYPED: dict[type, type] = {torch.Tensor: DTensor}
-"""For each class of plain tensors the class of DTensors that `tagged` makes of it."""
+"""For each class of plain tensors the class of DTensors that `as_dtensor` makes of it."""
 
 
-def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
+def as_dtensor(local: torch.Tensor, spec: Spec) -> DTensor:
     """Turn the local tensor into a DTensor of `spec`, in place, and return it.
 
     No other code may use it as a plain tensor."""
@@ -439,9 +439,10 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 # -- a value and its gradient cross a change of layout ---------------------------------------------
-# `moved` redistributes a local tensor. If it requires grad, this is an autograd node whose backward
-# runs the transposed moves in reverse order. That is the only Python code in a backward pass. All
-# other nodes are torch's, on local tensors, whose gradients have the layouts of `Placement.dual`.
+# `move_local` redistributes a local tensor. If it requires grad, this is an autograd node whose
+# backward runs the transposed moves in reverse order. That is the only Python code in a backward
+# pass. All other nodes are torch's, on local tensors, whose gradients have the layouts of
+# `Placement.dual`.
 #
 #     forward   Partial  -> Replicate  all-reduce   backward  Partial -> Replicate  all-reduce
 #     forward   Shard(0) -> Replicate  all-gather   backward  Partial -> Shard(0)   reduce-scatter
@@ -531,7 +532,7 @@ def _make_missing_gradient(ctx: Any) -> torch.Tensor | None:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
+def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
     """Redistribute a local tensor: returns the local tensor of the same value in spec `after`.
 
     Differentiable. The result is never `x` itself: if nothing changes, it is an alias.
@@ -603,7 +604,7 @@ def _move_gradient(
 ) -> torch.Tensor:
     if given.layout.shards != wanted.layout.shards:
         raise make_other_cut_error(wanted, given, op, line)
-    return moved(grad, given, wanted, op, "gradient")
+    return move_local(grad, given, wanted, op, "gradient")
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:

@@ -30,12 +30,12 @@ from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_module
 from torch.nn.modules._functions import BackwardHookFunction
 
-from partita.comm import Wire, agree, is_agreed, remember_agreed
+from partita.comm import Wire, check_equal_on_ranks, is_agreed, remember_agreed
 from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
-from .arguments import admit
-from .dtensor import DTensor, carry_all, moved, tagged
+from .arguments import check_plain_tensor
+from .dtensor import DTensor, as_dtensor, carry_all, move_local
 from .op_facts import enter_function, find_getter, implements
 from .origins import ORIGIN, find_origin, note_gradient
 from .tensor_state import (
@@ -105,13 +105,13 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if grad.layout is not torch.strided:  # sparse, as of gather(sparse_grad=True)
             grad = grad.to_dense()
         if grad.requires_grad:
-            typed = tagged(_alias_with_history(grad), spec)
+            typed = as_dtensor(_alias_with_history(grad), spec)
             note_gradient(typed, x)
             return typed
         grad = grad.detach()
         if grad.stride() != x.stride():
             grad = _match_strides(grad, x)
-        typed = tagged(grad, spec)
+        typed = as_dtensor(grad, spec)
         own_state(typed).gradient_of = (weakref.ref(x),)
         note_gradient(typed, x)
         _grad.__set__(x, typed)
@@ -191,7 +191,7 @@ def _make_backward_seed(
     spec = root._spec
     if any(op != "sum" for _, op in spec.layout.partial):
         after = spec.reduced
-        root = tagged(moved(root, spec, after, "backward", "implicit"), after)
+        root = as_dtensor(move_local(root, spec, after, "backward", "implicit"), after)
         spec = after
     with local_ops():
         plain = _alias_with_history(root)
@@ -208,7 +208,7 @@ def _make_backward_seed(
             f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
             f"has a shape of {spec.shape}."
         )
-    seed = moved(seed, before, spec.gradient, "backward", "implicit")
+    seed = move_local(seed, before, spec.gradient, "backward", "implicit")
     return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
 
 
@@ -218,7 +218,7 @@ def _spec_of_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
     if isinstance(gradient, DTensor):
         return gradient._spec
     if not gradient.requires_grad:
-        admit(gradient, spec.wire, op)
+        check_plain_tensor(gradient, spec.wire, op)
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
 
 
@@ -226,7 +226,7 @@ def _lay_out_as_dual(gradient: torch.Tensor, spec: Spec, op: str, giver: str = "
     """The local gradient of a value of `spec`, of one that a user's function gives: `giver`, where
     it is not `op` itself."""
     before, wanted = _spec_of_gradient(gradient, spec, giver or op), spec.gradient
-    local = moved(gradient, before, wanted, op, "gradient")
+    local = move_local(gradient, before, wanted, op, "gradient")
     return spec.wire.fill_padding(local, wanted.layout, 0)
 
 
@@ -350,7 +350,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
             is_torchs = hook.__module__ == "torch.autograd.graph"
             return hook(None) if is_torchs or not _may_be_unused(leaf) else None
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
-        typed = tagged(_alias_with_history(grad), now.gradient)
+        typed = as_dtensor(_alias_with_history(grad), now.gradient)
         if made is not None:
             typed.__dict__[ORIGIN] = made.gradient
         out = hook(typed)
@@ -569,10 +569,10 @@ DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 # A gradient that an optimizer's step or a clip has reduced is whole (settled). Before another
 # backward pass adds Partial gradients to it, it must become Partial again: the first rank keeps it,
 # and the others get zeros. That is the move R -> P, which sends nothing. A hook does it
-# (`mark_settled`).
+# (`mark_gradient_reduced`).
 
 
-def settled_spec(x: DTensor) -> Spec:
+def reduced_gradient_spec(x: DTensor) -> Spec:
     """Returns the spec of the reduced gradient of x: that of x, or the one that ZeRO uses."""
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.gradient
@@ -613,18 +613,18 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
         )
     if grad._spec is spec.gradient:
         return grad
-    rests = settled_spec(x)
+    rests = reduced_gradient_spec(x)
     if grad._spec is not rests:
         given = grad
-        grad = tagged(moved(grad, grad._spec, rests, "grad", "explicit"), rests)
+        grad = as_dtensor(move_local(grad, grad._spec, rests, "grad", "explicit"), rests)
         with local_ops():
             if _is_part_of_value(given):
                 own_state(grad).is_copied_part = True
-    mark_settled(x)
+    mark_gradient_reduced(x)
     return grad
 
 
-def mark_settled(x: DTensor) -> None:
+def mark_gradient_reduced(x: DTensor) -> None:
     """Record that x's gradient is reduced. A hook makes it Partial before backward adds to it.
 
     If the same object is the gradient of other tensors, this is recorded of them, too.
@@ -660,7 +660,7 @@ def _register_restoring_hook(x: DTensor) -> tuple[int, Any]:
 
 
 def _unmark_settled(x: DTensor) -> None:
-    """Remove the hook of `mark_settled`: x has no reduced gradient any more."""
+    """Remove the hook of `mark_gradient_reduced`: x has no reduced gradient any more."""
     watch = state_of(x).reopens
     if watch is not None:
         number, _ = watch
@@ -669,7 +669,7 @@ def _unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """True if x has the hook of `mark_settled`."""
+    """True if x has the hook of `mark_gradient_reduced`."""
     watch = state_of(x).reopens
     if watch is None:
         return False
@@ -701,7 +701,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
         for hook in hooks:
             hook.known[0] = weakref.ref(new)
         if is_settled:
-            mark_settled(new)
+            mark_gradient_reduced(new)
 
     return refer_to
 
@@ -730,7 +730,7 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
                         reason="such a gradient stays whole, and the hook would get the sum of all "
                         "ranks as one rank's share",
                     )
-                return moved(coming, wanted, grad_now._spec, "grad", "gradient")
+                return move_local(coming, wanted, grad_now._spec, "grad", "gradient")
             moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
             shares = carry_all(moves, grad_now, wire, "grad", "gradient")
             if stays:
@@ -738,9 +738,9 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
                     grad_now.copy_(shares)
                 else:  # with ZeRO each rank has a shard of it
                     _data.__set__(grad_now, shares)
-                tagged(grad_now, wanted)
+                as_dtensor(grad_now, wanted)
             else:
-                _grad.__set__(x, tagged(shares.detach(), wanted))
+                _grad.__set__(x, as_dtensor(shares.detach(), wanted))
     _unmark_settled(x)
     return None
 
@@ -799,7 +799,8 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
 
 
 def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
-    """Reduce the Partial gradients of `params`; each then has the layout of `settled_spec`.
+    """Reduce the Partial gradients of `params`; each then has the layout of
+    `reduced_gradient_spec`.
 
     A reduced gradient is the same object with new memory. A view that was taken before keeps the
     old memory, which is a correct Partial value.
@@ -824,7 +825,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         if grad.requires_grad and not HERE.trace.is_tracing:
             _reduce_with_history(p, grad)
             continue
-        if settled_spec(p) is not p._spec:
+        if reduced_gradient_spec(p) is not p._spec:
             _reduce_scatter_gradient(p, grad)
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
@@ -848,7 +849,7 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
         if is_agreed(wire, key):
             continue
         descriptions = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
-        agree(
+        check_equal_on_ranks(
             "gradients",
             f"of {len(descriptions)} of {len(params)} parameters: {', '.join(descriptions)}",
             wire,
@@ -864,23 +865,23 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
 
 def _reduce_with_history(p: DTensor, grad: DTensor) -> None:
     """Reduce a gradient that is a part of the graph of `create_graph=True`, and stays one."""
-    wanted = settled_spec(p)
+    wanted = reduced_gradient_spec(p)
     with torch.enable_grad():
-        settled = moved(grad, grad._spec, wanted, "gradients", "settle")
-    store_gradient(p, tagged(settled, wanted))
-    mark_settled(p)
+        settled = move_local(grad, grad._spec, wanted, "gradients", "settle")
+    store_gradient(p, as_dtensor(settled, wanted))
+    mark_gradient_reduced(p)
 
 
 def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
     """Reduce-scatter a gradient, so that each rank keeps the shard that ZeRO gives it."""
-    wanted = settled_spec(p)
+    wanted = reduced_gradient_spec(p)
     with torch.no_grad():
         layouts = state_of(p).zero_layouts
         name = (layouts and layouts.name) or "gradients"
-        shard = moved(grad, grad._spec, wanted, name, "settle")
+        shard = move_local(grad, grad._spec, wanted, name, "settle")
     HERE.trace.replace_value(grad, shard)
     grad._spec = wanted
-    mark_settled(p)
+    mark_gradient_reduced(p)
 
 
 def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
@@ -928,7 +929,7 @@ def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, 
             HERE.trace.fill_value(g, whole)
     for p, g in zip(params, grads, strict=True):
         g._spec = p._spec
-        mark_settled(p)
+        mark_gradient_reduced(p)
 
 
 # -- an autograd.Function of the user's ------------------------------------------------------------
@@ -1013,7 +1014,7 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
     """Returns the local gradient of a value of `spec` as a DTensor. Either may be None."""
     if grad is None or spec is None:
         return grad
-    return tagged(_alias_with_history(grad), spec.gradient)
+    return as_dtensor(_alias_with_history(grad), spec.gradient)
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
@@ -1023,7 +1024,7 @@ def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[An
     return tuple(
         t
         if t is None or spec is None or isinstance(t, DTensor)
-        else tagged(_alias_with_history(t), spec)
+        else as_dtensor(_alias_with_history(t), spec)
         for t, spec in zip(values, specs, strict=True)
     )
 
@@ -1054,7 +1055,7 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
             reason="a plain tensor counts as one whole value, and this is not its shape",
         )
     if not isinstance(grad, DTensor) and grad.requires_grad:
-        admit(grad.detach(), spec.wire, giver)
+        check_plain_tensor(grad.detach(), spec.wire, giver)
     if grad.shape != spec.shape:  # summed as torch does where an input was broadcast
         grad = _sum_to_shape(grad, spec, giver)  # type: ignore[arg-type]
     return _lay_out_as_dual(grad, spec, name, giver)

@@ -26,8 +26,8 @@ from partita.comm import Wire
 from partita.layout import Layout
 from partita.redistribute import plan
 
-from .arguments import OpCall, admit, replace_at_paths
-from .dtensor import DTensor, moved, tagged
+from .arguments import OpCall, check_plain_tensor, replace_at_paths
+from .dtensor import DTensor, as_dtensor, move_local
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import OVERRIDES, form_of
 from .origins import note_origins_of
@@ -88,7 +88,7 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     if plan.specs is None:
         plan.specs = [p.tag(t)._spec for p, t in zip(plan.places, out, strict=True)]
     for i, (t, spec) in enumerate(zip(out, plan.specs, strict=True)):
-        tagged(t, spec)
+        as_dtensor(t, spec)
         if spec.has_noted_origin:  # as on ranks that run one by one, where a piece is empty
             at_place = _arguments_at_place(i, args)
             note_origins_of(t, at_place, kwargs, False, sys._getframe(1))
@@ -262,12 +262,12 @@ def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
             target = args[0][i]._spec.reduced
             if isinstance(value, DTensor):
                 if value._spec is not target and value._spec.shape == target.shape:
-                    new[(j, i)] = moved(value, value._spec, target, op.form.name, "implicit")
+                    new[(j, i)] = move_local(value, value._spec, target, op.form.name, "implicit")
                     if args[0][i]._spec is not target:  # a share is no value to step from
-                        new[(j, i)] = tagged(new[(j, i)].clone(), target)
+                        new[(j, i)] = as_dtensor(new[(j, i)].clone(), target)
                         shares.append((value, new[(j, i)]))
             elif value.dim() > 0:
-                admit(value, target.wire, op.form.name, (j, i))
+                check_plain_tensor(value, target.wire, op.form.name, (j, i))
     args, kwargs = replace_at_paths(args, kwargs, new)
     with local_ops():
         out = func(*args, **kwargs)
@@ -379,7 +379,7 @@ def _foreach_norm(
     if wire is None or others:
         return tuple(found)
     spec = spec_of(Layout(()), wire)
-    return tuple(tagged(n, spec) for n in found)
+    return tuple(as_dtensor(n, spec) for n in found)
 
 
 def _reduce_partial(t: torch.Tensor) -> torch.Tensor:
@@ -387,7 +387,7 @@ def _reduce_partial(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, DTensor) or not t._spec.is_pending:
         return t
     after = t._spec.reduced
-    return tagged(moved(t, t._spec, after, "norms", "implicit"), after)
+    return as_dtensor(move_local(t, t._spec, after, "norms", "implicit"), after)
 
 
 def _check_and_unscale(

@@ -22,7 +22,7 @@ from partita.comm.device import HOST
 from partita.layout import Layout
 
 from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
-from .dtensor import DTensor, moved
+from .dtensor import DTensor, move_local
 from .op_facts import form_of
 from .plan import CallPlan
 from .tensor_state import Function, spec_of
@@ -84,7 +84,7 @@ def wrap_for_infinite_factors(
         for path, spec in shares.items():
             at = locate_in_call(path, names, args, kwargs)
             x = get_at_path(args, kwargs, at)
-            new[at] = moved(x, spec, spec.reduced, plan.op, "implicit")
+            new[at] = move_local(x, spec, spec.reduced, plan.op, "implicit")
         written = args[0] if form.inplace else None
         args, kwargs = replace_at_paths(args, kwargs, new)  # type: ignore[assignment]
         outs = run(*args, **kwargs)
@@ -94,7 +94,7 @@ def wrap_for_infinite_factors(
             # Along other axes it may be shares because a dimension that they split was summed.
             rest = tuple(p for p in after.partial if p[0] not in reduced)
             before = spec_of(replace(after, partial=rest), wire)
-            kept.append(moved(out, before, spec_of(after, wire), plan.op, "implicit"))
+            kept.append(move_local(out, before, spec_of(after, wire), plan.op, "implicit"))
         if written is not None:
             return written.copy_(kept[0])
         return kept[0] if isinstance(outs, torch.Tensor) else type(outs)(kept)

@@ -436,7 +436,7 @@ def cast_of(op: str, device_type: str) -> Cast | None:
         composite = any(has_kernel(o, "CompositeImplicitAutograd") for o in overloads)
         return None if composite else Cast.NONE
     cast = facts_of_function(op).autocast
-    is_given = cast is Cast.FLOAT32_UNLESS_GIVEN and device.autocast_heeds_dtype
+    is_given = cast is Cast.FLOAT32_UNLESS_GIVEN and device.autocast_keeps_dtype
     return cast if is_given or cast in (Cast.LOWER, Cast.WIDEST) else Cast.FLOAT32
 
 

@@ -32,14 +32,14 @@ from partita.rules import NUMBER, Bound, Work
 from .aliasing import copy_as_on_one_device, mark_copies
 from .arguments import (
     Path,
-    admit,
+    check_plain_tensor,
     collect_tensors,
     get_at_path,
     locate_in_call,
     replace_at_paths,
     spec_of_plain,
 )
-from .dtensor import PLAIN, DTensor, alias_without_base, moved, tagged
+from .dtensor import PLAIN, DTensor, alias_without_base, as_dtensor, move_local
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import Form, facts_of_function, form_of
 from .origins import NotingKernel, note_origins_of
@@ -196,13 +196,13 @@ class CallPlan:
                     reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
                 new[path] = _move_operand(value, target.spec, self.op)
             else:
-                admit(value, self.wire, self.op, path, with_gradient=True)
+                check_plain_tensor(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
                     # Its gradient is to come back whole, as plain autograd goes on with it.
                     whole = spec_of_plain(value, self.wire)
-                    value = moved(value, whole, target.plain, self.op, "implicit")
+                    value = move_local(value, whole, target.plain, self.op, "implicit")
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
-                new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
+                new[path] = move_local(value, target.plain, target.spec, self.op, "implicit")
         return replace_at_paths(args, kwargs, new)
 
     @property
@@ -234,14 +234,14 @@ class CallPlan:
         news = (out,) if type(out) in PLAIN else _collect_plain_tensors(out)
         if self.make_output_spec is not None:
             for t in news:
-                tagged(t, self.make_output_spec(t))
+                as_dtensor(t, self.make_output_spec(t))
             return out
         if news and not self.outputs:
             self._learn_output_specs(news)
         for t, (spec, shape) in zip(news, self.outputs if news else (), strict=True):
             if t.shape != shape:
                 raise self._make_broken_plan_error(t, spec)
-            tagged(t, spec)
+            as_dtensor(t, spec)
         return out
 
     def _learn_output_specs(self, outs: Sequence[torch.Tensor]) -> None:
@@ -313,12 +313,12 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     with local_ops():
         is_recorded = x.requires_grad and torch.is_grad_enabled()
         if not is_recorded or held.shards != wanted.shards or held.partial != wanted.partial:
-            return moved(x, before, after, op, "implicit")
+            return move_local(x, before, after, op, "implicit")
         kept = state_of(x).retyped
         if kept is not None and kept.is_of(x, after):
             return kept.value
         # A view would hold `x`, which holds it: no one would ever let go of the two.
-        value = moved(x, before, after, op, "implicit")
+        value = move_local(x, before, after, op, "implicit")
         value = value if value._base is None else alias_without_base(value)
         own_state(x).retyped = RetypedValue(after, x._version, x.grad_fn, value)
     return value
@@ -660,7 +660,7 @@ class Plans(dict[Any, Any]):
         """Store `plan` under `key`. It must have an integer attribute `hits`."""
         with _CACHE.lock:
             if _CACHE.young >= max(_CACHE.limit // 2, 1):
-                _CACHE.turn()
+                _CACHE.rotate_generations()
             if key not in self:
                 _CACHE.young += 1
             self[key] = plan
@@ -675,7 +675,7 @@ class _Cache:
         self.forgotten_hits = 0
         self.lock = threading.RLock()
 
-    def turn(self) -> None:
+    def rotate_generations(self) -> None:
         """Begin a new generation: drop the old plans, and make the recent ones old."""
         for plans in self.ops:
             self.forgotten_hits += sum(p.hits for p in plans.old.values())
@@ -750,7 +750,7 @@ def set_cache_limit(n: int) -> None:
     with _CACHE.lock:
         _CACHE.limit = n
         while _CACHE.size() > n:
-            _CACHE.turn()
+            _CACHE.rotate_generations()
 
 
 # -- the part in C ---------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_agreed
+from partita.comm import Wire, call_site, check_equal_on_ranks, is_agreed, is_alone, remember_agreed
 from partita.comm.device import default_generator
 from partita.layout import Fix
 from partita.rules import Kernel, KernelCall, KernelRule, LikeRule
+from partita.rules.rule import builtin_rule as rule
 from partita.rules.rule import narrow_piece
-from partita.rules.rule import table_rule as rule
 
 from .aliasing import strides_of_whole
 from .op_facts import FILLS, Form
@@ -233,7 +233,7 @@ def compare_draws(op: str, wire: Wire, generator: torch.Generator, before: torch
     if torch.equal(before, generator.get_state()):
         return
     state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()
-    agree(
+    check_equal_on_ranks(
         op,
         f"draws from a generator of seed {generator.initial_seed()}, in state {state}",
         wire,

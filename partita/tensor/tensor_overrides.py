@@ -26,9 +26,9 @@ from partita.comm.device import is_seen_by_processes, keys_of_kernels
 from partita.layout import Fix, Layout, LayoutError
 
 from .aliasing import global_strides, make_meta_twin, write_through_copy
-from .arguments import OpCall, admit, alias_as_invariant, give_history, read_number
+from .arguments import OpCall, alias_as_invariant, check_plain_tensor, give_history, read_number
 from .dispatch import run_gathered
-from .dtensor import DTensor, make_memory_error, moved, tagged
+from .dtensor import DTensor, as_dtensor, make_memory_error, move_local
 from .dtensor_gradients import gradient_of
 from .op_facts import ADDRESSES, OVERRIDES, find_getter, form_of, implements
 from .origins import describe_reading, is_beside_program
@@ -65,7 +65,7 @@ def _get_data(x: DTensor) -> DTensor:
     if HERE.trace.is_tracing:
         note_unseen_write(x)
         with local_ops():
-            return tagged(_data.__get__(x), x._spec)
+            return as_dtensor(_data.__get__(x), x._spec)
     with local_ops():
         now = _data.__get__(x)
         known = state.data
@@ -74,7 +74,7 @@ def _get_data(x: DTensor) -> DTensor:
             state.data = known = now
             # Views of this memory are copied from other tensors than x: they ask the storage.
             vars(now.untyped_storage())[WRITTEN_UNSEEN] = True
-        return tagged(known.detach(), x._spec)
+        return as_dtensor(known.detach(), x._spec)
 
 
 def show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -96,7 +96,9 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
             is_kept = x.requires_grad or isinstance(x, nn.Parameter)  # also a frozen parameter
             if is_kept and alike and before is not after:
                 # The optimizer's state, the gradient and ZeRO's blocks depend on its layout.
-                value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
+                value = as_dtensor(
+                    move_local(value, before, after, "x.data = y", "explicit"), after
+                )
             _data.__set__(x, value)
         own_state(x).retyped = None  # torch does not count this as a write
         note_other_memory(x)
@@ -150,9 +152,9 @@ def _gather_full_value(x: Any, op: str) -> Any:
         return x
     spec = x._spec
     if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
-        return moved(x, spec, spec, op, "explicit")
+        return move_local(x, spec, spec, op, "explicit")
     with torch.no_grad(), spec.wire.reading(describe_reading(x, op, spec)):
-        return moved(x, spec, spec_of(Layout(spec.layout.shape), spec.wire), op, "explicit")
+        return move_local(x, spec, spec_of(Layout(spec.layout.shape), spec.wire), op, "explicit")
 
 
 def _call_on_full_value(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +238,7 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
 def _write_plain(x: torch.Tensor, index: Any, value: Any) -> None:
     if isinstance(value, DTensor):
         wire = value._spec.wire
-        admit(x, wire, "setitem", with_gradient=True)
+        check_plain_tensor(x, wire, "setitem", with_gradient=True)
         set_item(alias_as_invariant(x, wire), index, value)
         give_history(x, wire)
         return
@@ -273,12 +275,12 @@ def _redistribute_value(value: Any, spec: Spec, x: torch.Tensor | None = None) -
     if isinstance(value, DTensor):
         # Unchanged if nothing is redistributed, because an alias may have other strides.
         same = value._spec is whole
-        return value if same else moved(value, value._spec, whole, "setitem", "implicit")
-    admit(value, spec.wire, "setitem")
+        return value if same else move_local(value, value._spec, whole, "setitem", "implicit")
+    check_plain_tensor(value, spec.wire, "setitem")
     if not layout.partial:
         return value
     before = spec_of(Layout(tuple(value.shape)), spec.wire)
-    return moved(value, before, whole, "setitem", "implicit")
+    return move_local(value, before, whole, "setitem", "implicit")
 
 
 def _write_range(x: DTensor, spec: Spec, entries: list[Any], value: Any) -> None:
@@ -401,9 +403,11 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
         if spec is whole:
             _write(x, places, value)
             return
-        copy = moved(x, spec, whole, "setitem", "implicit").clone()
+        copy = move_local(x, spec, whole, "setitem", "implicit").clone()
         _write(copy, places, value)
-        torch.Tensor.copy_(x, moved(copy, whole, spec_for_write_into(spec), "setitem", "implicit"))
+        torch.Tensor.copy_(
+            x, move_local(copy, whole, spec_for_write_into(spec), "setitem", "implicit")
+        )
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -513,13 +517,17 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     if spec.is_copy:
         return write_through_copy(T.copy_, x, src, non_blocking)
     if not isinstance(src, DTensor):
-        admit(src, spec.wire, "copy_")
-        src = tagged(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
+        check_plain_tensor(src, spec.wire, "copy_")
+        src = as_dtensor(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))
     fitting = _fit_broadcast_spec(src, spec)
     if src._spec is not fitting:
         fitting = spec_for_write_into(fitting)
     with local_ops():
-        local = src if src._spec is fitting else moved(src, src._spec, fitting, "copy_", "implicit")
+        local = (
+            src
+            if src._spec is fitting
+            else move_local(src, src._spec, fitting, "copy_", "implicit")
+        )
         torch._C.TensorBase.copy_(x, local, non_blocking)
     return x
 
@@ -550,13 +558,13 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        new = tagged(_clone_piece(x.detach(), x._spec), x._spec)
+        new = as_dtensor(_clone_piece(x.detach(), x._spec), x._spec)
         new.requires_grad_(x.requires_grad)
         # Torch does not copy the gradient of a parameter.
         if x.grad is not None and not getattr(x, "_is_param", False):
             grad = gradient_of(x)
             assert grad is not None
-            new.grad = tagged(T.clone(grad), grad._spec)
+            new.grad = as_dtensor(T.clone(grad), grad._spec)
     for name, value in x.__dict__.items():
         if name not in OURS:
             new.__dict__[name] = copy.deepcopy(value, memo)
@@ -604,7 +612,7 @@ def _rebuild(
     mine = local.detach()
     if not is_seen_by_processes(mine.untyped_storage()):
         mine = with_room(mine, spec)
-    out = tagged(mine, spec).requires_grad_(local.requires_grad)
+    out = as_dtensor(mine, spec).requires_grad_(local.requires_grad)
     out.__dict__.update(names)
     return out
 

@@ -41,13 +41,13 @@ from torch.utils.hooks import BackwardHook
 from partita.comm import after_import, on_first_wire
 from partita.layout import Fix, Partial, Replicate
 from partita.rules import RULES, Arg, Kernel, KernelCall, KernelRule
+from partita.rules.rule import builtin_rule as rule
 from partita.rules.rule import own_op
-from partita.rules.rule import table_rule as rule
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
 from .arguments import OpCall, make_transform_error
 from .dispatch import run_gathered
-from .dtensor import DTensor, alias_without_base, moved
+from .dtensor import DTensor, alias_without_base, move_local
 from .dtensor_gradients import drop_references, specs_of_values, type_gradient, type_pieces
 from .op_facts import OVERRIDES, copy_function, form_of
 from .reruns import Rerunnable
@@ -541,7 +541,7 @@ class _TypedNode:
 def _type_back(grad: Any, spec: Spec | None) -> Any:
     if spec is None or not isinstance(grad, DTensor):
         return grad
-    return moved(grad, grad._spec, spec.gradient, "hook", "gradient")
+    return move_local(grad, grad._spec, spec.gradient, "hook", "gradient")
 
 
 # torch offers no way in: it makes its BackwardHooks by this name.

@@ -35,8 +35,8 @@ from partita.comm.ranks import RankWire
 from partita.comm.torch_distributed import wrap_in_place
 from partita.layout import Fix, LayoutError
 
-from .arguments import admit, spec_of_plain
-from .dtensor import DTensor, moved, tagged
+from .arguments import check_plain_tensor, spec_of_plain
+from .dtensor import DTensor, as_dtensor, move_local
 from .op_facts import OVERRIDES
 from .random import compare_draws
 from .tensor_state import (
@@ -147,7 +147,7 @@ class WholeValues(TorchFunctionMode):
         try:
             # The transform does not apply to a redistribution.
             with temporarily_clear_interpreter_stack():
-                return moved(x, x._spec, spec_of_plain(x, wire), self.name, "implicit")
+                return move_local(x, x._spec, spec_of_plain(x, wire), self.name, "implicit")
         finally:
             self._is_gathering = False
 
@@ -183,7 +183,7 @@ class WholeValues(TorchFunctionMode):
         for leaf in tree_leaves(given):
             self._note_entered(leaf)
         for n, plain in enumerate(self._entered.values()):
-            admit(plain, wire, self.name, (n,), with_gradient=True)
+            check_plain_tensor(plain, wire, self.name, (n,), with_gradient=True)
         self._wholes.clear()
         self._entered.clear()
         if self._generator is not None and self._state is not None and not is_alone(wire):
@@ -194,7 +194,7 @@ class WholeValues(TorchFunctionMode):
         if self.wire is None or not _is_plain(leaf):
             return leaf
         with local_ops():  # an alias: other code may refer to the tensor itself
-            return tagged(leaf.view_as(leaf), spec_of_plain(leaf, self.wire))
+            return as_dtensor(leaf.view_as(leaf), spec_of_plain(leaf, self.wire))
 
 
 def _is_plain(value: Any) -> bool:

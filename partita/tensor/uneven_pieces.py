@@ -44,9 +44,7 @@ from .tensor_state import HERE, Function, Spec, count_holders, saving_hooks
 _data: Any = torch._C.TensorBase.data
 
 
-def empty_with_room(
-    spec: Spec, dtype: torch.dtype, device: torch.device | str | None
-) -> torch.Tensor:
+def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
     """Returns an uninitialized contiguous local tensor of `spec`, with room for its padding."""
     if not _has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
@@ -54,14 +52,14 @@ def empty_with_room(
     if type(whole) is not torch.Tensor:  # a mode of the user makes fake tensors
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     whole[spec.local_shape.numel() :] = 0
-    return show_front(whole, spec.local_shape)
+    return narrow_storage(whole, spec.local_shape)
 
 
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns a contiguous copy of the local tensor, with room for its padding."""
     if not _has_room(spec, local.device):
         return local.clone(memory_format=torch.contiguous_format)
-    return empty_with_room(spec, local.dtype, local.device).copy_(local)
+    return empty_padded(spec, local.dtype, local.device).copy_(local)
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -79,7 +77,7 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
     return not HERE.trace.is_tracing and (device is None or torch.device(device).type != "meta")
 
 
-def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns the first elements of contiguous memory, as a tensor with a storage of that size."""
     count = math.prod(shape)
     # By DLPack, a storage can refer to a part of another storage, which it keeps alive.

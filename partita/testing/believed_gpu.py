@@ -1,6 +1,6 @@
 """A simulated GPU: a torch built for CPUs captures and lowers programs for a GPU.
 
-In a process with `believing_environment`, torch accepts tensors on `cuda` (`believed_gpu.cpp`), so
+In a process with `fake_gpu_environment`, torch accepts tensors on `cuda` (`believed_gpu.cpp`), so
 that steps can be captured for a GPU. With `lower_for` Inductor also generates code for a GPU, which
 needs the package `triton`. That code cannot run.
 """
@@ -51,7 +51,7 @@ GPU = torch.device("cuda:0")
 """The simulated GPU."""
 
 
-def believing_environment(folder: Path) -> dict[str, str]:
+def fake_gpu_environment(folder: Path) -> dict[str, str]:
     """Build the library of the simulated GPU. Returns environment variables that load it.
 
     Args:

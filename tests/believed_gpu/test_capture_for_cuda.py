@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from partita.testing.believed_gpu import believing_environment
+from partita.testing.believed_gpu import fake_gpu_environment
 
 HERE = Path(__file__).parent
 
@@ -24,7 +24,7 @@ pytestmark = [
 def believing(tmp_path_factory):
     """The environment of a process whose torch believes in a GPU."""
     root = str(HERE.parents[1])
-    return {**believing_environment(tmp_path_factory.mktemp("believed")), "PYTHONPATH": root}
+    return {**fake_gpu_environment(tmp_path_factory.mktemp("believed")), "PYTHONPATH": root}
 
 
 def told_of(name, environment, *rest):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from partita.bench.kernels import KINDS, lower_in_process
-from partita.testing.believed_gpu import believing_environment
+from partita.testing.believed_gpu import fake_gpu_environment
 
 # Beside the environment, not in it: all other tests run without triton, as on any CPU.
 LOWERING = Path(sys.prefix) / "gpu-lowering"
@@ -30,7 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory):
     """Counts the kernels of a way, once."""
-    environment = believing_environment(tmp_path_factory.mktemp("believed"))
+    environment = fake_gpu_environment(tmp_path_factory.mktemp("believed"))
     paths = [os.environ.get("PYTHONPATH", ""), str(LOWERING)]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     known = {}

@@ -31,7 +31,7 @@ from partita.layout import (
     Replicate,
     Shard,
 )
-from partita.tensor.dtensor import laid_out_as, tagged
+from partita.tensor.dtensor import as_dtensor, redistribute_to
 from partita.tensor.tensor_state import spec_of
 
 MESHES = {"2x2": {"a": 2, "b": 2}, "2x3": {"a": 2, "b": 3}}
@@ -88,7 +88,7 @@ def redistributed(x: pt.DTensor, after: Layout) -> pt.DTensor:
     placements = after.placements(wire.mesh)
     if Layout.of(wire.mesh, after.shape, placements) == after:
         return x.redistribute(placements=placements)
-    return laid_out_as(x, spec_of(after, wire), "redistribute")
+    return redistribute_to(x, spec_of(after, wire), "redistribute")
 
 
 def there_and_back(
@@ -99,14 +99,14 @@ def there_and_back(
     results = []
     for before, after in pairs:
         graded = all(op == "sum" for _, op in before.partial)
-        x = tagged(shares(value, before, wire), spec_of(before, wire)).requires_grad_(graded)
+        x = as_dtensor(shares(value, before, wire), spec_of(before, wire)).requires_grad_(graded)
         y = redistributed(x, after)
         assert replace(y.layout_over_mesh, dtype=after.dtype) == after and y.shape == value.shape
         if not graded:
             results.append((y.to_local(), None))
             continue
         dual = spec_of(after, wire).gradient
-        y.backward(tagged(shares(gradient, dual.layout, wire), dual))
+        y.backward(as_dtensor(shares(gradient, dual.layout, wire), dual))
         grad = spec_of(before, wire).gradient.layout
         assert replace(x.grad.layout_over_mesh, dtype=grad.dtype) == grad
         results.append((y.detach().to_local(), x.grad.to_local()))
@@ -196,7 +196,7 @@ def test_a_pending_maximum_has_no_gradient_and_says_so() -> None:
     def run(mesh: Any) -> None:
         wire = wire_of(mesh)
         layout = Layout((4,), partial=(("a", "max"),))
-        x = tagged(torch.ones(4), spec_of(layout, wire)).requires_grad_()
+        x = as_dtensor(torch.ones(4), spec_of(layout, wire)).requires_grad_()
         y = x.redistribute(placements=[Replicate(), Replicate()])
         with pytest.raises((LayoutError, ValueError), match="max"):
             y.sum().backward()

@@ -37,7 +37,7 @@ class Twins(nn.Module):
         return self.left(x), self.right(x)
 
 
-class Halves(nn.Module):
+class ForwardBackwardPair(nn.Module):
     """Results that are views of one value, and others that are made of one of these."""
 
     def __init__(self):
@@ -63,7 +63,7 @@ def train_on_one_result(model, x, wrap=lambda f: f):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("kind", [Heads, Twins, Halves])
+@pytest.mark.parametrize("kind", [Heads, Twins, ForwardBackwardPair])
 def test_parameters_of_other_results_get_no_gradients(kind, stage):
     torch.manual_seed(0)
     model, x = nn.Sequential(kind()), torch.randn(6, 4)  # one block of ZeRO

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
-from partita.parallel.fsdp_group import Zero
+from partita.parallel.fsdp_group import ZeroState
 from partita.tensor.tensor_state import saving_hooks
 from tests.programs.zero_states import zero_state
 
@@ -39,7 +39,7 @@ def value(t):
 def gathered_state(model):
     """What `zero` made of a model whose parameters it gathers; None of any other."""
     state = zero_state(model)
-    return state if isinstance(state, Zero) else None
+    return state if isinstance(state, ZeroState) else None
 
 
 def train(model, step_of, batch, make):

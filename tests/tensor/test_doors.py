@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 import partita as pt
 from partita.comm import wire_of
 from partita.layout import Layout
-from partita.tensor.dtensor import laid_out_as, tagged
+from partita.tensor.dtensor import as_dtensor, redistribute_to
 from partita.tensor.tensor_state import spec_of
 from tests.programs.gloo_ranks import run_ranks
 
@@ -255,7 +255,7 @@ def to_torch_and_back(rank):
         if "max" in text:
             x = pt.DTensor.from_local(T, mesh, [pt.Replicate(), pt.Partial("max")])
         else:
-            x = laid_out_as(whole, wanted, "test")
+            x = redistribute_to(whole, wanted, "test")
         y = pt.to_torch(x)
         assert type(y) is theirs.DTensor and y.placements == placements, text
         assert y.shape == T.shape and y.stride() == T.stride() == x.stride()
@@ -277,7 +277,7 @@ def to_torch_and_back(rank):
         pt.from_torch(product)
     uneven = spec_of(Layout.parse("[7@(tp dp)]"), wire)
     with pytest.raises(pt.LayoutError, match="uneven"):
-        pt.to_torch(tagged(torch.zeros(uneven.local_shape), uneven))
+        pt.to_torch(as_dtensor(torch.zeros(uneven.local_shape), uneven))
 
 
 def gradients_through_doors(rank):

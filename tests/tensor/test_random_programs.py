@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 import partita as pt
 from partita.comm import wire_of
 from partita.layout import Layout
-from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor import as_dtensor
 from partita.tensor.tensor_state import spec_of
 from tests.programs.random_programs import Program, execute, programs
 
@@ -60,7 +60,7 @@ def spread(mesh: Any, whole: torch.Tensor, layout: Layout) -> pt.DTensor:
         local = local * (2.0 * n - 1 if i == 0 else -2.0)
     for d, (offset, length) in enumerate(layout.local_region(wire.mesh, wire.at)):
         local = local.narrow(d, offset, length)
-    return tagged(local.clone(), spec_of(layout, wire)).requires_grad_()
+    return as_dtensor(local.clone(), spec_of(layout, wire)).requires_grad_()
 
 
 class Unsuited(Exception):

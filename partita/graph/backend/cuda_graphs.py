@@ -28,7 +28,7 @@ from torch import fx
 from partita.comm.device import HOST, Device, KernelRecording
 from partita.tensor.op_facts import facts_of
 
-from ..errors import of_recording
+from ..errors import make_recording_error
 from ..fake_values import tensors_in
 from ..graph_nodes import (
     add_call,
@@ -346,7 +346,7 @@ class ReplayedProgram:
                 lambda: self.device_call(*held, *crossing), self._device, self._pool(kind)
             )
         except RuntimeError as error:
-            raise of_recording(error) from error
+            raise make_recording_error(error) from error
         addresses = {i: x.data_ptr() for i, x in enumerate(given) if i not in copies}
         results = _ReplayResults(recording.value, held)
         recording.value = None  # views of state among it would keep that

@@ -26,7 +26,7 @@ from partita.comm.collective import (
 from ..graph_nodes import is_collective, note_of
 from ..program import Program
 from .regather import only_moves
-from .rewrite import Making
+from .rewrite import NodeBuilder
 
 _aten = torch.ops.aten
 
@@ -89,9 +89,9 @@ def _lower_reduce_scatter(graph: fx.Graph, node: fx.Node, n: int, is_read_late: 
     x, name = node.args[0], node.args[-1]
     dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
-        begun = Making(graph, note_of(node))(all_to_all, x, n, name)
+        begun = NodeBuilder(graph, note_of(node))(all_to_all, x, n, name)
     with graph.inserting_before(wait):
-        make = Making(graph, note_of(node))
+        make = NodeBuilder(graph, note_of(node))
         shares = make(WAIT, begun)
         whole = (
             make(sum_of_shares, shares, n) if is_read_late else _sum_shares(make, shares, n, dtype)
@@ -105,7 +105,7 @@ def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> 
     size, shape = value.numel(), list(value.shape)
     gathers = way == "gather"
     with graph.inserting_before(node):
-        make = Making(graph, note_of(node))
+        make = NodeBuilder(graph, note_of(node))
         flat = make(_aten.reshape.default, x, [-1])
         if gathers:  # one round instead of two: every rank sends its share to all
             begun = make(ALL_GATHER, flat, n, name)
@@ -114,7 +114,7 @@ def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> 
                 flat = make(_aten.constant_pad_nd.default, flat, [0, -size % n])
             begun = make(all_to_all, flat, n, name)
     with graph.inserting_before(wait):
-        make = Making(graph, note_of(node))
+        make = NodeBuilder(graph, note_of(node))
         whole = _sum_shares(make, make(WAIT, begun), n, value.dtype)
         if not gathers:
             whole = make(WAIT, make(all_gather, whole, n, name))
@@ -123,7 +123,7 @@ def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> 
         wait.replace_all_uses_with(make(_aten.reshape.default, whole, shape))
 
 
-def _sum_shares(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
+def _sum_shares(make: NodeBuilder, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
     """Returns the sum of n shares that lie end to end, in rank order, in at least 32 bits."""
     if n > _MOST_ADDITIONS:
         return make(sum_of_shares, shares, n)

@@ -27,8 +27,8 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import NOTE, Note, is_collective, nbytes_of, note_of
 from ..program import Program, find_cotangents
-from .regather import Runs, packing_of
-from .rewrite import Making
+from .regather import UseRuns, packing_of
+from .rewrite import NodeBuilder
 
 _aten = torch.ops.aten
 _REASONS_OF_ZERO = ("gather", "regather", "persistent", "gradient", "settle", "update")
@@ -53,14 +53,14 @@ def bucket(program: Program) -> str:
     graph = program.graph.graph
     _reduce_where_ready(graph)
     groups: dict[Any, list[fx.Node]] = {}
-    runs = Runs(graph)
+    runs = UseRuns(graph)
     cotangents = find_cotangents(program)
-    run_of_gather = {found.gather: runs.of(found) for found in runs.found}
+    run_of_gather = {found.gather: runs.first_run_of(found) for found in runs.found}
     for node in graph.nodes:
         note = note_of(node)
         key: tuple[Any, ...] = ()
         if node.target in (ALL_GATHER, REDUCE_SCATTER) and note.reason in _REASONS_OF_ZERO:
-            run = runs.at(node) if note.reason == "gradient" else run_of_gather.get(node, -1)
+            run = runs.run_at(node) if note.reason == "gradient" else run_of_gather.get(node, -1)
             key = (note.op, note.phase, note.reason, run)
         elif node.target is not ALL_REDUCE or note.reason != "settle":
             continue
@@ -202,7 +202,7 @@ def _join_gathers(program: Program, members: list[fx.Node]) -> None:
     size, name = members[0].args[1:]
     wire, _ = program.groups[name]  # type: ignore[index]
     with graph.inserting_before(members[0]):
-        make = Making(graph, _joint_note(members, members[0]))
+        make = NodeBuilder(graph, _joint_note(members, members[0]))
 
         def make_before(node: fx.Node) -> fx.Node:
             """`node`, or a copy of it here where it stands too late."""
@@ -231,7 +231,7 @@ def _join_scatters(program: Program, members: list[fx.Node]) -> None:
     graph = program.graph.graph
     op, size, name = members[0].args[1:]
     with graph.inserting_before(members[-1].next):
-        make = Making(graph, _joint_note(members, members[-1]))
+        make = NodeBuilder(graph, _joint_note(members, members[-1]))
         members = _even_first(members, members)
         rows = [make(_aten.reshape.default, m.args[0], [size, -1]) for m in members]
         flat = make(_aten.reshape.default, make(_aten.cat.default, rows, 1), [-1])
@@ -244,7 +244,7 @@ def _join_all_reduces(program: Program, members: list[fx.Node]) -> None:
     graph = program.graph.graph
     op, name = members[0].args[1:]
     with graph.inserting_before(members[-1].next):
-        make = Making(graph, _joint_note(members, members[-1]))
+        make = NodeBuilder(graph, _joint_note(members, members[-1]))
         members = _even_first(members, members)
         flats = [make(_aten.reshape.default, _skip_packing_copy(m), [-1]) for m in members]
         whole = make(WAIT, make(ALL_REDUCE, make(_aten.cat.default, flats), op, name))
@@ -281,7 +281,7 @@ def _skip_packing_copy(node: fx.Node) -> fx.Node:
 
 
 def _replace_members(
-    make: Making,
+    make: NodeBuilder,
     members: list[fx.Node],
     whole: fx.Node,
     dim: int,

@@ -16,7 +16,7 @@ from partita.comm.collective import ALL_REDUCE, WAIT
 from ..graph_nodes import is_collective, nbytes_of, note_of, written_operands
 from ..memory import storages_of
 from ..program import Program
-from .regather import Runs, is_backward, only_moves, packing_of
+from .regather import UseRuns, is_backward, only_moves, packing_of
 
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
@@ -144,10 +144,10 @@ class _Order:
 
 
 def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
-    runs = Runs(order.graph)
+    runs = UseRuns(order.graph)
     place = order.place
     for one in runs.found:
-        number = runs.of(one)
+        number = runs.first_run_of(one)
         if number <= 0:
             continue
         behind = order.nodes[place[runs.first(number - 1)] - 1]

@@ -1,8 +1,8 @@
 """Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
 
-Its users are grouped by the runs that they belong to (`Runs`). Each group after the first gets its
-own copy of the gather, starting from the shard. No node frees anything: the executor drops a value
-after its last use (`backend.executor`), so a copy that ends sooner is freed sooner.
+Its users are grouped by the runs that they belong to (`UseRuns`). Each group after the first gets
+its own copy of the gather, starting from the shard. No node frees anything: the executor drops a
+value after its last use (`backend.executor`), so a copy that ends sooner is freed sooner.
 
 A step uses the blocks of a model one after another, forward, then backward, and again for the next
 micro-batch. A *run* is what it computes with one block until it comes to another block, or turns
@@ -42,7 +42,7 @@ def regather(program: Program) -> str:
     result.
     """
     graph = program.graph.graph
-    runs = Runs(graph)
+    runs = UseRuns(graph)
     regathered = backward = 0
     for parameter in runs.found:
         uses = _group_users(parameter, runs)
@@ -56,7 +56,7 @@ def regather(program: Program) -> str:
     return f"{backward} parameters are gathered again for backward, {forward} for forward"
 
 
-def _group_users(parameter: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
+def _group_users(parameter: GatheredParameter, runs: UseRuns) -> list[list[fx.Node]]:
     """Returns the users of a parameter, in groups between which it is freed."""
     groups: list[list[fx.Node]] = []
     for user in parameter.users:
@@ -65,7 +65,7 @@ def _group_users(parameter: GatheredParameter, runs: Runs) -> list[list[fx.Node]
             turned = is_backward(user) and not is_backward(before)
             if (
                 not turned
-                and runs.number(parameter, user) - runs.number(parameter, before) <= _NEXT
+                and runs.run_of_use(parameter, user) - runs.run_of_use(parameter, before) <= _NEXT
             ):
                 groups[-1].append(user)
                 continue
@@ -139,7 +139,7 @@ class GatheredParameter:
         return note_of(self.gather).op
 
 
-class Runs:
+class UseRuns:
     """The gathered parameters of a graph as it is now, and the runs in which they are used.
 
     Attributes:
@@ -165,15 +165,15 @@ class Runs:
             self._number[user, block] = len(self._first) - 1
         self._begins = [self.place[node] for node in self._first]
 
-    def number(self, one: GatheredParameter, user: fx.Node) -> int:
+    def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
         """Returns the number of the run in which `user` uses a gathered parameter."""
         return self._number[user, one.block]
 
-    def of(self, one: GatheredParameter) -> int:
+    def first_run_of(self, one: GatheredParameter) -> int:
         """Returns the number of its first run; -1 where nothing computes with it."""
-        return self.number(one, one.users[0]) if one.users else -1
+        return self.run_of_use(one, one.users[0]) if one.users else -1
 
-    def at(self, node: fx.Node) -> int:
+    def run_at(self, node: fx.Node) -> int:
         """Returns the number of the run in which a call stands; -1 before the first."""
         return bisect.bisect(self._begins, self.place[node]) - 1
 

@@ -45,7 +45,7 @@ def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
     """Add a call of `target` before the node `before`, with the source and phase of that."""
     with before.graph.inserting_before(before):
         note = note_of(before)
-        return Making(before.graph, Note(note.source, note.phase))(target, *args, **kwargs)
+        return NodeBuilder(before.graph, Note(note.source, note.phase))(target, *args, **kwargs)
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
@@ -68,11 +68,11 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 # -- new nodes -------------------------------------------------------------------------------------
 
 
-class Making:
+class NodeBuilder:
     """Adds calls with their fake values and one note, at the graph's insertion point.
 
         with graph.inserting_before(node):
-            make = Making(graph, note_of(node))
+            make = NodeBuilder(graph, note_of(node))
             flat = make(torch.ops.aten.reshape.default, x, [-1])
 
     The fake value is the call's result over fake tensors: its shape, dtype and strides.

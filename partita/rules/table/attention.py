@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ..rule import Arg, Kernel, KernelCall, KernelRule, decomposed, own_op
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 
 
 @own_op

@@ -20,7 +20,7 @@ from ..rule import (
     rule_by_name,
     with_dummy_row,
 )
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 
 # -- convolution -----------------------------------------------------------------------------------
 # `g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.

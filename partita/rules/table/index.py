@@ -30,7 +30,7 @@ from ..rule import (
     make_connected_shares,
     own_op,
 )
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 from ..sentence import Names
 
 # -- one dimension by an index ---------------------------------------------------------------------

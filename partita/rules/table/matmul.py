@@ -23,7 +23,7 @@ from ..rule import (
     narrow_piece,
     rule_by_name,
 )
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 from ..sentence import bind, parse
 
 rule("m k * k n -> m n", torch.mm)

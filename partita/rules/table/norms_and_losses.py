@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .. import decompositions
 from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, decomposed, rule_by_name
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 from ..sentence import SentenceError, bind, parse
 
 # -- normalization ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ..rule import Arg, Decomposition, Kernel, KernelCall, LikeRule, decomposed
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 
 LINEAR_UNARY = """neg positive clone detach contiguous alias conj conj_physical resolve_conj
     resolve_neg real imag deg2rad rad2deg zero_ float double half bfloat16 cfloat cdouble chalf

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .. import decompositions
 from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, decomposed, dim_rule
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 from .pointwise import is_linear_cast
 
 Dim = int | Sequence[int] | None

@@ -19,7 +19,7 @@ from ..rule import (
     dim_rule,
     rule_by_name,
 )
-from ..rule import table_rule as rule
+from ..rule import builtin_rule as rule
 from ..sentence import Names, resolve_shape, view_sentence
 from .index import make_pick_kernel
 

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from partita.rules.rule import table_rule as rule
+from partita.rules.rule import builtin_rule as rule
 from partita.rules.table.matmul import grouped_mm
 
 from .values import Part, c, x

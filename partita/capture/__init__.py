@@ -10,9 +10,9 @@ In reading order:
   calls into nodes), `equal_calls` (equal calls are traced once), `torch_settings`, `whose_code`
   (the user's code or a library's).
 - Outputs: `graph_outputs`, `differentiate` (gradients of a region), `left_attributes` (tensors that
-  a function leaves in modules), `known_masks` (attention masks that depend on constants alone).
-- The graph without writes: `functionalize`, `functional_calls` (single calls, and numbers as
-  tensors), `functional_memory` (views).
+  a function stores in modules), `known_masks` (attention masks that depend on constants alone).
+- The graph without in-place writes: `functionalize`, `functional_calls` (single calls, and numbers
+  as tensors), `functional_memory` (views).
 - Blocks: `block_choice` (which modules), `block_updates` (optimizers step block by block), `fold`
   (equal blocks become calls of one subgraph).
 """

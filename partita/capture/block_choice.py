@@ -1,9 +1,9 @@
 """The choice of blocks: `BlockChoice`, from the argument `blocks` of `pt.compile`.
 
-A block is a module whose structure occurs several times in a model, as a transformer layer. `fold`
-replaces equal blocks, and equal updates of their parameters (`block_updates`), by calls of one
-subgraph. A block that is not replaced is "left flat": its nodes stay in the step's graph.
-`BlocksTraced` lists which blocks were folded, and why others were left flat.
+A block is a module whose structure occurs several times in a model, such as a transformer layer.
+`fold` replaces equal blocks, and equal updates of their parameters (`block_updates`), by calls of
+one subgraph. A block that is not replaced is "left flat": its nodes stay in the step's graph.
+`BlocksTraced` lists the folded blocks, and for the others the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockCalls:
     Attributes:
         kind: the name of the block's class; for an update "AdamW of Block".
         count: the number of equal calls.
-        reason: why they were left flat; "" if they were folded.
+        reason: why the calls were left flat; "" if they were folded.
     """
 
     kind: str
@@ -44,11 +44,11 @@ class BlockCalls:
 
 @dataclass(frozen=True)
 class BlocksTraced:
-    """The blocks of a step, and what became of them.
+    """The blocks of a step, folded or left flat.
 
     Attributes:
-        calls: one for each structure of block calls and each reason to leave them flat.
-        updates: the same for the updates of blocks.
+        calls: an entry for each structure of block calls and each reason to leave them flat.
+        updates: the same for the optimizer updates of blocks.
     """
 
     calls: tuple[BlockCalls, ...] = ()
@@ -81,10 +81,10 @@ class BlockChoice:
     """The modules of a step that are blocks.
 
     Attributes:
-        named: the modules and classes that the user names. None searches for the outermost modules
-            with equal class and equal names and shapes of parameters.
-        least: the number of equal modules that the search requires.
-        section_threshold: as `StepOptions.section_threshold`.
+        named: the modules and classes that the user names. If None, `find` searches for the
+            outermost modules of one class whose parameters have equal names and shapes.
+        least: the least number of equal modules that the search counts as blocks.
+        section_threshold: the same as `StepOptions.section_threshold`.
     """
 
     named: tuple[nn.Module | type, ...] | None = None

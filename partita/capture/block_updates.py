@@ -1,12 +1,12 @@
-"""Updates of blocks: an optimizer steps once for the parameters of each block.
+"""Updates of blocks: an optimizer steps separately for the parameters of each block.
 
 An elementwise optimizer of torch updates each parameter in the same way and runs no user code. So
-it may step for some of its parameters at a time. Then each node of an update belongs to one block,
-and `fold` makes equal updates calls of one subgraph. Parameters outside all blocks are updated
+it may step for a few parameters at a time. Then each node of an update belongs to one block, and
+`fold` replaces equal updates by calls of one subgraph. Parameters outside all blocks are updated
 first, in one call.
 
-While an optimizer steps, its step counts are float64 (`widen_counts`), so that bias corrections are
-as exact as with eager's Python floats.
+While an optimizer steps, its step counts are float64 (`widen_counts`). So bias corrections are as
+exact as in eager, which uses Python floats.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockUpdates:
     """The updates of blocks in a step that is being captured.
 
     Args:
-        recorder: gets the block of each node.
+        recorder: stores the block of each node.
         choice: which modules are blocks.
         models: the models of the step.
     """
@@ -74,8 +74,8 @@ class BlockUpdates:
 
         Args:
             run: calls the optimizer's own step.
-            originals: maps a tensor that the optimizer updates to its parameter, if that is another
-                one.
+            originals: maps a tensor that the optimizer updates to the model's parameter, if they
+                are different tensors.
         """
         if self._can_be_split(optimizer):
             unprofiled(self._step_in_blocks, optimizer, run, originals)
@@ -173,7 +173,8 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
     Args:
         states: the optimizer states of parameters.
-        exact: a set to add the ids of products to, which eager rounds to float32; None for none.
+        exact: a set that gets the ids of the products that eager rounds to float32; None to collect
+            none.
 
     Returns:
         The replaced counts, for `narrow_counts`.
@@ -196,7 +197,7 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 def narrow_counts(widened: WidenedCounts) -> None:
     """Write float64 counts back into the tensors that they were copied from.
 
-    Counts that were not written are restored without a write, so that they are no inputs.
+    Counts that were not written are restored without a write, so that they do not become inputs.
     """
     for entries, number, wide, writes in widened:
         now = entries["step"]

@@ -1,8 +1,8 @@
-"""Capture context: what is replaced, and set differently, while a step is captured.
+"""Capture context: the replacements and settings that are active while a step is captured.
 
-Slots hold fakes for a while (`slots_swapped`). The settings of torch and Python change only for the
-thread that captures. The profile function, which watches the user's calls, is suspended in library
-code (`unprofiled`).
+During capture, slots (the places of the step's tensors) hold fake tensors (`slots_swapped`).
+Settings of torch and Python change only for the thread that captures. The profile function that
+watches the user's calls is suspended in library code (`unprofiled`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _capturing = 0  # the number of threads that capture
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true, so that optimizers read no number of a tensor.
+    """Make `torch.compiler.is_compiling()` true, so that optimizers read no numbers.
 
     Private torch: there is no public way.
     """
@@ -134,9 +134,9 @@ def hidden_from_watchers() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Disable the user's dispatch modes (a flop counter) inside the block; they see the graph run.
+    """Disable the user's dispatch modes (such as a flop counter) inside the block.
 
-    Private torch: the stack of modes. If torch's own are among them, all stay active.
+    Private torch: the stack of modes. If torch's own modes are among them, all stay active.
     """
     stack = _get_current_dispatch_mode_stack()
     hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
@@ -146,7 +146,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def errors_not_logged() -> Iterator[None]:
-    """Keep errors of fake tensors out of this thread's log: they are raised with an explanation.
+    """Keep errors of fake tensors out of this thread's log: partita explains and raises them.
 
     Private torch: the name of their logger.
     """
@@ -167,7 +167,7 @@ def errors_not_logged() -> Iterator[None]:
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Capture nn.LSTM as its individual calls inside the block, like other recurrent layers.
 
-    oneDNN's fused layer keeps memory for backward whose size only oneDNN knows.
+    oneDNN's fused layer allocates memory for backward, and only oneDNN knows its size.
     """
     if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
         yield
@@ -185,14 +185,14 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Let only this thread capture, and disable the user's dispatch modes, inside the block."""
+    """Inside the block, only this thread captures and the user's dispatch modes are disabled."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
 
 @contextmanager
 def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Set torch and partita as a capture of a step of `modules` needs them, inside the block."""
+    """Apply torch's and partita's settings for a capture of `modules` inside the block."""
     with (
         compiling(),
         # A function that is wrapped by `torch.compile` is captured as the function itself.
@@ -206,7 +206,7 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Put `stand_in` of its value into each slot inside the block; yields the slots' new values."""
+    """Replace each slot's value by `stand_in(value)` inside the block; yields the new values."""
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):
@@ -238,8 +238,8 @@ _profiling = _Profiling()
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Make `event` this thread's profile function inside the block, except in `unprofiled` calls.
 
-    For each op, torch makes about a thousand Python calls over fake tensors. None is the user's,
-    and reporting them would take longer than making them.
+    For each op over fake tensors, torch makes about a thousand Python calls. None of them is the
+    user's, and reporting a call takes longer than the call.
     """
     before = sys.getprofile(), _profiling.event
     _profiling.event = event
@@ -252,7 +252,7 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Returns `function(*args, **kwargs)`, which runs no user code; it is not profiled."""
+    """Call `function`, which runs no user code, without profiling; returns its result."""
     event = _profiling.event
     if event is None:
         return function(*args, **kwargs)
@@ -266,7 +266,7 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Returns `function(*args, **kwargs)`, called with the profile function suspended before."""
+    """Call `function` with the profile function that was suspended before; returns its result."""
     event = _profiling.silenced
     if event is None:
         return function(*args, **kwargs)
@@ -283,7 +283,7 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """Returns what intercepts ATen calls now: the number of dispatch modes, and saved-tensor hooks.
+    """Returns the number of dispatch modes, and the saved-tensor hooks: both intercept ATen calls.
 
     Private torch: the number of dispatch modes.
     """
@@ -295,7 +295,7 @@ DeviceMode = torch.utils._device.DeviceContext
 
 
 def function_modes() -> list[Any]:
-    """Returns the user's active TorchFunctionModes, outermost first; the graph has their effect."""
+    """Returns the user's TorchFunctionModes, outermost first; their effect is part of the graph."""
     count = torch._C._len_torch_function_stack()
     if not count:
         return []
@@ -304,7 +304,7 @@ def function_modes() -> list[Any]:
 
 
 def intercepting_modes() -> list[Any]:
-    """Returns those of `function_modes` that intercept calls: not `torch.device`."""
+    """Returns the `function_modes` other than `torch.device`."""
     return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
 

@@ -1,9 +1,9 @@
-"""Conditions: what must hold of a call's inputs so that a program may run in the call.
+"""Conditions: checks of a call's inputs that decide whether a program may run in the call.
 
-Some numbers, gradients and facts of tensors must be as at capture (`Conditions`). If one differs,
-another program is found or captured, and `reason` says why. A program must not write memory that
-another input overlaps (`Sharing`): its graph treats inputs as separate values, so it would not do
-what eager does.
+Some numbers, gradients and facts of tensors must be equal to those at capture (`Conditions`). If
+one differs, another program is found or captured, and `reason` says why. A program must not write
+memory that another input overlaps (`Sharing`): its graph treats inputs as separate values, so it
+would not do what eager does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Condition:
     """A condition on Python numbers.
 
     Attributes:
-        text: for messages, as "optimizer.weight_decay[0] != 0".
+        text: the condition in messages: "optimizer.weight_decay[0] != 0".
         line: the user's line of the branch.
-        numbers: the inputs that it depends on.
-        values: their values at capture.
-        code: an expression of `symbols` that must be true; None if `values` must be unchanged.
+        numbers: the inputs that the condition depends on.
+        values: the values of `numbers` at capture.
+        code: a Python expression of `symbols` that must be true; None if `values` must be
+            unchanged.
         symbols: the names of `numbers` in `code`.
     """
 
@@ -52,7 +53,7 @@ class Condition:
             return False
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        """Returns why it does not hold: which number changed, and the line of the branch."""
+        """Returns why the condition fails: which number changed, and the line of the branch."""
         changed = [
             f"{given.name}: {was} became {now}"
             for given, was in zip(self.numbers, self.values, strict=True)
@@ -74,12 +75,12 @@ def _is_same_number(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientCondition:
-    """A condition that the gradient of an input is None, or has the same metadata, as at capture.
+    """The condition that an input's gradient has the metadata that it had at capture.
 
     Attributes:
-        name: of the tensor.
-        index: among the leaves of a call.
-        kind: `kind_of_gradient` at capture.
+        name: the name of the tensor.
+        index: the tensor's index among the leaves of a call.
+        kind: the result of `kind_of_gradient` at capture.
     """
 
     name: str
@@ -99,11 +100,11 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """A condition that tensors with one element each hold the same number (`capture/optimizers`).
+    """The condition that tensors with one element each hold the same number (`capture/optimizers`).
 
     Attributes:
-        names: of the tensors.
-        indices: among the leaves of a call.
+        names: the names of the tensors.
+        indices: the tensors' indices among the leaves of a call.
     """
 
     names: tuple[str, ...]
@@ -126,9 +127,8 @@ class EqualInputs:
 
 
 def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the values of zero-dimensional tensors of equal metadata; zeros for meta tensors.
-
-    Reading them at once is five times as fast as one by one.
+    """Returns the values of zero-dimensional tensors of equal metadata; zeros for meta tensors. One
+    read of all is five times as fast as single reads.
     """
     with local_ops(), torch.no_grad():
         if tensors[0].is_meta:
@@ -157,7 +157,7 @@ FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:
-    """Returns a fact of a tensor, as "is_leaf"; of `FACTS_OF_OBJECTS` only whether it is set."""
+    """Returns a fact of a tensor, such as "is_leaf"; of `FACTS_OF_OBJECTS`, whether it is set."""
     if name == "id":
         return id(t)
     with local_ops():
@@ -172,11 +172,11 @@ class FactCondition:
     """A condition on a fact of one input tensor.
 
     Attributes:
-        name: of the tensor.
-        index: among the leaves of a call.
-        fact: the name of the fact, as "is_leaf".
-        value: at capture.
-        line: the user's line that reads it.
+        name: the name of the tensor.
+        index: the tensor's index among the leaves of a call.
+        fact: the name of the fact, such as "is_leaf".
+        value: the fact's value at capture.
+        line: the user's line that reads the fact.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
     """All conditions of a program."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
-        """Returns the reason of the first condition that fails for these leaves; None if none."""
+        """Returns the reason of the first condition that fails for the leaves; None if all hold."""
         for condition in self:
             if not condition.holds(tensors):
                 return condition.reason(tensors)
@@ -243,10 +243,8 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """True if an argument or gradient of a call may overlap an input that is written.
-
-        It is fast and may be True without an overlap; `find_error` decides. State is compared by
-        `note_held`.
+        """True if an argument or gradient of a call may overlap an input that is written. This fast
+        check may be True without an overlap; `find_error` decides. `note_held` checks the state.
         """
         if self._gradients and not self._storages.isdisjoint(self._storages_of_gradients(tensors)):
             return True
@@ -274,7 +272,7 @@ class Sharing:
                     yield grad.untyped_storage()._cdata
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """Returns the error to raise if a written input overlaps another; None if none does."""
+        """Returns the error to raise if a written input overlaps another one; None if none does."""
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}
         added_to = {o.index for o in program.outputs if o.kind == "gradient"}
@@ -313,8 +311,8 @@ def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:
 
 def _make_sharing_error(one: Input, other: Input, is_written: bool) -> CaptureError:
     return not_captured(
-        f"{one.name} and {other.name} lie in the same memory",
-        f"the step writes {(one if is_written else other).name}, and in a graph the other would "
-        "not change with it",
+        f"{one.name} and {other.name} share memory",
+        f"the step writes {(one if is_written else other).name}, and in the graph the other "
+        f"tensor would not change",
         Fix(f"{other.name}.clone()", "where it is made, to get its own memory"),
     )

@@ -1,13 +1,13 @@
 """Gradients of a captured function whose results require gradients: a region of a larger model.
 
-The caller may call backward on these results. So backward is traced right after forward, into the
-same graph, and passes see both. The gradients of results become "cotangent" inputs of the graph,
-with the dual of the results' placements.
+The caller may call backward on these results. So backward is traced right after forward into the
+same graph, which graph passes see as a whole. The gradients of results become "cotangent" inputs of
+the graph. Their placements are the duals of the results' placements.
 
-Results that share history go backward together, so that the history is traversed once, as in eager:
-they are one `ResultPart`. A result from which another one is computed, without other shared
-history, is a separate part that runs later. Autograd sums its gradients in between, and its hooks
-get the sum.
+Results that share history form one `ResultPart`. They go backward together, so that the history is
+traversed once, as in eager. If a result is computed from another one and they share no other
+history, they are separate parts. The part of the earlier result runs later, because autograd first
+sums its gradients and calls its hooks with the sum.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Seed:
     """A node that represents the gradient of a result until it is replaced by an input.
 
     Attributes:
-        node: its name.
-        spec: of the gradient, if the result is a DTensor.
-        number: of the result.
+        node: the name of the node.
+        spec: the spec of the gradient, if the result is a DTensor.
+        number: the index of the result.
     """
 
     node: str
@@ -54,7 +54,7 @@ class Seed:
 
 
 def has_history(value: torch.Tensor) -> bool:
-    """True if the caller can call backward on `value`: it requires grad and is no leaf."""
+    """True if the caller can call backward on `value`: it requires grad and has a `grad_fn`."""
     if not requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
@@ -62,7 +62,7 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """True if `value` requires grad and has no history: a leaf, or a view made under `no_grad`."""
+    """True if `value` requires grad without a history: a leaf, or a view made under `no_grad`."""
     return requires_grad(value) and not _is_computed(value)
 
 
@@ -87,11 +87,11 @@ def differentiate(
     """Trace the gradients of `inputs` with respect to `results`.
 
     Args:
-        again: True to retain the autograd graph for another call.
+        again: True to retain the autograd graph, so that this can be called again.
 
     Returns:
         The seeds (gradients of `results`) and the gradients of `inputs`. None if there are no
-        inputs, or if a backward within the function has freed the history.
+        inputs, or if a backward in the function has freed the history.
     """
     if not inputs:
         return None
@@ -148,10 +148,10 @@ class ResultPart:
     """Results that go backward together.
 
     Attributes:
-        results: their numbers.
-        ancestors: the numbers of the results of other parts from which these are computed directly.
-        unheard: those of `results` from which others of the part are computed: their hooks do not
-            see the gradient that flows through those others.
+        results: the indices of the results.
+        ancestors: the indices of the results of other parts from which these are computed directly.
+        unheard: the `results` from which other results of the part are computed. Their hooks do not
+            get the gradient that flows through those results.
     """
 
     results: list[int]
@@ -162,8 +162,8 @@ class ResultPart:
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     """Split `results`, which have a history, into parts, each before the parts of its ancestors.
 
-    All are one part if a result and one of its ancestors share the history of a value that is no
-    result. In two parts, its gradient would come in two halves, and its history be traversed twice.
+    A result and an ancestor are one part if they share the history of a value that is not a result.
+    In two parts, that history would be traversed twice, each time with a part of the gradient.
     """
     edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
@@ -196,7 +196,7 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Stop gradients at `results` inside the block: return them, and do not run their hooks."""
+    """Stop backward at `results` inside the block; hooks of `results` do not run."""
     handles, hidden = [], []
     try:
         with local_ops():

@@ -1,10 +1,10 @@
-"""Equal calls: only the first of them is traced.
+"""Equal calls: only the first of several equal calls is traced.
 
-A model repeats a few structures: of the thousands of calls in its graph about a hundred differ.
-`RepeatedCalls` adds a node at once for a call whose key is known (`graph.fake_values`), because
-tracing it would take the dispatcher through Python three times. In a call over lists, as optimizers
-make over all parameters, positions with equal operands are computed once. `node_of` returns the
-node that makes a fake; `tensors_of` returns fakes that a node makes.
+A model repeats a few structures: of the thousands of calls in its graph, about a hundred differ.
+`RepeatedCalls` adds a node at once for a call whose key is known (`graph.fake_values`), because to
+trace it, the dispatcher would enter Python three times. In a call over lists, such as an
+optimizer's over all parameters, positions with equal operands are computed once. `node_of` returns
+the node that makes a fake; `tensors_of` returns fakes that a node makes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node that makes a tensor in the graph that is being traced; None if none does."""
+    """Returns the node that makes a tensor in the graph under construction, or None."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns `node_of(t)`; None if the tracer has the tensor's values and computes with them."""
+    """Returns `node_of(t)`; None if the tensor is a constant whose values the tracer uses."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
@@ -104,14 +104,14 @@ class RepeatedCalls:
         self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the key of a call; None if it has none, or does not make or write one tensor."""
+        """Returns the key of a call; None if it has none or does not make or write one tensor."""
         if not (_makes_one(func) or _writes_one(func)):
             return None
         with local_ops():
             return key_of_call(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Add a node for a call whose key is known, and return its value; None if it is unknown."""
+        """Add a node for a call whose key is known, and return its value; None for other calls."""
         like = self._known.get(key)
         if like is None:
             return None
@@ -130,9 +130,8 @@ class RepeatedCalls:
         return out
 
     def detach(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns `x.detach()`, recorded as made by the node of `x`; None to trace the call.
-
-        Each gradient is detached when it is accumulated, and once more when it is read.
+        """Returns `x.detach()`, recorded as a result of the node of `x`; None if the call must be
+        traced. Autograd detaches each gradient when it accumulates it, and again when it is read.
         """
         if not isinstance(x, FakeTensor):
             return None
@@ -151,9 +150,8 @@ class RepeatedCalls:
         return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Add a node for a call over lists, and return its value; `NotImplemented` to trace it.
-
-        Its fake value is computed for one position of each group of equal operands.
+        """Add a node for a call over lists, and return its value; `NotImplemented` if it must be
+        traced. The fake value is computed for one position of each group of equal operands.
         """
         with local_ops():
             places = _group_places(args)
@@ -174,7 +172,7 @@ class RepeatedCalls:
         return tensors_of(parts, likes, self._mode)
 
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
-        """Store a traced call if it is one node, the one after `first`."""
+        """Store a traced call if it added exactly one node, directly after `first`."""
         node: fx.Node = self._graph._root.prev
         if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
             return

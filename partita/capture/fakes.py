@@ -3,17 +3,17 @@
 A FakeTensor has metadata and a device, but no memory. The local fake of a DTensor is re-tagged as
 `FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
 redistributions run as usual, and a FakeTensor to the dispatcher. The dispatcher aborts if a tensor
-with a fake's dispatch keys has a class that cannot handle its calls.
+has the dispatch keys of a fake, but a class that cannot handle its calls.
 
 A symbolic number (torch's `SymFloat` and similar classes) replaces a float, int or bool whose value
-is known only when the graph runs. Its subclasses here pass for numbers in the user's code:
-`isinstance(x, float)` holds, and a comparison gives True or False by a known hint (and becomes a
-condition). Arithmetic follows Python where algebra would not (signed zeros, division by zero,
-powers of negative numbers). `Substitutes` makes `type`, `id` and `hash` return those of the
-replaced object.
+is known only when the graph runs. The subclasses in this module behave like numbers in the user's
+code: `isinstance(x, float)` is true, and a comparison returns True or False according to a hint (a
+known value), and becomes a condition. Arithmetic follows Python, also for signed zeros, division by
+zero and powers of negative numbers. `Substitutes` makes `type`, `id` and `hash` return the values
+for the replaced object.
 
-A number without a hint, as of `.item()`, has no value yet. Reading it is a question, which
-`NumberEnv.answer` may answer (`guards.answers`).
+A number without a hint, such as the result of `.item()`, has no value yet. If the step reads it,
+`NumberEnv.answer` may supply one (`guards.answers`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class NumberEnv(ShapeEnv):
     """A shape environment that records how a step branches on its numbers, and on which line.
 
     Attributes:
-        lines: by the index of a guard of the shape environment, the user's line.
+        lines: the user's line of each guard of the shape environment, by the guard's index.
         asked: the symbols of numbers that were compared or read, with the first line that did so.
-        answer: returns the value of a number without a hint, given its node; None if unknown.
+        answer: a function that returns the value of a number without a hint, given its node; None
+            if it is unknown.
 
     Private torch: `ShapeEnv`, the only class that can trace a Python number.
     """
@@ -98,7 +99,7 @@ class NumberEnv(ShapeEnv):
         self.pending_fresh_unbacked_symbols.clear()
 
     def drop_answer(self) -> None:
-        """Drop the reference to the object that answers."""
+        """Drop the reference to the object that supplies values."""
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
@@ -115,7 +116,7 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).paren
 
 
 class SymbolicFloat(torch.SymFloat):
-    """A float whose value is not fixed in the graph; `isinstance(x, float)` holds.
+    """A float whose value is not fixed in the graph; `isinstance(x, float)` is true.
 
     Attributes:
         kind: the type of the number that it replaces: float, or NumPy's.
@@ -135,7 +136,7 @@ class SymbolicInt(torch.SymInt):
         return -self - 1
 
     def __hash__(self) -> int:
-        """Returns the hash of the value, which it reads; raises TypeError if a library calls it."""
+        """Read the value, and return its hash. Raises TypeError if a library calls it."""
         if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
             raise TypeError("unhashable type: a number that is known when the graph runs")
         return hash(int(self))
@@ -146,7 +147,7 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """Returns a symbolic number of torch as one of these classes; other values unchanged."""
+    """Returns torch's symbolic number as a class of this module; other values unchanged."""
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
 
@@ -190,7 +191,7 @@ class _Type(type):
 def identity_of(x: Any) -> int:
     """Returns `id(x)`; for the fake of an input, the id of that input.
 
-    The capture's torch-function mode handles it, like other facts of inputs
+    The capture's torch-function mode handles this call like other reads of an input's facts
     (`graph_inputs.TensorFacts`).
     """
     if isinstance(x, FakeTensor) and has_torch_function_unary(x):
@@ -207,8 +208,8 @@ def _hash_of_value(x: Any, /) -> int:
 class Substitutes:
     """Replacements of `type`, `id` and `hash` in the globals of the user's code.
 
-    A fake cannot override what `type`, `id` and `hash` return for it. So during captures the
-    globals of the user's code get functions of these names, which return the type of the replaced
+    An object cannot override what `type`, `id` and `hash` return for it. So during captures the
+    globals of the user's code get functions of these names. They return the type of the replaced
     number and the identity of the replaced tensor.
     """
 
@@ -313,7 +314,7 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """Returns the value of a number without a hint if `NumberEnv.answer` has it; else itself."""
+    """Returns the value of a number without a hint by `NumberEnv.answer`; else the number."""
     is_unknown = type(value) in _OF_TORCH and not _has_value(value)
     found = value.node.shape_env.answer(value.node) if is_unknown else None
     return value if found is None else found
@@ -457,8 +458,8 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 def fake_mode() -> FakeTensorMode:
     """Returns a fake mode in which shapes are static and strides are those of kernels.
 
-    Another shape is another capture. Its shape environment traces Python numbers; without one
-    Inductor would bypass its cache.
+    A new shape needs a new capture. The shape environment traces Python numbers. Without a shape
+    environment, Inductor would bypass its cache.
     """
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
@@ -466,13 +467,12 @@ def fake_mode() -> FakeTensorMode:
 class FakeMaker:
     """Makes fakes of local tensors, each with a snapshot: another fake of the same storage.
 
-    Most inputs of a step are dense tensors, which shape, strides and storage describe. Other
-    tensors go to `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's
-    capture.
+    Most inputs of a step are dense tensors: shape, strides and storage describe them. Other tensors
+    need `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's capture.
 
     Args:
-        tensors: all tensors that may get fakes. Those that share a storage get fakes that share
-            one.
+        tensors: all tensors that may get fakes. If tensors share a storage, their fakes share one
+            too.
     """
 
     def __init__(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]):
@@ -539,7 +539,7 @@ _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=No
 def captured_for(device: torch.device | str) -> Iterator[None]:
     """Capture tensors on the meta device as if they were on `device`, inside the block.
 
-    A graph that is never run then has the kernels of that device, most importantly of attention.
+    The graph, which is never run, then has the kernels of that device (important for attention).
     """
     token = _TARGET.set(torch.device(device))
     try:
@@ -561,7 +561,7 @@ def has_memory(x: Any) -> bool:
 def tensors_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
 ) -> list[torch.Tensor]:
-    """Returns the tensors that a call of an op writes; with `lists` only those in list operands."""
+    """Returns the tensors that a call of an op writes; with `lists`, only in list operands."""
     found: list[torch.Tensor] = []
     for operand in facts_of(func).writes:
         given = operand.find(args, kwargs)
@@ -573,10 +573,8 @@ def tensors_written(
 
 
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Increment the versions of tensors in list operands that `func` has written.
-
-    Torch counts the writes of direct operands. For tensors in a list the kernels do, and fake
-    tensors run no kernels.
+    """Increment the version counters of tensors in list operands that `func` has written. For
+    direct operands torch does this. For tensors in lists the kernels do, but fakes run none.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with local_ops():

@@ -1,25 +1,24 @@
 """The fold: equal blocks of a traced step become calls of one subgraph.
 
-While a step is traced, each node gets the number of the block call that it belongs to: in forward
-that of the block whose module runs, in backward that of the block whose autograd node runs
-(`Recorder.block`). `StepBlocks` compares the nodes of these calls, each a `_BlockRun`: targets,
-operands by position, the metadata of operands from outside, notes. What differs between equal
-blocks is passed to each call: operands, labels, and floats if a tensor in their place gives the
-same bits.
+While a step is traced, each node gets the number of its block call (`Recorder.block`). In forward
+this is the call of the module that runs, in backward the call that created the autograd node.
+`StepBlocks` compares the nodes of these calls (each call is a `_BlockRun`): targets, operands by
+position, metadata of operands from outside, notes. What may differ between equal blocks is passed
+to each call: operands, labels, and floats (if the result is bitwise the same with a tensor
+instead).
 
     f = call_subgraph(block, operands)          getitem(f, i), for each result
     b = call_backward(block, f, cotangents)     getitem(b, i), for each gradient
 
-The update of a block's parameters is a block call, too. It may write inputs of the step, if it is
-the last to use them. Numbers that equal updates compute from equal step counts are computed once,
-outside the calls.
+The update of a block's parameters is a block call, too. It may write inputs of the step if no later
+node uses them. Numbers that depend only on equal step counts are computed once, outside the calls.
 
-A block is left flat, as it was traced, if a call would change what the step computes. Examples are
-a block that writes memory that other nodes use, and a block between whose nodes other nodes compute
-something that it needs.
+A block is left flat, as it was traced, if a call would change the results of the step. For example,
+a block writes memory that other nodes use, or its later nodes need a value that other nodes compute
+from its earlier ones.
 
-`StepBlocks` first decides which blocks to replace, on the nodes as traced, and then replaces them.
-So no decision depends on the result of another.
+`StepBlocks` first decides for all blocks of the traced graph, and then replaces them. So no
+decision depends on an earlier replacement.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ class StepBlocks:
     """The blocks of a traced step, to be folded.
 
     Args:
-        step: the traced graph, without unused calls.
-        kinds: for each block call its classes, as in `Recorder.block_kinds`.
+        step: the traced graph, from which unused calls were removed.
+        kinds: the classes of each block call, as in `Recorder.block_kinds`.
         coordinates: the inputs that hold the rank's coordinates.
         equal: groups of inputs that hold the same number.
         env: the `NumberEnv` that makes symbolic floats.
@@ -114,7 +113,7 @@ class StepBlocks:
 
     @property
     def traced(self) -> BlocksTraced:
-        """The block calls by structure, and why those of a structure were left flat."""
+        """The block calls by structure, and why the calls of a structure were left flat."""
         found: Counter[tuple[Any, tuple[type, ...], str]] = Counter()
         for key, runs in self._by_key.items():
             found.update((key, run.kinds, run.reason) for run in runs)
@@ -606,7 +605,7 @@ class _BlockRun:
 
     @property
     def forward_inputs(self) -> Sequence[fx.Node]:
-        """The foreign nodes that forward reads."""
+        """The nodes outside the block that its forward reads."""
         return self.taken[: self.early_count]
 
     @cached_property

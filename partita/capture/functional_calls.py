@@ -1,14 +1,15 @@
-"""Calls without writes: what replaces one call of a traced graph in a graph without writes.
+"""Calls without writes: the replacements of single calls in a graph without in-place writes.
 
-Three kinds of calls are replaced: those that write, those over lists (`_foreach_*`, which become
-one call for each tensor), and those with a number that is known only when the graph runs. In the
-graph such a number is a `Scalar`: a 0-d float64, int64 or bool tensor. `call_with_scalars` repeats
-a call that takes such a number, `compute_scalar` does Python arithmetic on tensors.
+Three kinds of calls are replaced: calls that write, calls over lists (`_foreach_*`, which become
+one call for each tensor), and calls with a number that is known only when the graph runs. In the
+graph such a number is a `Scalar`: a 0-d float64, int64 or bool tensor. `call_with_scalars` makes a
+call with such a tensor, `compute_scalar` does Python's arithmetic on tensors.
 
-`call_without_writes` and `call_in_list` make such a call for torch's functionalization. A `Pattern`
-is its trace, cached for calls that agree in operator, numbers, dtypes and number of dimensions (and
-in shapes, if the pattern contains sizes). `functionalize` copies it into the graph. The op of CTC
-loss, which has a result of unknown shape, is replaced while the step is traced (`REPLACED`).
+`call_without_writes` and `call_in_list` make the replacing calls while torch functionalizes them.
+The trace of this is a `Pattern`. It is cached for calls with equal operator, numbers, dtypes and
+number of dimensions (and shapes, if the pattern contains sizes). `functionalize` copies it into the
+graph. The op of CTC loss, which has a result of unknown shape, is replaced while the step is traced
+(`REPLACED`).
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ class Scalar:
 
 
 def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments, with values for symbolic numbers if `func` cannot take tensors.
-
-    Reading a value makes a condition of the program; it raises if there is no value yet.
+    """Returns the arguments, with values for symbolic numbers if `func` cannot take tensors. A
+    value that is read becomes a condition of the program. Raises an error if there is no value yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -62,9 +62,9 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
     """Returns the arguments of an optimizer's call, with scalar tensors as exact as Python floats.
-
-    A scalar tensor that the call makes becomes float64. One that the optimizer keeps as float32 is
-    read as float64, as by `.item()`; what is written into it is first rounded to float32.
+    A scalar tensor that the call makes becomes float64. If the optimizer keeps a scalar tensor as
+    float32, it is read as float64, as `.item()` does. Values written into it are first rounded to
+    float32.
 
     Args:
         held: the ids of the scalar tensors that the optimizer keeps as float32.
@@ -112,7 +112,7 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     """Returns the result of an operation on Python numbers; `like` is the traced value.
 
     Raises:
-        CaptureError: tensors cannot do it as Python does.
+        CaptureError: no tensor op gives Python's result.
     """
     name = _name_of(target)
     values = [*map(unwrap_scalar, args)]
@@ -123,8 +123,9 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
         compute = SCALAR_OPS_OF_INTS.get(name)
     if compute is None:
         raise not_captured(
-            f"the step asks for {name}(x) of a number that .item() gave",
-            "it is known only after the graph has run, and tensors compute this differently",
+            f"the step computes {name}(x) of a value that .item() returned",
+            "the value is known only after the graph has run, and no tensor op gives Python's "
+            "result",
             Fix("return x.item()", f"and take {name}(x) outside of the step"),
             place="",
         )
@@ -141,7 +142,7 @@ def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
 
 
 def unwrap_scalar(value: Any) -> Any:
-    """Returns the tensor of a `Scalar`; other values as they are."""
+    """Returns the tensor of a `Scalar`; other values unchanged."""
     return value.tensor if isinstance(value, Scalar) else value
 
 
@@ -159,7 +160,7 @@ def _make_scalar_tensor(
 
 
 def has_scalars(args: Any, kwargs: Any) -> bool:
-    """True if one of the values, or of those in a list, is a `Scalar`."""
+    """True if one of the values is a `Scalar`, or a list that contains one."""
     return any(
         isinstance(a, Scalar)
         or (isinstance(a, (list, tuple)) and any(type(v) is Scalar for v in a))
@@ -174,7 +175,7 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if a call gives the same bits when a number among its operands is a tensor."""
+    """True if a call returns the same bits when a number among its operands is a tensor."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -337,7 +338,7 @@ def _find_call(base: str) -> _RunCall | None:
 
 @lru_cache(maxsize=4096)
 def takes_number(name: str) -> bool:
-    """True if a torch function of this name, as "__radd__", can take a tensor for a number."""
+    """True if the torch function of this name, such as "__radd__", takes a tensor as a number."""
     base = name.strip("_")
     return any(
         _find_call(n) is not None for n in (base, base.removeprefix("r"), _WORDS.get(base, base))
@@ -359,8 +360,8 @@ class Pattern:
     Attributes:
         operands: the input nodes for the tensor operands of the original call, in order.
         calls: the nodes of the replacing calls.
-        gives: the value of the original call, as a tree of nodes, and of `Scalar`s of nodes.
-        writes: by the index of an operand that is written, the node of its new value.
+        gives: the value of the original call: a tree of nodes and `Scalar`s of nodes.
+        writes: the node of the new value of each written operand, by the operand's index.
     """
 
     operands: tuple[fx.Node, ...]
@@ -379,11 +380,11 @@ def pattern_of(
 
     Args:
         what: identifies `call` in the cache.
-        like: its value during capture.
-        mode: of the fake tensors.
+        like: the value of the call during capture.
+        mode: the mode of the fake tensors.
 
     Raises:
-        UnsureOfWrites: its trace cannot be expressed by a pattern.
+        UnsureOfWrites: a pattern cannot express the trace of the call.
     """
     shapes, kinds = ((what, key) for key in _keys_of_call((args, kwargs, like)))
     found = _patterns.get(kinds) or _patterns.get(shapes)
@@ -420,7 +421,7 @@ def _trace_pattern(
 
 
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace `run` over fakes under torch's functionalization; its graph has an input for each.
+    """Trace `run` over fakes under torch's functionalization; the graph has an input for each fake.
 
     The tracer identifies an input by its fake. Equal calls share one fake (`equal_calls`), so a
     fake that occurs twice is replaced by a copy.
@@ -516,7 +517,7 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
 
 
 def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call, not over lists, is replaced in a graph without writes."""
+    """True if a call that is not over lists is replaced in a graph without writes."""
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
         return True
@@ -524,10 +525,10 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
 
 
 def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
-    """Make a call of a traced graph in the form that functionalization can handle.
+    """Make a call of a traced graph such that functionalization can handle it.
 
     Args:
-        like: its value during capture.
+        like: the value of the call during capture.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs):
@@ -545,7 +546,7 @@ CallInList = tuple[str, list[Any], dict[str, Any], Any]
 
 
 def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[CallInList]:
-    """Split a call over lists into one for each position: parameters are updated one by one.
+    """Split a call over lists into one call for each position: parameters are updated one by one.
 
     Yields:
         The arguments of `call_in_list`: name, args, kwargs, and the value during capture.
@@ -591,7 +592,7 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns the fake value of an input in the graph without writes, where numbers are tensors."""
+    """Returns the fake value of an input of the graph without writes: numbers are tensors there."""
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)
     found: torch.Tensor = value

@@ -1,9 +1,9 @@
-"""Memory without writes: views that are written through, and results that share memory.
+"""Memory without in-place writes: writes through views, and results that share memory.
 
 In a graph without writes, results that share memory would become separate values: a returned view
-of an argument would not follow the argument. `share_memory_of_results` makes such a result a view
-again, by the calls that made it. `invert_view` returns the new base of a view after a write to the
-view.
+of an argument would not change with the argument. `share_memory_of_results` makes such a result a
+view again: it repeats the calls that made the view. `invert_view` returns the new base of a view
+after a write to the view.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _aten = torch.ops.aten
 
 
 def is_plain_write(target: Any) -> bool:
-    """True if a writing op changes only values, and no shape, stride or storage."""
+    """True if an in-place op changes only values, and no shape, stride or storage."""
     return target.namespace == "aten" and not facts_of(target).changes_metadata
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Returns the calls that made memory which is written and which several results share."""
+    """Returns the calls that allocated memory that is written and that several results share."""
     (end,) = graph.find_nodes(op="output")
     counts = Counter(memory[n] for n in end.args[0] if n in memory)
     first: dict[int, fx.Node] = {}
@@ -54,7 +54,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the operand that a node is a view of, if it is its only operand; otherwise None."""
+    """Returns the only operand of a node that is a view of it; None for other nodes."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
@@ -66,7 +66,7 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def drop_needless_sets(graph: fx.Graph) -> None:
-    """Drop each `x.set_(y)` for which x and y are the same part of one memory.
+    """Drop each `x.set_(y)` in which x and y are the same part of one storage.
 
     `register_parametrization` makes such calls.
     """
@@ -81,12 +81,12 @@ def drop_needless_sets(graph: fx.Graph) -> None:
 def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
     """Raise CaptureError if a write through a view, or after a `set_`, would be lost.
 
-    The graph has only those elements of an input that the input itself shows. `as_strided` may
-    reach others of its storage.
+    The graph has only the elements of an input that its shape and strides cover. `as_strided` may
+    reach other elements of the storage.
 
     Args:
-        traced: True if torch traces the graph again; its inverse of `unfold` sets elements in no
-            window to zero.
+        traced: True if torch traces the graph again. Torch's inverse of `unfold` sets the elements
+            that are in no window to zero.
     """
     given_memory: set[fx.Node] = set()  # makers of memory that a `set_` has exchanged
     for node in graph.nodes:
@@ -101,8 +101,8 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
                     lost = "" if _shows_all_between(first.meta["val"], shown) else "as_strided"
             if lost:
                 raise not_captured(
-                    f"the step writes into memory that it shows by {lost}()",
-                    "a graph has values and no memory: such a write would be lost",
+                    f"the step writes through a view that it made with {lost}()",
+                    "a graph cannot express a write through this view, so it would be lost",
                     Fix("x = x.clone()", "before that, to get its own memory"),
                     place=note_of(node).source,
                 )
@@ -119,7 +119,7 @@ def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def is_reshaped(part: Any, other: Any) -> bool:
-    """True if two parts of a memory hold the same elements in the same order, without gaps."""
+    """True if two parts of a storage hold the same elements in the same order, without gaps."""
     (shape, _, *rest), (other_shape, _, *other_rest) = part, other
     same = rest == other_rest and math.prod(shape) == math.prod(other_shape)
     return same and _is_packed(part) and _is_packed(other)
@@ -142,7 +142,7 @@ def invert_view(
 
     Args:
         before: the base before the write, in the new graph.
-        make: adds a call to the new graph, as `make(target, args)`.
+        make: a function `make(target, args)` that adds a call to the new graph.
 
     Raises:
         UnsureOfWrites: no inverse of such a view is known.
@@ -207,9 +207,8 @@ def _is_without_overlap(t: torch.Tensor) -> bool:
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Make each `as_strided` take the value that made the memory, not a view of it.
-
-    Its result depends only on the memory, and its inverse is known only for a value that covers all
+    """Make each `as_strided` take the tensor that allocated the storage, not a view of that tensor.
+    The result depends only on the storage. The inverse is known only for a tensor that covers all
     of it.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
@@ -237,9 +236,9 @@ def share_memory_of_results(
 
     Args:
         before: the graph with writes.
-        after: the same graph without; changed in place.
-        memory: for nodes of `before` whose memory is written, the number of that memory.
-        made: for nodes of `before` that made such memory, its value at the end of `after`.
+        after: the same graph without writes; it is changed in place.
+        memory: the number of the memory of each node of `before` whose memory is written.
+        made: for nodes of `before` that allocated such memory, its value at the end of `after`.
 
     Raises:
         CaptureError: a result cannot be made such a view.
@@ -265,9 +264,8 @@ def share_memory_of_results(
 
 
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
-    """Raise CaptureError if a result whose index is in `cut`, and so loses its padding, is a view.
-
-    Cutting the padding makes a copy. A result that shows all of an input is replaced by that input.
+    """Raise CaptureError if a result whose index is in `cut` (its padding is removed) is a view.
+    Removing padding makes a copy. A result that is all of an input is replaced by that input.
     """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
@@ -283,8 +281,8 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
         if last is not None and not is_one_value and values[last].op != "placeholder":
             raise not_captured(
                 "the step returns a view whose pieces are uneven",
-                "in a graph pieces are padded, and the piece without padding is a "
-                "copy, which would not follow what it was a view of",
+                "in a graph an uneven piece is padded. Without padding it is a copy, which would "
+                "not change with the tensor that it was a view of",
                 Fix("x.clone()", "of the result, to get its own memory"),
                 place=note_of(values[place]).source,
             )
@@ -337,8 +335,8 @@ def _call_view(call: fx.Node, shown: Any) -> Any:
 
 def _make_view_error(node: fx.Node) -> CaptureError:
     return not_captured(
-        "the step returns a view of what it writes",
-        "a graph has values: this view cannot be expressed by the values at its end",
+        "the step returns a view of a tensor that it also writes in place",
+        "a graph returns values, and this view cannot be rebuilt from the values at its end",
         Fix("x.clone()", "of the result, to get its own memory"),
         place=note_of(node).source,
     )
@@ -354,10 +352,10 @@ _GATHERS = ("gather", "persistent")
 
 
 def refresh_gathered(graph: fx.Graph) -> None:
-    """Gather a parameter again if it was written since, and its gathered value is still read.
-
-    In one process both share memory: backward reads what was written through `.data`. A gathered
-    value has its own memory. It is written before the first read that follows.
+    """Gather a parameter again if it was written after its gather and the gathered value is still
+    read. In one process there is only one memory: backward reads what was written through `.data`.
+    A gathered value has its own memory, so it is gathered again before the first read after the
+    write.
     """
     memory: dict[fx.Node, fx.Node] = {}  # by node, the one that made its memory
     moved_from: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose elements a value has

@@ -6,8 +6,8 @@ of the graph, the only nodes that write:
 
     add_(w, g); mul_(w, 2)     ->     a = add(w, g); b = mul(a, 2); copy_(w, b)
 
-`rewrite_without_writes` does this call by call. A write makes a new value for the part of the
-memory that it writes; a node that shows another part of that memory is made again from it. If it is
+`rewrite_without_writes` does this call by call. A write makes a new value for the written part of
+the memory. A node that is a view of another part is made again from the new value. If it is
 uncertain which values a write changes, the graph is traced once more under torch's own
 functionalization (`trace_without_writes`). That is correct for any graph, but takes as long as
 capture.
@@ -94,8 +94,8 @@ def functionalize_graph(
         equal: groups of inputs, by position, that hold the same number.
 
     Raises:
-        CaptureError: a result cannot be the view that it is in eager, or a write through a view
-            would be lost.
+        CaptureError: a result is a view in eager that the graph cannot return, or a write through a
+            view would be lost.
         UnsureOfWrites: a subgraph's operand or result is written in a way that only a trace shows.
     """
     drop_needless_sets(graph.graph)
@@ -189,7 +189,7 @@ class _Noting(fx.Interpreter):
             out = super().run_node(n)
         except (RuntimeError, ValueError) as error:
             raise not_captured(
-                "the step writes through a view as a graph cannot express it",
+                "the step writes through a view in a way that a graph cannot express",
                 f"torch's functionalization says: {str(error).partition('. ')[0]}",
                 Fix("x = x.clone()", "of what is written, to get its own memory"),
                 place=note_of(n).source,

@@ -1,10 +1,10 @@
 """Inputs of a graph: a fake for each tensor of the state and the arguments.
 
 The inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and
-arguments, and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient
-that shows whether the step reads it. Floats are added when the trace reads them. If ranks have
-shards of different sizes, the fake has the size of the first, largest, shard, so that all ranks
-trace the same graph.
+arguments, and their gradients. An input without a gradient gets a "mark" instead: a fake gradient
+that shows whether the step reads it. Floats become inputs when the step reads them. If ranks have
+shards of different sizes, the fake has the size of the largest, the first one. So all ranks trace
+the same graph.
 
 Reads of an input's facts (is it a leaf, a view, shared, conjugated) become conditions of the
 program (`TensorFacts`). Reading its address or version counter is refused.
@@ -46,15 +46,15 @@ class GraphInputs:
     """The inputs of one capture.
 
     Attributes:
-        all: in the graph's order: coordinates, tensors, gradients, numbers.
-        fakes: the fake tensor of each.
+        all: the inputs in the graph's order: coordinates, tensors, gradients, numbers.
+        fakes: the fake tensor of each input.
         identities: the ids of the fakes.
         leaves: the leaves of the call, as `tensors_of_call` returns them.
-        marked: indices of leaves that have a mark.
+        marked: the indices of the leaves that have a mark.
 
     Args:
-        names: (name, kind) of each leaf.
-        unmarked: indices of leaves that get no mark, whether or not they have a gradient.
+        names: the (name, kind) of each leaf.
+        unmarked: the indices of leaves that get no mark, even if they have no gradient.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class GraphInputs:
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
         """Add the inputs to the graph that is being traced, before any other node.
 
-        The metadata in a node is that of the snapshot: fakes get layouts, and may be written.
+        The node gets the metadata of the snapshot, because the fake gets a layout and may be
+        written.
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
@@ -142,7 +143,7 @@ class GraphInputs:
         self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
-        """Add an input that capture has made: a number or a cotangent."""
+        """Add an input that is neither state nor an argument: a number or a cotangent."""
         self.all.append(given)
         self.fakes.append(given.tensor)
 
@@ -152,8 +153,8 @@ class GraphInputs:
         """Give fakes the layout, gradient, hooks and attributes of the tensors that they replace.
 
         Args:
-            wires: by wire of an input, the `TraceWire` that replaces it during the run.
-            copy_attributes: called as `InputAttributes.copy`.
+            wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
+            copy_attributes: a function like `InputAttributes.copy`.
 
         Returns:
             The handles of the hooks.
@@ -190,15 +191,15 @@ class GraphInputs:
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """Returns the input that `fake` replaces, if it is a leaf of the call; otherwise None."""
+        """Returns the input that `fake` replaces, if that is a leaf of the call; otherwise None."""
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns the fakes of this rank's coordinates, by mesh axis; not for axes of one rank."""
+        """Returns the fake of this rank's coordinate on each mesh axis with more than one rank."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:
-        """Returns the fake of the tensor whose gradient an input is."""
+        """Returns the fake of the tensor to which a gradient input belongs."""
         return self._fakes_by_id[id(self._by_leaf[gradient.index].tensor)]
 
 
@@ -227,11 +228,7 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Handles a step's reads of facts of its input tensors, as `is_leaf`, during capture.
-
-    Args:
-        inputs: of the graph.
-    """
+    """Handles the step's reads of facts of its input tensors, such as `is_leaf`, during capture."""
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
@@ -247,13 +244,13 @@ class TensorFacts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """Returns (value,) if a torch function reads a fact of an input; () otherwise.
+        """Returns (value,) if a call of a torch function reads a fact of an input; () otherwise.
 
         Args:
             caller: the frame that calls the function.
 
         Raises:
-            CaptureError: it reads what differs in each call.
+            CaptureError: the fact differs in each call.
         """
         if not is_fact(func) or not args or not _is_asked_by_user(caller):
             return ()
@@ -261,7 +258,7 @@ class TensorFacts:
         name = _HELD.get(asked) or _LOST[asked]
         if asked in _LOST:
             raise not_captured(
-                f"the step asks for {name} of a tensor",
+                f"the step reads {name} of a tensor",
                 "addresses and version counters differ in each call",
                 Fix("read it before the step", "and pass the result as an argument"),
                 place=user_line(),
@@ -273,7 +270,7 @@ class TensorFacts:
         if given is None:
             if name in _OF_MEMORY and self._shows_input(fake):
                 raise not_captured(
-                    f"the step asks for {name} of a view of one of its inputs",
+                    f"the step reads {name} of a view of one of its inputs",
                     "it depends on the memory of the call's arguments, which a graph does not read",
                     Fix(f"read {name} from the input itself", "which becomes a condition"),
                     place=user_line(),
@@ -302,7 +299,7 @@ class TensorFacts:
 
 
 def is_fact(func: Any) -> bool:
-    """True if a function of torch reads a fact of a tensor, and sets nothing."""
+    """True if a torch function only reads a fact of a tensor."""
     asked = getattr(func, "__self__", func)
     reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
     return reads and (asked in _HELD or asked in _LOST)
@@ -315,7 +312,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, to be traced; returns their handles."""
+    """Register the user's hooks of a leaf on its fake, to trace them; returns the handles."""
     if not tensor.is_leaf:  # autograd calls its hooks outside the graph
         return []
     found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]

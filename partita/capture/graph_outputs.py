@@ -1,9 +1,10 @@
-"""Outputs of a graph: what a function returns, and leaves in the state and in `.grad`.
+"""Outputs of a graph: what a function returns, and what it stores in the state and in `.grad`.
 
-For results with a history, the graph also returns gradients of inputs ("cotangent"). "admitted" and
-"answers" are values for checks alone: plain tensors used with DTensors, which must be equal on all
-ranks, and the results of branches on values. `program_of_trace` drops inputs that nothing reads,
-gradients that would only hold memory, and the tensors of the captured call.
+For results with a history, the graph also returns gradients of inputs ("cotangent" outputs). Two
+kinds of outputs serve only checks: "admitted" (plain tensors used with DTensors, which must be
+equal on all ranks) and "answers" (the results of branches on values). `program_of_trace` drops
+inputs that nothing reads, gradients that would only hold memory, and the tensors of the captured
+call.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class GraphOutputs:
 
     Attributes:
         all: in the graph's order.
-        values: for each the traced tensor or number.
+        values: the traced tensor or number of each output.
         result, constants, cleared: as in a `Program`.
-        differentiable: the values that have a history, by number.
-        seeds: the nodes at which their gradients enter the graph.
+        differentiable: the results that have a history, by index.
+        seeds: the nodes at which the gradients of these results enter the graph.
     """
 
     def __init__(self, inputs: GraphInputs):
@@ -83,9 +84,9 @@ class GraphOutputs:
         """Add the values that the step returns.
 
         Args:
-            leaves, structure: of the result.
-            check: raises if a leaf that is no tensor cannot be returned by every call.
-            gives_inputs: True to make a result that is an input an output of the graph, too.
+            leaves, structure: the leaves and the structure of the result.
+            check: a function that raises if a non-tensor leaf cannot be returned by every call.
+            gives_inputs: True if a result that is an input becomes an output of the graph, too.
         """
         self.result = structure
         results: list[Any] = []
@@ -111,7 +112,7 @@ class GraphOutputs:
         self._add_value("slot", value, slot=slot)
 
     def add_left_gradients(self) -> None:
-        """Add the gradients that the step leaves on inputs, and on tensors that it has made."""
+        """Add the gradients that the step leaves in inputs and in tensors that it has computed."""
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
             if is_first and self._inputs.input_of(self.values[i]) is None:
@@ -168,7 +169,7 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """Add "admitted" values, each an output, or "answers", which together become one output."""
+        """Add "admitted" values (one output each) or "answers" (together one output)."""
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]
         self.values += values
@@ -201,7 +202,7 @@ def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
     """Returns (index, new value) for each input whose `requires_grad` the step sets.
 
     Raises:
-        CaptureError: such an input has hooks of the user, which were not traced.
+        CaptureError: such an input has the user's hooks, which were not traced.
     """
     found = []
     for given, fake in zip(inputs.all, inputs.fakes, strict=True):
@@ -210,8 +211,8 @@ def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
             continue
         if fake.requires_grad and user_hooks_of(given.tensor):
             raise not_captured(
-                f"the step has {given.name}, a tensor with hooks, require gradients",
-                "these hooks were not called while the step was captured",
+                f"the step sets requires_grad of {given.name}, which has gradient hooks",
+                "the hooks did not run while the step was captured",
                 Fix(f"{given.name}.requires_grad_()", "before the step"),
             )
         found.append((given.index, fake.requires_grad))
@@ -220,9 +221,9 @@ def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
 
 def _no_leaf_error(given: Input) -> Exception:
     return not_captured(
-        f"{given.name} has a history of its own",
-        "a backward within the step would have to go on outside the graph",
-        Fix("pt.compile(forward)", "and go backward from what it gives"),
+        f"{given.name} was computed from other tensors before the call",
+        "a backward in the step would have to continue into the earlier autograd graph",
+        Fix("pt.compile(forward)", "and call backward() on its result, outside of the graph"),
     )
 
 
@@ -267,8 +268,8 @@ def _check_no_marks(made: torch.Tensor) -> None:
         marks.append("a hook")
     if marks:
         raise not_captured(
-            f"the step gives a tensor that it returns or leaves {marks[0]}",
-            "what is no value is no part of a graph: it would be there once",
+            f"the step sets {marks[0]} on a tensor that it computes",
+            "hooks and attributes are not part of a graph: only the first call would set them",
             Fix("set it outside the step", "on what the call returns"),
         )
 
@@ -283,7 +284,7 @@ def program_of_trace(
     """Returns the program of a traced graph, which is changed in place.
 
     Args:
-        wires: by wire of an input, the `TraceWire` that replaced it during the run.
+        wires: maps the wire of an input to the `TraceWire` that replaced it during the run.
         kind: the class of the program.
 
     Returns:

@@ -2,17 +2,17 @@
 
 A graph is traced over fakes, and a step may depend on their strides: `reshape` is a view or a copy,
 `contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands are
-transposed, its strides may differ from the kernel's:
+transposed, the decomposition's result may have other strides than the kernel's:
 
     softplus_backward(grad, x)    the fake has the strides of x, the kernel's result those of grad
 
-So if an operand is not contiguous, the kernel is called on the device of the graph with zeros. They
-have the operands' order of strides, and a small size in place of each above 6. The real result has
-the same order of strides. Equal calls are made once in a process.
+So if an operand is not contiguous, the kernel is called on small tensors of zeros, on the graph's
+device. They have the operands' stride order; a size above 6 is replaced by a smaller one. The
+result has the stride order of the real result. Equal calls are made once in a process.
 
-An op that computes with sizes, as padding does, is called with the operands' own sizes if they are
-small. For large ones torch's own result is used. The executor makes no view with it that a tensor
-does not have (`backend/executor.py`).
+If an op computes with sizes, as padding does, the kernel is called with the operands' own sizes, if
+these are small. Otherwise torch's fake is used, whose strides may be wrong. So the executor makes
+no view that the real tensor does not allow (`backend/executor.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Known masks: attention with a causal mask, or one that hides nothing, needs no mask.
+"""Known masks: the removal of attention masks that are causal or hide nothing.
 
 Models compute masks from positions. A mask that hides from each query the later keys means the same
-as `is_causal`. But with a mask torch uses a slower kernel than flash attention, which reads
-(queries, keys) more numbers and keeps them for backward. Libraries omit such masks in eager, but
-make one when they are traced (transformers does, because it checks positions for packed sequences).
-So a mask that depends only on constants is computed once, at capture, and removed from the call:
+as `is_causal`. But with a mask torch uses a slower kernel than flash attention, which reads one
+more tensor of shape (queries, keys) and saves it for backward. Libraries omit such masks in eager,
+but make them when they are traced (for example transformers, which then checks positions for packed
+sequences). So a mask that depends only on constants is computed once, at capture, and removed from
+the call:
 
     scaled_dot_product_attention(q, k, v, mask)  ->  ...(q, k, v, is_causal=True), or no mask at all
 
@@ -63,7 +64,7 @@ _aten = torch.ops.aten
 
 
 class NotKnown(Exception):
-    """A value does not depend on constants alone, or is computed in an unsupported way."""
+    """A value does not depend on constants alone, or its computation is not supported."""
 
 
 class KnownMasks:
@@ -159,10 +160,10 @@ def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
     """Returns what a mask hides; every element is checked.
 
     Returns:
-        "nothing"; "later keys": from each query those with a greater index; "" for anything else.
+        "nothing"; "later keys" if it hides from each query the keys of greater index; "" otherwise.
 
     Raises:
-        NotKnown: it cannot be computed, or that would take too long.
+        NotKnown: the mask cannot be computed, or that would take too long.
     """
     with computing():
         mask.compute()
@@ -219,10 +220,11 @@ class KnownNode:
     """A node whose value depends on constants alone, as far as its graph shows.
 
     Args:
-        node: of the graph that is being traced.
+        node: a node of the graph that is being traced.
 
     Raises:
-        NotKnown: something else affects it, or it is written in a way that is not tracked.
+        NotKnown: something other than constants affects it, or it is written in a way that is not
+            tracked.
     """
 
     def __init__(self, node: fx.Node):
@@ -235,7 +237,7 @@ class KnownNode:
 
     @property
     def key(self) -> tuple[fx.Node, ...]:
-        """A key that is equal for nodes with one value."""
+        """A key that is equal for nodes with equal values."""
         return (*self._order,)
 
     @property
@@ -244,7 +246,7 @@ class KnownNode:
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Compute the values that are not large; those that nothing needs any more are freed."""
+        """Compute the values that are not large, and free those that are not needed any more."""
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}
         needed, large = {self._end}, set[fx.Node]()
@@ -260,7 +262,7 @@ class KnownNode:
                     values[read] = None
 
     def compute_block(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Returns the elements in some rows and columns, the last two dimensions.
+        """Returns the elements in some rows and columns (of the last two dimensions).
 
         Dimensions of size 1 are kept.
 

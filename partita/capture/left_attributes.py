@@ -1,6 +1,6 @@
 """Fakes that a captured function leaves in attributes of declared modules.
 
-A program would not repeat the write, and the module would keep a fake. So the attributes are
+A program would not repeat the assignment, and the module would keep a fake. So the attributes are
 restored, and capture raises an error.
 """
 
@@ -21,12 +21,12 @@ from .fakes import is_symbolic
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore, after the block, attributes of modules in which it leaves fakes.
+    """After the block, restore the attributes of modules in which it has stored fakes.
 
     Lists and dictionaries that are attributes get their old items back.
 
     Raises:
-        CaptureError: there were some, and the block itself has raised nothing.
+        CaptureError: there were such attributes, and the block itself has raised nothing.
     """
     before = [
         (f"{prefix}." if prefix else "", home, {**home}, _copies_of_containers(home))
@@ -50,8 +50,8 @@ def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
                     container.update(items) if isinstance(items, dict) else container.extend(items)
     if left:
         raise not_captured(
-            f"the function leaves a tensor in the attribute {left[0]} of a module",
-            "a program gives what it computes as outputs, and writes only declared state",
+            f"the function stores a tensor in the attribute {left[0]} of a module",
+            "a program returns what it computes, and writes only declared state",
             Fix("return it"),
             Fix(f"self.register_buffer({left[0].rpartition('.')[2]!r}, ...)", "and write into it"),
         )

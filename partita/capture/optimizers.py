@@ -1,13 +1,13 @@
 """Captured optimizers: how a torch.optim optimizer steps in a graph.
 
-Its state and parameters are inputs like all others. So are the floats of its groups, which
-schedules change: as constants they would make another graph in every step. State that the first
-step would make is made before capture (`make_optimizer_state`), so that the first step has the same
-program as the others. If the model has blocks, `block_updates` updates each separately.
+Its state and parameters are inputs like others. So are the floats of its groups, which schedules
+change: if they were constants, every step would need another graph. State that the first step would
+create is created before capture (`make_optimizer_state`), so that all steps have the same program.
+If the model has blocks, `block_updates` updates each separately.
 
-The step count of each parameter needs a dozen scalar calls, and normally all counts are equal. This
-becomes a condition (`EqualInputs`), under which the calls are made for one count only
-(`share_equal_counts`).
+The step count of each parameter needs a dozen scalar calls, but normally all counts are equal.
+Their equality becomes a condition (`EqualInputs`), and the calls are made for only one of the
+counts (`share_equal_counts`).
 """
 
 from __future__ import annotations
@@ -61,10 +61,9 @@ foreach, because the compiler fuses its kernels."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
-    """Make the state of torch's optimizers now, as their first step would.
-
-    So the first step has the same program as the others. Private torch: `_init_group`, which every
-    optimizer of torch.optim has, makes the state of each parameter with a gradient.
+    """Create the state of torch's optimizers now, as their first step would. So the first step has
+    the same program as later ones. Private torch: `_init_group`, which every optimizer of
+    torch.optim has, makes the state of each parameter with a gradient.
 
     Returns:
         (optimizer, parameter) for each new state, for `drop_unused_state`.
@@ -137,8 +136,8 @@ def _find_modes() -> tuple[Any, ...]:
 def _steps_under_mode() -> CaptureError:
     return not_captured(
         "an optimizer steps within a TorchFunctionMode or TorchDispatchMode that the step enters",
-        "its update is captured as kernels over lists of all parameters, so that the mode would "
-        "hear other calls than it does eagerly",
+        "in the graph all parameters are updated together, so the mode would intercept other "
+        "calls than in eager",
         Fix("optimizer.step()", "outside of the mode"),
         place=user_line(),
     )
@@ -196,7 +195,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete made state if `used` is False for all its tensors. Returns True if there was any."""
+    """Delete new state if `used` is False for all its tensors. Returns True if any was deleted."""
     found = False
     for optimizer, p in made_state:
         state = optimizer.state.get(p)
@@ -233,9 +232,9 @@ class CapturedOptimizers:
 
         Args:
             stand_in: returns the fake of a tensor.
-            number: returns the symbolic float for a float, given name, value, home and path.
-            recorder: its phase is "update" while an optimizer steps.
-            updates: makes the updates of blocks.
+            number: returns the symbolic float for a float, given its name, value, home and path.
+            recorder: its phase becomes "update" while an optimizer steps.
+            updates: traces the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
         lists = [(groups, [*groups]) for *_, groups in before]
@@ -265,8 +264,7 @@ class CapturedOptimizers:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)
 
         def begin_rest(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            """Widen the counts of an optimizer that has not stepped in blocks, as most do within
-            partita's own hook, which runs before this."""
+            """Widen the counts, unless partita's own hook has stepped in blocks before."""
             if HERE.trace is recorder and updates.has_blocks and optimizer not in self._stepped:
                 self._counts += widen_counts(optimizer.state.values(), self._kept)
 
@@ -376,16 +374,16 @@ class CapturedOptimizers:
                         continue
                     if isinstance(value, torch.Tensor) and real is None:
                         raise not_captured(
-                            f"{name} has a state of a tensor that it does not update",
-                            "it is unknown where it belongs after the step",
+                            f"{name} keeps state for a tensor that is not in its parameter groups",
+                            "capture does not find where the optimizer stores it",
                         )
                     if isinstance(value, torch.Tensor) and real is not None:
                         slot = Slot(f"{name}.{key}", "optimizer", ParamState(optimizer, real), key)
                         found.append((slot, value))
                     elif value != held.get(key):
                         raise not_captured(
-                            f"{name} counts {key!r} in a Python number",
-                            "the graph would always have the number of its first step",
+                            f"{name} changes its state {key!r}, a Python number",
+                            "the graph would use the value of the first call in every call",
                         )
         return found
 
@@ -400,8 +398,8 @@ def find_equal_counts(
 ) -> list[EqualInputs]:
     """Returns a condition for each group of torch's step counts that are equal now.
 
-    Only counts on the host: comparing others in each call would wait for their device. And none of
-    a user's optimizer, whose counts may be equal on some ranks only.
+    Only counts on the host: to compare others in each call, the host would wait for their device.
+    And only counts of torch's optimizers: those of a user's may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)
@@ -420,16 +418,15 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns the positions of equal counts among all inputs."""
+    """Returns for each group of equal counts their positions among all inputs."""
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 
 
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Compute once what an update computes from equal numbers.
-
-    The graph's only writes are those into inputs at its end; each input is still written. Two
-    results may become one node: see `functional_memory.keep_apart`.
+    """Make an update compute once what it computes from equal numbers. The graph writes only into
+    inputs, at its end; each input is still written. Two results may become one node: see
+    `functional_memory.keep_apart`.
 
     Args:
         equal: groups of inputs that hold the same number.

@@ -3,21 +3,20 @@
 `Recorder` is the dispatch mode that every ATen call goes through. It traces the call (or repeats an
 equal one: `RepeatedCalls`), and gives the new nodes a `Note`: the user's line (in backward: the
 line of the forward call whose gradient it is), the phase of the step and, inside a redistribution,
-the redistribution (move). The nodes of a redistribution are copied for each tensor of equal
-metadata (`RepeatedMoves`): the parameters of all blocks are gathered alike, and tracing takes ten
-times as long as copying nodes.
+the redistribution (move). A redistribution is traced once, and its nodes are copied for other
+tensors of equal metadata (`RepeatedMoves`): the parameters of all blocks are gathered in the same
+way, and copying nodes is ten times as fast as tracing.
 
 `StepFunctionMode`, a torch-function mode, follows the functions that the step calls on tensors.
 
-- `x.data = y` replaces the node that makes x. Reads of x from then on are reads of y. At the step's
-  end y's value is copied into the memory of x. Other views of that memory keep their values until
-  then, as in eager.
+- `x.data = y` replaces the node of x: later reads of x use y. At the step's end the value of y is
+  copied into the memory of x. Other views of that memory keep their values until then, as in eager.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
 - Metadata of inputs, such as `is_leaf`: conditions of the program (`graph_inputs.TensorFacts`).
-- Checks of values that torch makes in eager and omits when it traces: nodes of the graph.
+- Checks of values that torch makes in eager, but omits when it traces, become nodes of the graph.
 - Attention masks that are not needed are removed (`known_masks`).
 - Calls that run no code of the user are not profiled (`LibraryCalls`).
-- What a graph cannot express is refused: at once, or after the run (`tracer`).
+- What a graph cannot express raises an error: at once, or after the run (`tracer`).
 """
 
 from __future__ import annotations
@@ -197,8 +196,8 @@ Its first argument counts the true elements of a mask, or sums repeats."""
 
 def _other_settings() -> CaptureError:
     return not_captured(
-        "the step computes under another default dtype, precision of matrix products or "
-        "determinism than it was called under",
+        "the step changes the default dtype, the matmul precision or the deterministic mode, and "
+        "then computes",
         "the kernels of a graph run under the settings of its caller",
         Fix("torch.set_default_dtype(...) and similar calls", "outside of the step"),
         Fix("dtype=...", "for tensors made inside"),
@@ -209,21 +208,22 @@ def _other_settings() -> CaptureError:
 class Recorder(FakeRunHooks, TorchDispatchMode):
     """Traces each ATen call and gives the nodes that it adds to `graph` their notes.
 
-    Calls get local shapes. Kernels implemented in Python read shapes, and in backward, where torch
-    functions must be enabled, a saved DTensor would return its global shape.
+    Calls get tensors with local shapes, because kernels implemented in Python read shapes. In
+    backward torch functions must be enabled, so a saved DTensor would return its global shape.
 
     Attributes:
         masks: the attention masks of the run.
         updating: True while an optimizer steps.
-        exact: while one of torch's optimizers steps, `held` of `with_exact_numbers`; otherwise
-            None.
-        is_behind_forward: True while backward is traced for a region, which did not call it itself.
+        exact: the argument `held` of `with_exact_numbers` while an optimizer of torch steps;
+            otherwise None.
+        is_behind_forward: True while the backward of a region is traced, after its forward.
         regions_begun: the number of remat regions that have begun.
-        follows_from_integers: True for a number that depends only on integers and bools of the
-            step's arguments.
-        note_read: called with each number that is read from a tensor, and that tensor.
-        block_kinds: for each block call the class of the block, and for each update of a block the
-            classes of the optimizer and of the block.
+        follows_from_integers: a predicate: True for a number that depends only on integers and
+            bools of the step's arguments.
+        note_read: a function that is called with each number that is read from a tensor, and the
+            tensor.
+        block_kinds: the class of the block for each block call; the classes of the optimizer and of
+            the block for each update of a block.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -276,8 +276,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             return self._call_for_count(func, args, kwargs)
         if func is _ONEDNN_LSTM and args[-1]:
             raise not_captured(
-                "torch.lstm, to be trained, is oneDNN's layer as a whole",
-                "it keeps memory for backward whose size only oneDNN knows",
+                "torch.lstm with gradients runs as one oneDNN kernel",
+                "the kernel allocates memory for backward, and only oneDNN knows its size",
                 Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
             )
         if func is _READ and is_read_in_part(args[0]):
@@ -345,7 +345,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return out
 
     def finish(self) -> None:
-        """Add layouts to notes: tensors get theirs after the calls that make them."""
+        """Add layouts to the notes: a tensor gets its layout only after the call that makes it."""
         for node, made in self._made:
             if isinstance(made, DTensor):
                 node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
@@ -378,16 +378,17 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise CaptureError for a remat region with its own budget: a captured step has one."""
+        """Raise CaptureError for a remat region with its own budget: only the step has a budget."""
         raise not_captured(
             f"pt.remat gives {title} a budget of {nbytes} bytes of its own",
-            "what a captured step makes again is chosen over all of it, for the budget of the step",
+            "a compiled step plans recomputation for the whole step, so a region has no budget "
+            "of its own",
             Fix(f"pt.compile(step, budget={nbytes})", "all that the step needs, gradients too"),
             Fix("pt.remat(model, blocks=...)", "without a budget: regions keep nothing"),
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Mark values that are made inside the block as saved for backward, if `keep`."""
+        """If `keep`, mark values that are made inside the block as saved for backward."""
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
@@ -399,11 +400,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into `x`, because the tracer identifies a tensor by its object."""
+        """Write `value` into `x`, because the tracer identifies a tensor by the Python object."""
         x.copy_(value)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Make `x` have the value of `value` from now on, as `x.data = value` does in eager."""
+        """Give `x` the value of `value` from now on, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
         # Hidden from torch-function modes: the user does not write here.
@@ -424,11 +425,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:
-        """Assign nodes that are made inside the block to backward."""
+        """Give the phase "backward" to nodes that are made inside the block."""
         return attribute_set(self, "is_behind_forward", True)
 
     def line(self) -> str:
-        """Returns the user's current line; in backward that of the forward call."""
+        """Returns the user's current line; in backward the line of the forward call."""
         backward = torch._C._current_autograd_node()  # private torch: there is no public function
         if backward is not None:
             known = self._lines.get(backward._sequence_nr(), "")
@@ -488,13 +489,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     @contextmanager
     def block(self, *kinds: type) -> Iterator[None]:
-        """Assign nodes made inside the block, and those of their backward, to one block call.
+        """Assign nodes made inside the block, and their backward nodes, to one block call.
 
         A block within a block belongs to the outer one.
 
         Args:
-            kinds: the class of the block; for its update the optimizer's class and the block's;
-                nothing to assign nodes to no block.
+            kinds: the class of the block; for an update the optimizer's class and the block's
+                class. Without kinds, nodes are assigned to no block.
         """
         if self._running_block is not None or not kinds:
             yield
@@ -565,7 +566,7 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the redistributed `x`: traced by `run`, or by copies of an equal one's nodes."""
+        """Returns the redistributed `x`: traced by `run`, or by copies of an equal trace."""
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()
@@ -615,9 +616,9 @@ class StepFunctionMode(TorchFunctionMode):
     """Follows the torch functions that a step calls while it is traced.
 
     Args:
-        inputs: of the graph.
-        facts: handles reads of their metadata.
-        reads_values: True if `.item()` returns the value if that depends on the call's data alone.
+        inputs: the inputs of the graph.
+        facts: handles reads of the metadata of inputs.
+        reads_values: True if `.item()` returns a value that depends only on the data of the call.
 
     Attributes:
         called_last: the name of the function that was called last.
@@ -676,7 +677,7 @@ class StepFunctionMode(TorchFunctionMode):
         HERE.trace.replace_value(x, value)
 
     def copy_back(self) -> None:
-        """Write the values that the step has left in the `.data` of inputs into their memory."""
+        """Copy values that the step has assigned to the `.data` of inputs into their memory."""
         with local_ops(), torch.no_grad():
             for x, memory in self._memory:
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
@@ -706,9 +707,8 @@ class StepFunctionMode(TorchFunctionMode):
         for (x, _), end in zip(self._memory, ends, strict=True):
             if id(x) in self._written and end in shared:
                 raise not_captured(
-                    "x.data = y, where y is another tensor that the step is given, or that it "
-                    "gives to two",
-                    "both would share memory afterwards, and a graph copies",
+                    "x.data = y, where y is an input of the step or the new data of two tensors",
+                    "in eager both share memory afterwards; in a graph x would get a copy",
                     Fix("x.data.copy_(y)", "if each is to have values of its own"),
                 )
 
@@ -752,7 +752,7 @@ def _is_followed(func: Any) -> bool:
 
 def _shape_is_changed(name: str) -> CaptureError:
     return not_captured(
-        f"the step changes the shape or the memory of a tensor that it is given ({name})",
+        f"the step changes the shape or the memory of an input ({name})",
         "a graph writes values into the memory of its inputs, but does not change shapes or memory",
         Fix("do it outside the step", "before or after the call"),
         place=user_line(),
@@ -767,10 +767,9 @@ def _check_function(func: Any) -> None:
     """
     if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
-            f"the step calls a function of torch's through {func.__qualname__}, which stands in "
-            "its place",
-            "a mode that intercepts torch calls would see torch's function, which would run twice",
-            Fix("a module or function of your own", "that calls torch's, rather than in its place"),
+            f"{func.__qualname__} replaces a torch function and calls the original",
+            "capture intercepts the original too, so that the replacement would run twice",
+            Fix("your own module or function", "that calls torch's, instead of a replacement"),
         )
 
 
@@ -788,8 +787,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
     if (one is None) != (other is None) or not alike:
         raise not_captured(
             "x.data = y with a y of another shape or dtype",
-            "the memory of x cannot hold it; module.double(), module.to(dtype) and others set the "
-            "data of parameters so",
+            "the memory of x cannot hold it (module.double() and module.to(dtype) do this)",
             Fix("x.data.copy_(y)", "keeps the shape and the dtype of x"),
             Fix("dtype=", "makes the module in its dtype, as in nn.Linear(2, 2, dtype=...)"),
             Fix("module.double()", "or another conversion, before the step"),
@@ -862,11 +860,10 @@ _PLAIN = frozenset(
 
 
 class LibraryCalls:
-    """Calls functions of torch, unprofiled if they run no user code.
-
-    User code could intercept a function's calls. So this compares with the state when the object
-    was made: no function mode of the user may be active, and no more dispatch modes and
-    saved-tensor hooks than then.
+    """Calls torch functions, without profiling if they run no user code. Modes and hooks of the
+    user could intercept a function's calls. So calls are profiled if a function mode of the user is
+    active, or if there are more dispatch modes or saved-tensor hooks than when this object was
+    made.
     """
 
     def __init__(self) -> None:
@@ -874,7 +871,7 @@ class LibraryCalls:
         self._listeners = dispatch_listeners()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns `func(*args, **kwargs)`. Called within `unprofiled`."""
+        """Returns `func(*args, **kwargs)`. Must be called within `unprofiled`."""
         if self._calls_nothing_of_users(func, args, kwargs):
             return func(*args, **kwargs)
         return profiled_again(func, *args, **kwargs)
@@ -882,7 +879,7 @@ class LibraryCalls:
     def call_own(self, func: Callable[..., Any], *args: Any) -> Any:
         """Returns `func(*args)`, for a function of partita.
 
-        It is unprofiled, unless a user's mode intercepts the torch functions that it calls.
+        The call is not profiled, unless a user's mode intercepts the torch functions that it calls.
         """
         if function_modes() or dispatch_listeners() != self._listeners:
             return func(*args)

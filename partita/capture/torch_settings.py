@@ -1,7 +1,8 @@
-"""Settings of torch: of the whole process, read by kernels, composites and autograd.
+"""Settings of torch that hold for the whole process, and that kernels, composites and autograd
+read.
 
-Each call compares them with those at capture. If one differs, the step is captured again; the
-reason names the setting as in the table.
+Each call compares them with their values at capture. If one differs, the step is captured again,
+and the reason contains the setting's name from the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from partita.comm.device import KERNELS_WITH_PRECISIONS
 
 
 def read_matmul_precision() -> str:
-    """Returns `torch.get_float32_matmul_precision()`, which raises if it differs by backend."""
+    """Returns `torch.get_float32_matmul_precision()`, which raises if backends differ."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

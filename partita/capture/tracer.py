@@ -1,9 +1,9 @@
-"""The tracer: `Tracer`, which makes a graph of one run of a function, and `capture`, which uses it.
+"""The tracer: `Tracer` makes a graph of one run of a function, and `capture` uses it.
 
 In a run, fake tensors (metadata without memory) replace the tensors of modules, optimizers and
 arguments. The function then runs as it is, and torch's `make_fx` records each ATen call, also in
 backward and in the optimizer, as a node. A redistribution becomes functional collectives on local
-tensors (`TraceWire`): nothing is sent, and the real tensors do not change.
+tensors (`TraceWire`). Nothing is sent, and the real tensors do not change.
 
 `capture` takes only declared state. `guards.capture_run` drives a `Tracer` for steps that reach
 their state through Python objects.
@@ -75,10 +75,11 @@ def capture(
     slots: Sequence[Slot] = (),
     blocks: BlockChoice | None = None,
 ) -> Program:
-    """Returns the program of `function(*args, **kwargs)`, over the state that is declared.
+    """Returns the program of `function(*args, **kwargs)`, over declared state.
 
-    - *State* is what is named: the parameters and buffers of `modules`, the state of `optimizers`,
-      and tensors in `slots`. The function may read and write it: the program does the same.
+    - *State* is declared by the arguments: the parameters and buffers of `modules`, the state of
+      `optimizers`, and tensors in `slots`. The function may read and write it: the program does the
+      same.
     - *Leaves* of the arguments and of the result are tensors and numbers, in tuples, lists and
       dictionaries. A number, also an optimizer's learning rate, is a constant of the program.
     - *Anything else is an error*: a tensor that is neither state nor an argument, a branch on a
@@ -87,19 +88,20 @@ def capture(
     - Other Python values that the function reads are fixed at capture. Its writes to Python objects
       happen once, at capture. The caller must ensure that this is right (`guards` detects changes).
     - Arguments that are one tensor at capture must be one tensor in each call.
-    - State that the first step of an optimizer makes is made at capture. Then `list_slots` has it.
-    - A tensor that the function leaves in an attribute of a module is removed, and an error. So is
-      new state of an optimizer that is not made at capture.
+    - State that the first step of an optimizer makes is made at capture. `list_slots` returns it
+      from then on.
+    - If the function stores a tensor in an attribute of a module, the tensor is removed and an
+      error is raised. The same holds for new state of an optimizer that was not made at capture.
     - A tensor that replaces one of the state is an output of the kind "slot".
 
     `program.run_graph(leaves)` runs the program and returns this rank's values of its outputs,
-    without a history. A result that is an input is one of them. The program writes state in place.
-    The leaves of a call are the values of `list_slots` and of `slots`, then the tensors and numbers
-    of the arguments.
+    without a history. They include results that are inputs. The program writes state in place. The
+    leaves of a call are the values of `list_slots` and of `slots`, then the tensors and numbers of
+    the arguments.
 
     Args:
         slots: the places of other tensors of the state.
-        blocks: which modules are blocks; None for none.
+        blocks: which modules are blocks; None if there are no blocks.
 
     Raises:
         CaptureError: the function does what a graph cannot express.
@@ -232,23 +234,23 @@ class Tracer:
     """Traces one run of a function over the fakes of its inputs.
 
     Args:
-        inputs: of the graph.
+        inputs: the inputs of the graph.
         slots: the places of the tensors of the state.
-        modules: of the state.
-        optimizers: of the state, by name.
+        modules: the modules of the state.
+        optimizers: the optimizers of the state, by name.
         blocks: which modules are blocks.
-        counts_apart: True if optimizers' step counts of parameters may differ.
+        counts_apart: True if the step counts of an optimizer's parameters may differ.
 
     Attributes:
-        outputs: of the graph.
+        outputs: the outputs of the graph.
         facts: handles reads of the metadata of inputs.
-        wires: by wire of an input, the `TraceWire` that replaces it during the run.
-        equal_counts: conditions that step counts are equal, so that one represents them.
+        wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
+        equal_counts: conditions that step counts are equal, so that one of them represents all.
         recorder: the dispatch mode through which the calls of the run go.
-        nodes: of the inputs in the graph that is traced.
-        root: the module of that graph, which holds its constants.
+        nodes: the nodes of the inputs in the graph that is traced.
+        root: the module that holds the graph's constants.
         slot_values: the value of each slot when the run began.
-        called_last: the name of the function of torch that was called last.
+        called_last: the name of the torch function that was called last.
     """
 
     recorder: Recorder
@@ -342,7 +344,7 @@ class Tracer:
         """Follow the torch functions that the step calls inside the block.
 
         Args:
-            reads_values: as for `StepFunctionMode`.
+            reads_values: the same as for `StepFunctionMode`.
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own
@@ -373,8 +375,8 @@ class Tracer:
             if value is not first and slot.kind != "optimizer":
                 if not isinstance(value, torch.Tensor):
                     raise not_captured(
-                        f"{slot.name} is no tensor after the step",
-                        "it would be one before the next step",
+                        f"the step deleted or replaced the tensor {slot.name}",
+                        "the program of the next call needs a tensor there",
                     )
                 self.outputs.add_slot(slot, value)
         for slot, value in new_state:
@@ -471,7 +473,7 @@ class Tracer:
         return program, admitted
 
     def forget(self) -> None:
-        """Drop what the run has left in caches and wires."""
+        """Remove what the run has stored in caches and wires."""
         forget_plans_on(set(self.wires.values()))
         for wire in self.wires.values():
             wire.forget()
@@ -534,7 +536,7 @@ def _check_operators(graph: fx.Graph) -> None:
             continue
         if effect := find_unknown_effect(node.target):
             raise not_captured(
-                f"the step calls {node.target}, an operator of a library of its own",
+                f"the step calls {node.target}, a custom operator",
                 effect,
                 Fix(
                     "torch.library.custom_op(..., mutates_args=())",

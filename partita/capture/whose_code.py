@@ -1,4 +1,4 @@
-"""Whose code a file contains: the user's, which a capture follows, or that of a library."""
+"""Whose code a file contains: the user's, which a capture follows, or a library's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_recorded(filename: str) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """True if a module name is the user's, or that of a library whose code is recorded."""
+    """True if a module is the user's, or belongs to a library whose code is recorded."""
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names

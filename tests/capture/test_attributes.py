@@ -250,7 +250,7 @@ def test_where_a_tensor_lies_is_part_of_a_program():
 
 
 def test_what_tensors_do_not_reckon_is_refused():
-    with pytest.raises(pt.CaptureError, match=r"round\(x\) of a number that \.item\(\) gave"):
+    with pytest.raises(pt.CaptureError, match=r"round\(x\) of a value that \.item\(\) returned"):
         compiled(lambda x: round(x.sum().item(), 1))(X)
 
 

@@ -42,7 +42,7 @@ def test_the_first_line_of_every_error_is_on_the_page_of_errors():
         "add: two meshes in one operation",
         "...: two meshes in one operation",
         "distribute_batch: the ranks have not read the same batch",
-        "capture: the step calls ..., an operator of a library of its own",
+        "capture: the step calls ..., a custom operator",
         "zero: this model is sharded already",
         "the ranks pass different arguments",
         "...: its rule does not fit this call",

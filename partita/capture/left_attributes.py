@@ -50,7 +50,7 @@ def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
                     container.update(items) if isinstance(items, dict) else container.extend(items)
     if left:
         raise not_captured(
-            f"the function stores a tensor in the attribute {left[0]} of a module",
+            f"the function leaves a tensor in the attribute {left[0]} of a module",
             "a program returns what it computes, and writes only declared state",
             Fix("return it"),
             Fix(f"self.register_buffer({left[0].rpartition('.')[2]!r}, ...)", "and write into it"),

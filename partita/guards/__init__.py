@@ -6,16 +6,16 @@ each later call. If something differs, the step is captured again, and a reason 
 
 In reading order:
 
-- The capture of a step: `capture_run` (runs until one yields a complete graph), `inputs` (the state
-  that the step reaches), `slot_homes`, `outputs` (what it leaves in Python, and what of that the
-  program repeats), `answers` (floats as inputs; branches on tensors' values), `predicted_values`
-  (values that depend on small inputs, on every rank).
-- What a step reads: `record` (places that are read, and writes), `calls` (calls of functions,
-  settings that are read; what is refused), `bytecode` (names in code) and `read_record` (what each
-  reached value leads to: `ReadRecord`).
+- The capture of a step: `capture_run` (repeats runs until one yields a complete graph), `inputs`
+  (the state that the step reaches), `slot_homes`, `outputs` (what the step leaves in Python
+  objects), `answers` (floats as inputs; branches on tensors' values), `predicted_values` (values
+  that depend on small inputs, on every rank).
+- What a step reads: `record` (places that are read, and writes), `calls` (function calls: which of
+  them read a setting, and which raise an error), `bytecode` (names in code) and `read_record`
+  (`ReadRecord`: the places to which each value leads).
 - A later call: `values` (keys of values, and their places), `guards` (whether a program may be used
-  again, and if not, why), `call_guard` (whether a call is like the last), `arguments` (the leaves
-  of a call), `captured_program` (how a call runs a program).
+  again, and if not, why), `call_guard` (comparison with the last call), `arguments` (the leaves of
+  a call), `captured_program` (how a call runs a program).
 """
 
 from .guards import Guards, History, describe_call, signature_of

@@ -1,15 +1,15 @@
-"""Numbers and answers: how a step branches on its floats, and torch on tensors' values.
+"""Numbers and answers: branches of a step on its floats and on tensors' values.
 
 A float that the step reads (a learning rate, an argument) becomes a symbolic float, an input of the
-graph (`CapturedNumbers`). Branches on it become conditions, under which the program may be used for
-other values.
+graph (`CapturedNumbers`). Branches on it become conditions: the program is used for other floats
+that take the same branches.
 
-A branch on a tensor's value, or a shape made of it, is a *question*. Capture continues with a guess
-of its *answer*: that of an earlier run, or one that follows from the call's small inputs
-(`predicted_values`). If nothing predicts it, the values read so far are computed (`ValuesWanted`),
-and the capture starts again with them. The graph computes the true answers as one more output. If
-one differs, `gate_writes` has kept the graph from writing anything, and the call runs the program
-of the other answers (`OtherAnswers`).
+A branch on a tensor's value, or a shape that depends on it, is a *question*. Capture continues with
+a guess of its *answer*: the answer of an earlier run, or one computed from the call's small inputs
+(`predicted_values`). Without a guess, the values read so far are computed (`ValuesWanted`), and
+capture starts again with them. The graph computes the true answers as one more output. If one
+differs from the guess, the graph writes nothing (`gate_writes`), and the call runs the program for
+the true answers (`OtherAnswers`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ NUMBER = torch.zeros((), dtype=torch.float64)
 
 @dataclass
 class PlainNumbers:
-    """The floats that are not traced: the program is for their values only.
+    """The floats that are not traced: the program is valid for their current values only.
 
     Attributes:
-        why: the reason if none is traced; "" otherwise.
-        named: by name of a float that is not traced, the user's line: zeros that the step reads or
-            compares, and floats that code may compare by `is`.
+        why: the reason if no float is traced; "" otherwise.
+        named: maps the name of a float that is not traced to the user's line. These are zeros that
+            the step reads or compares, and floats that code may compare by `is`.
     """
 
     why: str = ""
@@ -65,12 +65,12 @@ class CapturedNumbers:
     """The floats of one capture run.
 
     Args:
-        env: of the fake tensors.
-        plain: floats that are not traced.
+        env: the shape environment of the fake tensors.
+        plain: the floats that are not traced.
 
     Attributes:
         met: (input, value) of each float that the step reads, traced or not.
-        traced: by symbol, the input of a traced float.
+        traced: the inputs of the traced floats, by symbol.
     """
 
     def __init__(self, env: NumberEnv, plain: PlainNumbers):
@@ -79,7 +79,7 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns a symbolic float in place of `value`, as the input `given`; or `value` itself."""
+        """Returns a symbolic float for `value`, the input `given`; or `value` itself."""
         self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.named):
             return value
@@ -97,7 +97,7 @@ class CapturedNumbers:
         return found
 
     def asked_zeros(self) -> bool:
-        """True if the step has read or compared a traced zero: it is plain in the next run."""
+        """True if the step has read or compared a traced zero: the next run does not trace it."""
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
             given.name: lines[id(given)]
@@ -108,7 +108,7 @@ class CapturedNumbers:
         return bool(found)
 
     def keep_plain(self, numbers: Sequence[Input]) -> bool:
-        """Make these floats plain from the next run on. Returns True if some are traced now."""
+        """Do not trace these floats from the next run on. Returns True if some are traced now."""
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
         return bool(traced)
@@ -123,7 +123,7 @@ class CapturedNumbers:
         return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
 
     def conditions(self) -> list[Condition]:
-        """Returns the step's branches on its floats as conditions, and those of plain floats."""
+        """Returns the conditions of branches on floats, and of floats that are not traced."""
         found = []
         values = {id(given): value for given, value in self.met}
         traced = set(map(id, self.traced.values()))
@@ -234,7 +234,7 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Returns the symbolic number of a node of the shape environment."""
+    """Returns the symbolic number for a node of the shape environment."""
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
@@ -246,7 +246,7 @@ class Guesses:
     Attributes:
         values: the answers.
         certain: the number of answers, from the first, that are known to be true for the call.
-        turned: the indices of those that were tried both ways.
+        turned: the indices of the answers that were tried both ways.
         tried: the number of sequences of answers that were tried.
     """
 
@@ -256,9 +256,8 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """Returns the next guesses if the step has raised with `answers`; None if all were tried.
-
-        The error may be that of a branch which the call does not take.
+        """Returns the next guesses after the step has raised with `answers`; None if all were
+        tried. The error may come from a branch that the call does not take.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned and isinstance(answers[i], bool):
@@ -273,11 +272,11 @@ class OtherAnswers:
     """The result of a run whose answers differ from its program's. The run has changed nothing.
 
     Attributes:
-        answers: as the graph computed them.
+        answers: the answers that the graph computed.
         certain: the number of answers that are true for the call. Those after the first difference
             were computed on a branch that the call does not take.
         line: the user's line of the first difference.
-        before: the program's answer there.
+        before: the answer that the program assumes there.
     """
 
     answers: tuple[Answer, ...]
@@ -287,7 +286,7 @@ class OtherAnswers:
 
     @property
     def reason(self) -> str:
-        """Why another program is needed, as text."""
+        """The reason for another program, as text."""
         last = self.answers[self.certain - 1]
         return f"the value at {self.line} gave {last} in place of {self.before}"
 
@@ -306,8 +305,8 @@ class Answers:
     """The answers for which a program is made.
 
     Attributes:
-        values: in the order of the questions.
-        lines: for each question the user's line.
+        values: the answers, in the order of the questions.
+        lines: the user's line of each question.
     """
 
     values: tuple[Answer, ...] = ()
@@ -319,14 +318,14 @@ class Answers:
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns `compare` of numbers computed before a run; other answers count as equal."""
+        """Returns `compare` for numbers computed before a run; other answers count as equal."""
         values = [*map(_encode_answer, self.values)]
         for i, value in zip(self.numeric, found, strict=True):
             values[i] = value
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns None if the graph has computed these answers; otherwise what it has computed.
+        """Returns None if the graph has computed these answers; otherwise the computed answers.
 
         Args:
             found: the answers as encoded integers.
@@ -340,18 +339,18 @@ class Answers:
 
 
 class ValuesWanted(BaseException):
-    """A capture needs values that nothing predicts. No Exception, so that a step cannot catch it.
+    """A capture needs values that nothing predicts. A BaseException, so that steps do not catch it.
 
     Attributes:
-        compute: returns, given the leaves of the call, the values that the step has read so far.
-            Every rank calls it.
+        compute: a function from the leaves of the call to the values that the step has read so far.
+            All ranks must call it.
     """
 
     compute: Callable[[Sequence[Any]], ValuesOfCall]
 
 
 class StepRaises(Exception):
-    """The step raises with the call's own answers: the call runs eagerly, to raise with values.
+    """The step raises with the true answers of the call: it runs eagerly, to raise with values.
 
     Attributes:
         error: what the step raised while it was captured.
@@ -369,7 +368,7 @@ class AskedQuestions:
         guesses: answers of an earlier run.
 
     Attributes:
-        values: for each question the symbolic value of its answer, an output of the graph.
+        values: the symbolic value of each question's answer, an output of the graph.
         reads: the numbers that the step has read from tensors (`.item()`), in order.
         last_line: the user's line that needs a value that must be computed first.
     """
@@ -388,7 +387,7 @@ class AskedQuestions:
 
         Args:
             question: the node of a symbolic number.
-            predict: returns the likely answer if there is no guess; None if it has none.
+            predict: a function that returns the likely answer, or None; used if there is no guess.
 
         Raises:
             ValuesWanted: the values read so far must be computed first.
@@ -400,8 +399,8 @@ class AskedQuestions:
         if number == _MOST_QUESTIONS:
             raise not_captured(
                 f"the step branches on more than {_MOST_QUESTIONS} values",
-                "each value of a branch needs its own graph",
-                Fix("pt.compile(part of the step)", "remove the branches"),
+                "each combination of branch results needs its own graph",
+                Fix("pt.compile(forward)", "for a part without these branches"),
             )
         guesses = self._guesses.values
         value = as_symbol(question)
@@ -425,7 +424,7 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Returns guesses with which the step may not raise; None if all were tried."""
+        """Returns other guesses, with which the step may succeed; None if all were tried."""
         return self._guesses.try_other_way(self._answers)
 
     @property
@@ -435,9 +434,8 @@ class AskedQuestions:
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:
-    """Returns the most likely answer to a question by the op that computes it; None if unsure.
-
-    Programs check whether all is well: `isfinite(x).all()` is true, `isnan(x).any()` is not.
+    """Returns the most likely answer to a question by the op that computes it; None if unsure. Most
+    such checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
     """
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
     operands = [a for a in node.args if isinstance(a, fx.Node)]
@@ -474,13 +472,12 @@ def _finds_bad(node: fx.Node) -> bool:
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
-    """Make a graph write only if its answers, the last outputs, are `answers`.
-
+    """Make a graph write only if the answers that it computes (its last outputs) equal `answers`.
     Otherwise each `copy_` writes the input's old value, so that no write waits for Python. The
     answers become one output: a tensor of integers.
 
     Raises:
-        CaptureError: a call of the graph writes by itself, whatever the answers are.
+        CaptureError: a custom operator in the graph writes, whatever the answers are.
     """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])

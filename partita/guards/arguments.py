@@ -41,7 +41,7 @@ def flatten_call(
     """Returns the leaves of arguments or results, and the structure for `unflatten_call`.
 
     Args:
-        stays: True for an object that is a leaf and is not taken apart.
+        stays: a predicate: True for an object that is kept as a leaf.
     """
     leaves, structure = pytree.tree_flatten(call)
     if LEAVES.issuperset(map(type, leaves)):
@@ -56,7 +56,7 @@ def flatten_call(
 
 
 def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    """Returns `leaves` in the structure of `flatten_call`; repeated objects are made once."""
+    """Returns `leaves` in the structure from `flatten_call`; repeated objects are made once."""
     try:
         return pytree.tree_unflatten(leaves, structure)
     finally:
@@ -75,7 +75,7 @@ def is_taken_apart(value: Any) -> bool:
 
 
 def refuse_closed(name: str, leaf: Any) -> None:
-    """Raise CaptureError if a leaf holds tensors, which would be no inputs of a graph."""
+    """Raise CaptureError if a leaf holds tensors, which would not become inputs of the graph."""
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return
     inside = list(leaf) if isinstance(leaf, Set) else [_attributes_of_object(leaf)]
@@ -84,9 +84,9 @@ def refuse_closed(name: str, leaf: Any) -> None:
     if any(isinstance(v, torch.Tensor) for v in found) and not _has_live(found):
         raise not_captured(
             f"{name} is a {type(leaf).__name__} that holds tensors",
-            "the inputs of a graph are the tensors in tuples, lists, dictionaries, and objects of "
-            "a class of Python's that have tensors, numbers and text alone",
-            Fix("step(dict(batch))", "or a list of its tensors, or a dataclass"),
+            "the inputs of a graph are the tensors in tuples, lists, dictionaries, and plain "
+            "Python objects that contain only tensors, numbers and text",
+            Fix("step(dict(batch))", "or pass a list of its tensors, or a dataclass"),
         )
 
 

@@ -1,4 +1,4 @@
-"""Names in bytecode: what code may read or write, found without running it.
+"""Names in bytecode: what code may read or write, found without execution.
 
 Python's compiler differs between versions, and only this file reads its instructions. It goes by
 what an instruction does: the kind of its operand (`dis.hasname`, `dis.hasfree`), and the number of
@@ -49,7 +49,7 @@ def global_names(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Returns the chains of attributes that code reads from variables, as ("torch", "relu")."""
+    """Returns the chains of attributes that code reads: ("torch", "relu") for `torch.relu`."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for i in _instructions_of(code):
@@ -64,7 +64,7 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 def names_asked_for(code: CodeType) -> set[str]:
-    """Returns the names that code may read from an object: attributes, and string constants."""
+    """Returns the names that code may read from an object: its attributes and string constants."""
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
 
 
@@ -114,14 +114,14 @@ _COMPARING_NAMES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def asks_which_object(code: CodeType) -> bool:
-    """True if code may compare two objects by identity: by `is` without a constant, or by `id`."""
+    """True if code may compare two objects by identity: by `is` (not with a constant) or `id`."""
     by_function = not {"is_", "is_not"}.isdisjoint(code.co_names)
     return by_function or "id" in global_names(code) or _compares_by(code, ("IS_OP",))
 
 
 @functools.lru_cache(maxsize=4096)
 def compares_objects(code: CodeType) -> bool:
-    """True if code may compare two objects by `==` or `in` without a constant, or by a function."""
+    """True if code may compare two objects by `==`, `in` (not with a constant) or a function."""
     by_function = not _COMPARING_NAMES.isdisjoint(code.co_names)
     return by_function or _compares_by(code, ("COMPARE_OP", "CONTAINS_OP"))
 
@@ -141,7 +141,7 @@ def _compares_by(code: CodeType, names: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
-    """Returns the modules that code, of a module in `package`, imports when it runs."""
+    """Returns the modules that code of a module in `package` imports when it runs."""
     found, steps = [], list(_instructions_of(code))
     for n, i in enumerate(steps):
         if i.opname == "IMPORT_NAME":  # the level and the names imported were pushed

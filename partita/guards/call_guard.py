@@ -3,8 +3,8 @@
 Describing hundreds of tensors takes longer than a small step computes. But most calls have the same
 tensor objects in the same storages as the call before, which identity comparisons show.
 
-The leaves of a call are those that `tensors_of_call` lists: the tensors of the state, then tensors
-and values of the arguments. `t.is_leaf` has autograd's meaning: a tensor without a history.
+The leaves of a call are the result of `tensors_of_call`: the tensors of the state, then tensors and
+values of the arguments. `t.is_leaf` has autograd's meaning: a tensor without a history.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class CallGuard:
     """One call, with which later ones are compared.
 
     Args:
-        slots: `state.slots`, and those of optimizers that exist now.
-        state: what the step reaches.
+        slots: `state.slots`, and the slots of optimizer state that exists now.
+        state: the state that the step reaches.
         tensors: the leaves of the call, as `tensors_of_call` returns them.
-        program: the program that it runs.
+        program: the program that the call runs.
 
     Attributes:
         usable: True if later calls can be compared with this one. False if one tensor is two
@@ -105,7 +105,7 @@ class CallGuard:
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the leaves of a call that is like this one; None if it differs."""
+        """Returns the leaves of another call if it is like this one; None if it differs."""
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
                 return None

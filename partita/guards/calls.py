@@ -1,10 +1,10 @@
-"""Calls that a captured step makes, watched by a profile function of this thread.
+"""Function calls of a captured step, watched by this thread's profile function.
 
-`Calls` gets each call of Python and C functions, classified once per code object (`_kind_of`). The
-user's functions are passed to the record. A setting that is read (of torch, Python, the
-environment) becomes a place, which is read again before a later call. What no guard can cover
-raises a CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only
-at capture, with a warning.
+`Calls` handles each call of a Python or C function, classified once per code object (`_kind_of`).
+The record gets the user's functions. A setting that is read (of torch, Python, the environment)
+becomes a place, which is read again before a later call. Calls that no guard can cover raise a
+CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only at
+capture, with a warning.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ class Calls:
     """Watches what a step calls while it is captured, for a record.
 
     Args:
-        record: gets settings that are read, and raises refusals.
-        enter_frame: called when a function of the user runs.
-        reach_globals: called with the globals when `globals()` is called.
+        record: stores the settings that are read, and raises CaptureErrors.
+        enter_frame: a function that is called when a function of the user runs.
+        reach_globals: a function that gets the globals when `globals()` is called.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ def is_random_generator(value: Any) -> bool:
 
 
 def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
-    """Raise CaptureError if `value` is a random generator, or draws: such calls may not be seen."""
+    """Raise CaptureError if `value` is or uses a random generator: its calls may not be seen."""
     if has_type(value, torch._C.Generator):
         record.refuse(
             f"the step reads {name}, a torch.Generator",
@@ -450,7 +450,7 @@ def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
 
 
 def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
-    """Record the environment variables among `names`: those in capital letters."""
+    """Record the environment variables among `names`: the names in capital letters."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.ignore(os.environ)
     for text in sorted(names):

@@ -1,9 +1,9 @@
-"""The capture of a step that reads Python: runs it until one run yields a complete graph.
+"""The capture of a step that reads Python objects: runs, until one yields a complete graph.
 
-A *run* is one execution of the step over fakes. `CaptureRun` does it by a `Tracer`
-(`capture.tracer`), and records what the step reads from and writes to Python objects. Floats, and
-answers to branches on values, are inputs or conditions of the program. `capture_step` repeats runs
-while a run shows that another is needed.
+A *run* is one execution of the step over fakes. `CaptureRun` traces it (`capture.tracer`), and
+records what the step reads from and writes to Python objects. Floats, and answers to branches on
+values, are inputs or conditions of the program. `capture_step` repeats runs as long as a run shows
+that another one is needed.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def capture_step(
     Raises:
         ValuesWanted: more values must be computed, for another capture.
         CaptureError: the step does what a graph cannot express; names the user's line.
-        NewStateFound: a run has read state that `state` lacks.
-        StepRaises: the step raises, on the path of the call's own answers.
+        NewStateFound: a run has read state that is missing in `state`.
+        StepRaises: the step raises with the true answers of the call.
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
@@ -207,7 +207,7 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """Returns `run.program()`, and ends what watches the run."""
+    """Returns `run.program()`, and stops the recording of the run."""
     try:
         return run.program()
     finally:
@@ -257,21 +257,21 @@ class CaptureRun:
     """One run of a step over fake tensors.
 
     Args:
-        unmarked: indices, among the leaves of the call, of tensors that get no mark.
-        plain: which floats stay Python numbers.
+        unmarked: the indices, among the leaves of the call, of tensors that get no mark.
+        plain: the floats that stay Python numbers.
         guesses: assumed answers to branches on values.
         values: what is known of the call's values.
         blocks: which modules are blocks.
-        counts_apart: as for `capture_step`.
+        counts_apart: the same as for `capture_step`.
 
     Attributes:
-        record: what the step reads of Python.
-        writes: its writes to Python objects, which each call must repeat.
-        other_tensors: (tensor, name) that code may compare by identity, in places that hold no
-            fake.
+        record: the record of what the step reads of Python.
+        writes: the writes to Python objects, which each call must repeat.
+        other_tensors: (tensor, name) of tensors that code may compare by identity, in places that
+            hold no fake.
         slots, values: the places of the step's tensors, and of its plain Python values.
-        inputs, outputs: of the graph.
-        read_marks: indices of tensors whose marks (gradients that do not exist) were read.
+        inputs, outputs: the inputs and outputs of the graph.
+        read_marks: the indices of tensors whose marks (gradients that do not exist) were read.
         questions: the branches on values.
         numbers: the floats that the step reads.
         raised: True if the step has raised an error of its own.
@@ -319,7 +319,7 @@ class CaptureRun:
         self.other_tensors: list[tuple[torch.Tensor, str]] = []
 
     def program(self) -> CapturedProgram | None:
-        """Returns the program of a run of the step; None if it has read marks (`read_marks`)."""
+        """Run the step and return its program; None if it has read marks (`read_marks`)."""
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
         try:
@@ -347,7 +347,7 @@ class CaptureRun:
         inputs = self.inputs
         if len(self._values_of_call.reads) >= len(self.questions.reads):  # all are known
             raise not_captured(
-                "the step reads a value that does not follow from the numbers that it has read",
+                "the step reads a value that is not computed from numbers that it has read",
                 "during capture no other values are known",
                 Fix("return the tensor", "and read it outside"),
                 place=self.questions.last_line,
@@ -594,7 +594,7 @@ class CaptureRun:
         """Returns the guards of what the step has read, with the current values.
 
         Args:
-            refused: True if the step has no program; then all tensors count as equal.
+            refused: True if capture failed. All tensors then count as equal.
         """
         numbers = [given for given, _ in self.numbers.met if given.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
@@ -609,16 +609,19 @@ class CaptureRun:
             return self.record.make_guards(inputs, self.state.guarded_places())
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if a tensor of `other_tensors` is an input, or a result is unknown."""
+        """Raise CaptureError if one of `other_tensors` is an input, or a result is unknown."""
         if self._returns_unknown_tensor:
             raise not_an_input("")
         leaves = {id(t) for t in self.inputs.leaves if isinstance(t, torch.Tensor)}
         name = next((name for t, name in self.other_tensors if id(t) in leaves), None)
         if name is not None:
             raise not_captured(
-                f"the step reads {name}, one of its tensors, where no stand-in for it can be",
-                "it may compare tensors by identity, and would find two objects for one",
-                Fix("a variable, or an attribute of a module or an object", "can hold the tensor"),
+                f"the step reads the tensor {name} from a place where no fake can replace it",
+                "the step may compare tensors by identity, and would see two objects for one "
+                "tensor",
+                Fix(
+                    "a variable, or an attribute of a module or an object", "to store the tensor in"
+                ),
                 place="",
             )
 
@@ -777,9 +780,10 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
         for value, name in record.values_reached() if code else ():
             if code and _may_be_argument(value, v):
                 raise not_captured(
-                    f"{code.co_name} asks whether something is another object, an argument is a "
-                    f"{type(value).__name__}, and so is {name}",
-                    "the arguments of a step are rebuilt: `is` would see two objects for one",
+                    f"{code.co_name} uses `is` or `id`, and both an argument and {name} are "
+                    f"{type(value).__name__} objects",
+                    "container arguments are rebuilt for the graph, so `is` would compare "
+                    "different objects",
                     Fix("pass it, or read it by its name", "not both"),
                     place=f"{code.co_filename}:{code.co_firstlineno}",
                 )
@@ -793,8 +797,9 @@ def _check_keys(made_anew: Sequence[Any], record: ReadRecord) -> None:
             if type(key) not in PLAIN and any(_may_be_argument(key, v) for v in made_anew):
                 raise not_captured(
                     f"an argument is a {type(key).__name__}, and {name} has such objects as keys",
-                    "a step is given its arguments made anew: it would not be found among these",
-                    Fix("its tensors", "as arguments, and what stands under the key"),
+                    "container arguments are rebuilt for the graph, so the lookup by identity "
+                    "would fail",
+                    Fix("its tensors", "as arguments, and the value that was looked up"),
                     place="",
                 )
 

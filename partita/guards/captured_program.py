@@ -1,11 +1,11 @@
-"""Captured programs: how a call runs one, what ranks compare before it, and what ledgers record.
+"""Captured programs: how a call runs a program, what ranks compare before, and what ledgers record.
 
 `CapturedProgram.run` runs the graph and puts its outputs where the step would have put them: into
 slots, `.grad`, the result. Conditions, guards and answers decide when the program may run in place
-of the step. Plain tensors that are used with DTensors must be equal on all ranks. A small graph of
-the calls that compute them (`ReplicatedInputCheck`) runs before the first run, and before each
-under `check_ranks()`. A graph's redistributions are known in advance, so a run costs nothing extra
-without a ledger and without `strict()`.
+of the step. Plain tensors that are used with DTensors must be equal on all ranks. A small graph
+computes them (`ReplicatedInputCheck`) before the first run, and under `check_ranks()` before each
+run. A graph's redistributions are known in advance, so they cost nothing in a run without a ledger
+and without `strict()`.
 """
 
 from __future__ import annotations
@@ -46,19 +46,22 @@ class CapturedProgram(Program):
     """A captured step.
 
     Attributes:
-        compared: plain values used with DTensors, which ranks compare before the first run.
-        conditions: on its inputs: numbers, gradients, facts of tensors.
-        guards: on what the step read of Python at capture.
-        writes: the step's changes of Python objects, the same in each call.
-        trained: (index, value) of each leaf of the call whose `requires_grad` the step sets.
-        answers: to the branches on values for which the program was made.
+        replicated_inputs: the check that plain values used with DTensors are equal on all ranks.
+        conditions: the checks of the inputs: numbers, gradients, tensor metadata.
+        guards: the checks of the Python state that the step read at capture.
+        writes: the changes of Python objects that each call repeats.
+        requires_grad_writes: (index, value) for each tensor of the call whose `requires_grad` the
+            step sets.
+        answers: the results of branches on values that the program assumes.
         blocks: which blocks were folded, and why others were not.
-        work: its matrix products, for ledgers.
+        work: the matrix products, for ledgers.
         captured: the program before any pass.
-        search: finds how it is rewritten for a smaller budget, until it is compiled.
-        sharing: finds inputs that overlap one that is written.
-        asked: computes the answers that are numbers: the graph cannot run if these differ.
-        holds_writes: True while the writes of its capture are in effect, before its first run.
+        budget_search: the search for a rewriting with a lower peak; None after compilation.
+        overlap_check: the check whether a written input overlaps another input in memory.
+        numeric_answers: a graph for the answers that are numbers. It runs before the program, which
+            cannot run with others.
+        holds_writes: True from capture to the first run: Python objects have the values that
+            capture wrote.
     """
 
     replicated_inputs: ReplicatedInputCheck | None = None
@@ -77,7 +80,7 @@ class CapturedProgram(Program):
 
     @cached_property
     def changes(self) -> list[Any]:
-        """The change that each pass made to the graph. The passes run again, for some seconds."""
+        """The change that each pass made to the graph. Takes seconds: it runs the passes again."""
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
@@ -87,13 +90,13 @@ class CapturedProgram(Program):
         return function_of(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Undo the capture's changes of Python objects, if no run has made them since."""
+        """Undo the capture's changes of Python objects, unless a run has made them since."""
         for write in reversed(self.writes) if self.holds_writes else ():
             write.undo()
         self.holds_writes = False
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
+        """Raise on all ranks if they differ in a number or in a plain value used with DTensors."""
         numbers = [i for i in self.inputs if i.kind == "number"]
         for wire in self.wires if numbers else ():
             check_equal_on_ranks(
@@ -102,7 +105,7 @@ class CapturedProgram(Program):
                 wire,
                 fact="the ranks pass different numbers to a step",
                 reason="a number is one value, equal on every rank",
-                fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
+                fixes=(Fix("the same number", "on every rank, or pass a sharded tensor"),),
             )
         if self.replicated_inputs is not None:
             self.replicated_inputs.check(
@@ -112,7 +115,7 @@ class CapturedProgram(Program):
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
         """Adapt to the storages of the state, which may have changed since the last call.
 
-        Uneven shards get room for their padding, and `sharing` stores the storages.
+        Uneven shards get memory for their padding, and `overlap_check` stores the storages.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -121,15 +124,14 @@ class CapturedProgram(Program):
         self.overlap_check.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Run it in a call with these leaves, and put its outputs where the step puts them.
+        """Run the program in a call with these leaves, and store its outputs where the step does.
 
         Args:
-            inputs: as for `run_graph`.
+            inputs: the same as for `run_graph`.
 
         Returns:
-            The step's result; or an `OtherAnswers` if this call's answers differ from the
-            program's.
-            Then nothing has changed, and generators have their old states.
+            The step's result; or an `OtherAnswers` if the true answers differ from the program's.
+            Then nothing has changed, not even the state of generators.
         """
         if self.numeric_answers is not None:
             numbers = self.numeric_answers.compute(tensors, self._compute_numeric_answers)
@@ -188,11 +190,11 @@ class CapturedProgram(Program):
 
 @dataclass(eq=False)
 class SideGraph:
-    """A part of a captured graph without writes, which runs by itself.
+    """A part of a captured graph that runs separately. It has no writes.
 
     Attributes:
-        graph: computes some values.
-        inputs: of the graph.
+        graph: the graph that computes some values.
+        inputs: the inputs of the graph.
     """
 
     graph: fx.GraphModule
@@ -201,7 +203,7 @@ class SideGraph:
     def compute(
         self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        """Returns the values for the leaves `tensors`; random generators keep their states.
+        """Returns the values for the leaves `tensors`; random generators do not change.
 
         Args:
             run: runs the graph.
@@ -221,13 +223,13 @@ class SideGraph:
 class ReplicatedInputCheck:
     """The plain values that are used with DTensors, and must be equal on all ranks.
 
-    Eager compares such a value when a line first uses it. During capture there are no values, so
-    the calls that compute it are copied into a separate graph.
+    In eager, ranks compare such a value when a line first uses it. During capture there are no
+    values, so the calls that compute it are copied into a separate graph.
 
     Attributes:
-        side: computes the values.
-        said: for each value its name ("" if the step makes it) and the user's line.
-        wires: for each value, the wire on whose ranks it has to be equal.
+        side: the graph that computes the values.
+        said: the name of each value ("" if the step computes it) and the user's line.
+        wires: the wire of each value, on whose ranks it must be equal.
     """
 
     side: SideGraph
@@ -235,7 +237,7 @@ class ReplicatedInputCheck:
     wires: list[Wire]
 
     def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
-        """Raise on all ranks if one of the values differs between two of them.
+        """Raise on all ranks if a value differs between two ranks.
 
         Args:
             tensors: the leaves of the call.
@@ -263,8 +265,8 @@ def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
         place=line,
         reason="a plain tensor counts as one whole value, equal on every rank",
         fixes=(
-            Fix("pt.DTensor.from_local(t, mesh, placements)", "a rank's piece"),
-            Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+            Fix("pt.DTensor.from_local(t, mesh, placements)", "if each rank has its own piece"),
+            Fix("pt.distribute_tensor(t, mesh, placements)", "to use rank 0's value on all ranks"),
         ),
     )
 
@@ -275,11 +277,11 @@ def extract_compared(
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
 ) -> ReplicatedInputCheck | None:
-    """Returns a check of `values`, with a copy of what computes them; None if there are none.
+    """Returns a check of `values` with a copy of the nodes that compute them; None without values.
 
     Args:
-        given: the graph's inputs by node.
-        values: (node, wire) for each; nodes that were erased as unused are skipped.
+        given: the graph's inputs, by node.
+        values: (node, wire) of each value; erased nodes are skipped.
         line: the user's line, for values that are inputs.
     """
     there = set(made.graph.nodes)
@@ -299,7 +301,7 @@ def extract_values(
     """Returns a copy of the part of a graph without writes that computes `values`.
 
     Args:
-        given: the graph's inputs by node.
+        given: the graph's inputs, by node.
     """
     needed = set(values)
     for node in reversed(made.graph.nodes):
@@ -310,7 +312,7 @@ def extract_values(
 
 
 def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
-    """Returns a copy of the part of a program's graph that computes the answers at indices."""
+    """Returns a copy of the part of a program's graph that computes these answers."""
     graph = program.graph.graph
     at = [output.kind for output in program.outputs].index("answers")
     (end,) = graph.find_nodes(op="output")
@@ -361,7 +363,7 @@ def record_moves(program: Program) -> None:
     """Add the redistributions of a program to the ledgers.
 
     Raises:
-        LayoutError: one of them is implicit, and `strict()` forbids that.
+        LayoutError: a redistribution is implicit, and `strict()` forbids it.
     """
     scope = program.scope
     if scope is None or not scope.busy:
@@ -379,14 +381,14 @@ def record_moves(program: Program) -> None:
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
     """Report a program that is going to run to ledgers, `strict()` and `check_ranks()`.
 
-    They get the records that the same redistributions make in eager.
+    They get the same records as from the redistributions in eager.
 
     Args:
         title: the name of the step in errors.
         tensors: the leaves of the call.
 
     Raises:
-        LayoutError: `strict()` forbids it, or ranks differ under `check_ranks()`.
+        LayoutError: `strict()` forbids a redistribution, or ranks differ under `check_ranks()`.
     """
     assert program.scope is not None
     if program.scope.check is not None:
@@ -405,9 +407,9 @@ def _make_strict_error(move: Record) -> LayoutError:
         "forbids it",
         place=move.source,
         operands=(f"{move.before}  would become  {move.after}",) if move.before else (),
-        reason="under strict() only moves that the program requests are made, by a graph too",
+        reason="strict() allows only moves that the program requests, also in a graph",
         fixes=(
             Fix(f"redistribute before {move.op}", f"{move.kind} {human(move.nbytes)}"),
-            Fix("leave strict() around the step"),
+            Fix("remove pt.strict() around the step"),
         ),
     )

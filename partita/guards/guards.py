@@ -1,13 +1,13 @@
 """Guards: decide whether a program may be used for another call, and if not, why.
 
-A call has a signature (`signature_of`): the metadata of its tensors and of those that the step
-reaches, the keys of other arguments, torch's modes. Calls of equal signatures may run one program,
-if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`. `Guards.hold`
-first compares object identities, in a few passes that run in C. Places that hold or reach other
-objects than in the last call are then compared by type and content. Differences become the reason,
-as text: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+A call has a signature (`signature_of`): the metadata of its tensors and of the state's tensors, the
+keys of other arguments, torch's modes. Calls of equal signatures may run the same program if its
+guards hold: `Guards` (what the step read of Python) and `TensorGuard`. `Guards.hold` first compares
+object identities, in a few C calls. Then it compares by type and content the places that hold or
+reach other objects than in the last call. The differences become the reason, as text: "x: shape (8,
+4) became (6, 4); cfg['k']: 1 became 4" (`History`).
 
-A "leaf" here is one of the tensors and values that `tensors_of_call` lists for a call. Only
+A "leaf" in this module is one of the tensors and values that `tensors_of_call` returns. Only
 `t.is_leaf` has autograd's meaning.
 """
 
@@ -74,7 +74,7 @@ _INSIDE = frozenset(INSIDE)
 
 
 class Guards:
-    """The places that must hold what they held at capture for a program to run again.
+    """The places whose values must be the same as at capture, or a program may not run again.
 
     Each place holds a value, which may reach *parts*: containers and other objects that may change
     in place. Keys (`values.content_key`) are compared with those at capture. They are computed only
@@ -84,7 +84,7 @@ class Guards:
     Args:
         places: the places that the step read; their current values are expected.
         types: (object, type) of objects whose type was read.
-        inputs: which of these are inputs of the graph.
+        inputs: the values that are inputs of the graph.
         huge: containers whose entries are compared by identity.
         classes: classes whose number of attributes is guarded: a new one may hide another.
         namespaces: (name, variables, read names or None for all) of modules, functions and
@@ -150,12 +150,12 @@ class Guards:
         return len(self._places)
 
     def as_of_now(self) -> Guards:
-        """Returns guards of the same places that expect their current values."""
+        """Returns guards of the same places, which expect the current values."""
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of the expected values, equal for captures that have read the same."""
+        """Returns a hash of the expected values, equal for captures that have read equal values."""
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
@@ -163,13 +163,12 @@ class Guards:
         return self._last_leaf < count
 
     def hold(self, leaves: Sequence[Any] = (), are_the_same: bool = False) -> bool:
-        """Returns True if all places hold what is expected, and then stores their current objects.
-
-        The next call compares identities with these objects. Each tensor that was read must be the
-        same leaf of the call as at capture.
+        """Returns True if all places hold the expected values, and then stores their current
+        objects. The next call compares identities with these objects. Each tensor that was read
+        must be the same leaf of the call as at capture.
 
         Args:
-            leaves: of the call.
+            leaves: the leaves of the call.
             are_the_same: True if the leaves that were read are the tensors of the last call.
         """
         moved = self._find_moved()
@@ -263,7 +262,7 @@ class Guards:
         """Returns up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
 
         Args:
-            leaves: of the call; None counts all tensors as equal.
+            leaves: the leaves of the call; None counts all tensors as equal.
         """
         found = self._list_other_names()
         walk = self._make_walk(find_first_leaves(leaves or ()))
@@ -309,9 +308,8 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if no place held, at capture, a tensor with one of these ids that was no leaf.
-
-        If such a tensor is now an argument, and so a leaf, the guards must compare the place.
+        """True if no place held a tensor with one of these ids that was not a leaf at capture. If
+        such a tensor is now an argument, and so a leaf, the guards must compare the place.
         """
         return all(ids.isdisjoint(tensors) for ids in self._others.values())
 
@@ -428,10 +426,10 @@ class PlaceContent(NamedTuple):
     """The content of a place.
 
     Attributes:
-        key: of the value.
+        key: the key of the value.
         parts: (object, key) of objects that may change in place, in the order of the walk.
-        others: ids of tensors that are no leaves of the call.
-        met: ids of the parts; or of all objects that code may compare by `is`.
+        others: the ids of tensors that are not leaves of the call.
+        met: the ids of the parts, or of all objects that code may compare by `is`.
     """
 
     key: Any
@@ -450,10 +448,10 @@ class ReadInputs:
     """The graph inputs among what the step read, and the containers that the program writes.
 
     Attributes:
-        leaves: by id, the first index of each tensor among the leaves of the captured call.
-        slots: identities of the places whose tensors `TensorGuard` compares.
+        leaves: the first index of each tensor among the leaves of the captured call, by id.
+        slots: the identities of the places whose tensors `TensorGuard` compares.
         numbers: the number inputs that are in a slot or an optimizer's group.
-        written: ids of containers.
+        written: the ids of the containers that the program writes.
     """
 
     leaves: Mapping[int, int] = field(default_factory=dict)
@@ -462,7 +460,7 @@ class ReadInputs:
     written: frozenset[int] = frozenset()
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
-        """Returns the index of each number, by the identity of its current place."""
+        """Returns the index of each number, by the identity of the number's current place."""
         found = {}
         for i, given in enumerate(self.numbers):
             with suppress(LookupError):  # an optimizer may have fewer groups now
@@ -471,7 +469,7 @@ class ReadInputs:
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
-    """Returns by id the first index of each tensor among the leaves of a call."""
+    """Returns the first index of each tensor among the leaves of a call, by id."""
     last_first = reversed([*enumerate(leaves)])
     return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 
@@ -484,7 +482,7 @@ class WatchedItems:
     """The current items of containers, arrays and similar objects, to detect changes.
 
     Args:
-        parts: by index of a place, the objects that it reaches.
+        parts: the objects that each place reaches, by the place's index.
     """
 
     def __init__(self, parts: dict[int, Parts]):
@@ -593,7 +591,7 @@ class TensorGuard:
     """The tensors in some slots, and their storages and metadata, to detect changes.
 
     A tensor object may get another storage, shape, dtype or layout. There are four tensors for each
-    parameter, so each property is read of all tensors in one pass that runs in C.
+    parameter, so each property is read from all tensors in one C call.
 
     Args:
         tensors: the tensor in each slot.
@@ -632,9 +630,8 @@ def signature_of(
     """Returns the signature of a call: a tuple of (name, value...) for each part.
 
     Args:
-        tensors, names: the leaves of what the step reaches, then those of the call; and their
-            names, which describe the path to each.
-        call: its (args, kwargs).
+        tensors, names: the leaves of the call, and their names, which describe the path to each.
+        call: the (args, kwargs) of the call.
     """
     first: dict[int, int] = {}
     arguments, structure = flatten_call(call)
@@ -669,7 +666,7 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if the shards of `t` are uneven, so that they enter a graph padded."""
+    """True if the shards of `t` are uneven, so that a graph gets them padded."""
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
 
@@ -737,7 +734,7 @@ def describe_call(
 
     Args:
         tensors, names: the tensors and values of the call, and their names.
-        call: its (args, kwargs).
+        call: the (args, kwargs) of the call.
     """
     found: Description = {}
     first: dict[int, str] = {}
@@ -851,7 +848,7 @@ class History:
         what: the step's name, in warnings.
 
     Attributes:
-        reasons: of the last `_REMEMBERED` captures.
+        reasons: the reasons of the last `_REMEMBERED` captures.
     """
 
     def __init__(self, what: str):
@@ -866,7 +863,7 @@ class History:
         self._warned_of: set[str] = set()
 
     def reason(self, describe: Callable[[], Description], leaves: Sequence[Any]) -> str:
-        """Returns why a call needs a new program; `describe` returns the call's description."""
+        """Returns why a call needs a new program; `describe()` returns the call's description."""
         if not self._described:
             return _FIRST_CALL
         return _explain_difference(describe(), leaves, self._described.values())
@@ -883,10 +880,10 @@ class History:
         """Record that a program was captured.
 
         Args:
-            reason: why.
+            reason: the reason of the capture.
             key: (the call's signature, the number of the capture).
-            description: of the call.
-            numbers: `Conditions.identify_numbers`.
+            description: the description of the call.
+            numbers: the result of `Conditions.identify_numbers`.
             keep: the most programs that the step keeps.
         """
         self._look_for_counters(reason, description)

@@ -1,15 +1,15 @@
 """The state of a step: what it reaches, and the place of each value.
 
 The state is what a step reads and writes besides its arguments: modules, optimizers, tensors, and
-lists and dictionaries of them. `find_state` searches closures, defaults, globals that the code
-uses, and the object of a method; the same of functions of the user that these reach; places that
-functions read in a capture run; and `state=`. Each tensor gets a slot. The leaves of a call are
-those of all slots, then those of the arguments (`tensors_of_call`). Inputs of a graph refer to them
-by index.
+lists and dictionaries of them. `find_state` searches in closures, defaults, globals that the code
+uses, and the object of a method; in those of the user's functions that these reach; in places that
+a capture run has read; and in `state=`. Each tensor gets a slot. The leaves of a call are the
+values of all slots, then the leaves of the arguments (`tensors_of_call`). Inputs of a graph refer
+to them by index.
 
 A slot is identified by the path on which it was found. If an object on the path has been replaced,
-another search gives the slots their new homes (`State.has_changed`). The guards check that each
-value that the step reads is the leaf that the graph uses for it.
+a new search gives the slots their new homes (`State.has_changed`). Guards check that the step reads
+the same leaves as the graph.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ _SEARCHES = 4  # the most times that runs for one call may add state
 
 @dataclass
 class State:
-    """What a step can reach.
+    """The state that a step can reach.
 
     Attributes:
-        modules, optimizers: by the first name under which each was found.
-        slots: of the tensors of modules, and of tensors in variables, lists and dictionaries. Not
-            of optimizers, whose state comes and goes: see `optimizer_slots`.
+        modules, optimizers: the modules and optimizers, by the first name under which each was
+            found.
+        slots: the slots of modules' tensors, and of tensors in variables, lists and dictionaries.
+            Not
+        of optimizers, whose state comes and goes: see `optimizer_slots`.
         values: the slots of Python floats.
         by_path: the slots of this search and of earlier ones that a program refers to.
         parts: each module, with all modules inside it.
@@ -81,8 +83,8 @@ class State:
         links: (home, key, object) of each object on the path to a slot.
         lists: (container, length) of lists and dictionaries that were searched.
         reached: places with state that only a run of the step has shown.
-        search: searches again, with more such places.
-        searches: the number of times that this was done for one call.
+        search: a function that searches again, with more such places.
+        searches: the number of such searches for one call.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Returns the exception to raise if `places`, which a run read, hold new state, or None."""
+        """Returns the exception to raise if `places` (read in a run) hold new state; else None."""
         if self.search is None or self.searches >= _SEARCHES:
             return None
         now = {place.identity: place for place in places}
@@ -114,7 +116,7 @@ class State:
         return NewStateFound(found)
 
     def names_by_id(self) -> dict[int, str]:
-        """Returns by id the names of optimizers, of modules, and of the modules inside them."""
+        """Returns the names of optimizers, modules and submodules, by id."""
         names = {id(o): name for name, o in self.optimizers.items()}
         for name, module in self.modules.items():
             for prefix, part in module.named_modules():
@@ -132,12 +134,12 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if the modules and optimizers among these arguments are those of the search."""
+        """True if these arguments contain the same modules and optimizers as in the search."""
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def has_changed(self) -> bool:
-        """True if another search would find other slots, or slots in other homes."""
+        """True if a new search would find other slots, or slots in other homes."""
         try:
             collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
             if any(home[key] is not value for home, key, value in self.links):
@@ -147,7 +149,7 @@ class State:
         return any(count_items(held) != count for held, count in self.lists)
 
     def optimizer_slots(self) -> list[Slot]:
-        """Returns the slots of the tensors that are in optimizers' state now."""
+        """Returns the slots of the tensors that optimizers' state contains now."""
         names: dict[int, str] = {}  # modules' slots come first, so their names win
         for slot in self.slots:
             if slot.kind == "parameter":
@@ -162,7 +164,7 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, value) of other settings that a program depends on, beside guards."""
+        """Yields (name, value) of the settings that a program depends on, beside guards."""
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])
         for name, optimizer in self.optimizers.items():
@@ -171,7 +173,7 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded_places(self) -> Iterator[Place]:
-        """Yields places that are guarded even if no read was seen, as parameter groups."""
+        """Yields places that are guarded even if no read was seen, such as parameter groups."""
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
             yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
@@ -187,7 +189,7 @@ class State:
             raise not_captured(
                 "the step runs within parametrize.cached()",
                 "a value that was cached before the call is not an input",
-                Fix("with parametrize.cached():", "within the step, or not around it"),
+                Fix("with parametrize.cached():", "inside the step, not around it"),
             )
 
 
@@ -195,7 +197,7 @@ class NewStateFound(Exception):
     """A run has read tensors, modules or optimizers that were not found before.
 
     Attributes:
-        state: the state that includes these.
+        state: the state that includes them.
     """
 
     def __init__(self, state: State):
@@ -209,7 +211,7 @@ def _modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves of a call, in order: those of all slots, then those of the arguments."""
+    """Returns the leaves of a call: the values of all slots, then the leaves of the arguments."""
     found: list[Any] = []
     for slot in slots:
         value = slot.value
@@ -256,7 +258,7 @@ def find_state(
     Args:
         given: the objects of `state=`.
         reached: places that runs of the step have read.
-        before: the result of an earlier search, whose slots are kept and get their current homes.
+        before: the result of an earlier search. Its slots are kept and get their current homes.
     """
     by_path: SlotsByPath = weakref.WeakValueDictionary() if before is None else before.by_path
     return _search_state(step, list(given), _modules_among(args, kwargs), by_path, reached)

@@ -1,7 +1,7 @@
-"""What a step leaves in Python: attributes of modules, containers, results that are no tensors.
+"""Python outputs of a step: attributes of modules, containers, results that are not tensors.
 
-What calls could not repeat is refused: tensors left in lists or variables, attributes on tensors,
-writes to Python objects that change each time.
+Outputs that later calls could not repeat raise an error: tensors stored in lists or variables,
+attributes of tensors, writes to Python objects that differ in each call.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModuleAttributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Remove fakes that the step sets as attributes of modules, after the block."""
+        """After the block, remove the fakes that the step has stored in attributes of modules."""
         self._before = [dict(home) for _, home in self._homes]
         containers = [
             (value, _copy_items(value))
@@ -97,25 +97,25 @@ class ModuleAttributes:
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """Returns the error to raise if the step leaves `value` in a place."""
+        """Returns the error to raise if the step stores `value` in a place."""
         for _, attributes in self._homes:
             if place.home is attributes.get("_buffers"):
                 return not_captured(
                     f"the step registers {place.name}, a buffer that its module did not have",
-                    "which buffers a module has is known before a step is captured",
-                    Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
-                    Fix("call the module once before", "where its forward registers what it lacks"),
+                    "a module's buffers must be known before a step is captured",
+                    Fix("self.register_buffer(...) in __init__", "the step may register it again"),
+                    Fix("call the module once before", "if its forward registers missing buffers"),
                 )
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Returns slots of the attributes in which the step leaves a tensor; called in `restored`.
+        """Returns slots of the attributes in which the step stores a tensor; called in `restored`.
 
         Args:
-            known: identities of the slots that are inputs.
+            known: the identities of the slots that are inputs.
 
         Raises:
-            CaptureError: it leaves one in a list, a dictionary or a variable that held none.
+            CaptureError: the step stores a tensor in a list, dictionary or variable that held none.
         """
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
@@ -136,7 +136,7 @@ class InputAttributes:
     """Attributes that the user has set on input tensors, copied to their fakes.
 
     Args:
-        record: of what the step reads of Python: these attributes become guards.
+        record: the record of what the step reads of Python: the attributes become guards.
     """
 
     def __init__(self, record: ReadRecord):
@@ -158,15 +158,16 @@ class InputAttributes:
             if user_hooks_of(fake) != hooks:
                 raise not_captured(
                     f"the step changes the hooks of {given.name}",
-                    "a hook is not part of a graph: it would be registered only once, at capture",
+                    "a hook is not part of a graph: only the capture would register it",
                     Fix("register it before the step"),
-                    Fix("handle.remove()", "within the step, for a hook of this call alone"),
+                    Fix("handle.remove()", "within the step, if the hook is for this call only"),
                 )
             for name in {*before, *attributes_given_to(fake)}:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
                         f"the step sets {given.name}.{name}",
-                        "an attribute of a tensor is not part of a graph: it would be set once",
+                        "an attribute of a tensor is not part of a graph: only the capture would "
+                        "set it",
                         Fix("do it outside the step", "before or after the call"),
                     )
 
@@ -175,22 +176,24 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raise CaptureError if a part of a result, not itself a tensor, holds one or its text.
+    """Raise CaptureError if a non-tensor part of a result holds a tensor, or text of one.
 
     Args:
-        known: as for `holds_made`.
+        known: the same as for `holds_made`.
     """
     if is_text_of_unknown(value):
         raise not_captured(
-            "the step returns text that a tensor, or what .item() gave, was put into",
-            "its values are known after the graph has run; the text would be that of capture",
+            "the step returns a string that was formatted from a tensor, or from a value of "
+            ".item()",
+            "the values are known only after the graph has run, and each call would return the "
+            "string of capture",
             Fix("return the tensor", "and format it outside"),
         )
     if is_filled(value) or holds_made(value, known):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
-            "what is not a tensor is returned as it was at capture",
+            "only tensors are computed in each call; the object would be the one of capture",
             Fix("return a tuple or a dictionary"),
             Fix(f"torch.utils._pytree.register_dataclass({kind})"),
         )
@@ -235,7 +238,7 @@ def holds_made(value: Any, known: Container[int]) -> bool:
     """True if an object that the step has made holds a fake tensor, or text of one.
 
     Args:
-        known: ids of objects that existed before the step, which hold fakes for a while.
+        known: the ids of objects that existed before the step. They hold fakes during capture.
     """
 
     def list_held(held: Any) -> Iterable[Any]:
@@ -258,7 +261,7 @@ def _in_container(value: Any) -> Iterable[Any]:
 def walk_reachable(
     value: Any, held_by: Callable[[Any], Iterable[Any]] = _in_container
 ) -> Iterator[Any]:
-    """Yields `value` and all that it holds, each once; by default what containers hold."""
+    """Yields `value` and all that it holds, each once; by default the items of containers."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -305,20 +308,20 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:
-    """Returns the error to raise if the step leaves a tensor or number in the place `name`."""
+    """Returns the error to raise if the step stores a tensor or number in the place `name`."""
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     if value is not None and not _stands_in(value) and not is_filled(value):
         kind = type(value).__name__
         return not_captured(
             f"the step makes a {kind} that holds tensors, and leaves it in {name}",
             "during capture fakes replace its tensors, and the object would keep them",
-            Fix(f"make the {kind} before the step", "as in __init__; then the step may use it"),
+            Fix(f"make the {kind} before the step", "for example in __init__"),
         )
     return not_captured(
         f"the step leaves {what} in {name}",
         "a list, a dictionary or a variable would be written only once, not in each call",
         Fix("return it"),
-        Fix("an attribute of a module", "which may hold what a step computes"),
+        Fix("an attribute of a module", "may hold what a step computes"),
     )
 
 
@@ -329,14 +332,14 @@ def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> Ca
     """Returns the error to raise for a write to a Python object that a program would not repeat.
 
     Args:
-        codes: of the functions that ran.
-        step: its line is given if that of the write is unknown.
+        codes: the code of the functions that ran.
+        step: the step. Its line is used if the line of the write is unknown.
     """
     was, now = brief(write.before), brief(write.after)
     changed = f" ({was} became {now})" if was != now else ""
     return not_captured(
         f"the step changes {write.place.name}{changed}",
-        "a graph contains tensors: this would change only once, at capture, not in each call",
+        "a graph contains only tensors: only the capture would make this change, not each call",
         Fix("do it outside the step", "before or after the call"),
         place=line_of_write(codes, write.place.key) or _line_of(step),
     )

@@ -1,13 +1,13 @@
 """Predicted values: values that depend on the small inputs of a call, on every rank.
 
-A step may read values (`grid.tolist()`) and branch on them. `PredictedValues` runs each new node of
-the graph that is being traced on the CPU, if all its operands are known: constants, small inputs of
-the call, and what was computed from these. Sharded integers are gathered once
-(`gather_small_integers`). From then on the nodes run for all ranks, and collectives are copies
-within the process.
+A step may read values (`grid.tolist()`) and branch on them. While the graph is traced,
+`PredictedValues` runs each new node on the CPU if all its operands are known: constants, small
+inputs of the call, and values computed from these. Sharded integers are gathered once
+(`gather_small_integers`). After that each rank runs the nodes for all ranks, and collectives are
+copies within the process.
 
-A prediction is a guess. The graph computes the true value, and writes nothing if that differs
-(`answers`).
+A prediction is a guess. The graph computes the true value, and writes nothing if the guess was
+wrong (`answers`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ValuesOfCall:
     """What is known of the values of a call when a capture starts again.
 
     Attributes:
-        reads: the numbers that the step reads first, in order.
-        integers: by index among the leaves of the call, an integer input's local values on each
-            rank, as they enter the graph.
+        reads: the first numbers that the step reads, in order.
+        integers: the local values of integer inputs on each rank (padded, as the graph gets them),
+            by index among the leaves of the call.
         mesh: the mesh of these ranks.
     """
 
@@ -59,10 +59,10 @@ class ValuesOfCall:
 def gather_small_integers(
     inputs: Iterable[Input], tensors: Sequence[Any], wires: Iterable[Wire]
 ) -> ValuesOfCall:
-    """Returns the local values on all ranks of a call's small integer arguments. All ranks call it.
+    """Returns the values on all ranks of a call's small integer arguments. All ranks must call it.
 
     Args:
-        inputs: of the graph.
+        inputs: the inputs of the graph.
         tensors: the leaves of the call.
     """
     among = [*wires]
@@ -95,11 +95,11 @@ class PredictedValues:
     """The values of the nodes of one graph, computed as it grows.
 
     Args:
-        graph: that is being traced.
+        graph: the graph that is being traced.
         root: the tracer's module, which holds the graph's constants.
-        inputs: by node.
-        wires: by wire of an input, the `TraceWire` that replaces it during the run.
-        known: the values that are known of the call.
+        inputs: the graph's inputs, by node.
+        wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
+        known: the known values of the call.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PredictedValues:
         self._read_of: dict[fx.Node, float] = {}  # computed values, by the node that is read
 
     def note_read(self, node: fx.Node, place: int) -> None:
-        """Store the node of the number that is at the index `place` among the step's reads."""
+        """Store the node of the number with the index `place` among the step's reads."""
         of, reads = node.all_input_nodes[0], self._known.reads
         if place < len(reads):
             self._read_of[of] = reads[place]

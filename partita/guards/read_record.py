@@ -1,15 +1,15 @@
-"""Reached values: for each value that a captured step reaches, the places to which it leads.
+"""Reached values: the places to which each value that a captured step reaches leads.
 
 Some reads cannot be seen when they happen, so the places that code may read are recorded in
-advance. When its code runs for the first time, a function leads to the globals, closure cells,
-defaults and attributes of modules that its bytecode names. A class, module or function leads to
-those of its variables whose names occur in code; if code reflects (`getattr(x, key)`, `vars(x)`),
-to all of them. Containers are recorded whole, and a bound method leads to its owner. What no guard
-can cover, such as an iterator, is refused.
+advance. When a function runs for the first time, it leads to the globals, closure cells, defaults
+and attributes of modules that its bytecode names. A class, module or function leads to its
+variables whose names occur in code; if code reflects (`getattr(x, key)`, `vars(x)`), to all of its
+variables. Containers are recorded whole, and a bound method leads to its owner. A value that no
+guard can cover, such as an iterator, raises an error.
 
-To *reach* a value is to record what it leads to, once. `reach_*` do this; `read_*` record that a
-place is read, and reach its value. A value is reached *by name* if code only has the name of its
-place, and may not read it.
+To *reach* a value is to record, once, the places to which it leads. `reach_*` do this; `read_*`
+record that a place is read, and reach its value. A value is reached *by name* if code contains the
+name of its place, but possibly never reads it.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class ReadRecord(PlaceRecord):
     """What one run of a step under capture reads, and the functions that it runs.
 
     Args:
-        names: by id, the names of modules and optimizers that were found before the run.
+        names: the names of modules and optimizers that were found before the run, by id.
 
     Attributes:
-        codes: by id, the code objects that ran.
+        codes: the code objects that ran, by id.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -187,10 +187,10 @@ class ReadRecord(PlaceRecord):
 
         Args:
             step: the function that is going to run.
-            arguments: (name, value) of what it can use without reading a place.
+            arguments: (name, value) of values that the step can use without reading a place.
 
         Raises:
-            CaptureError: the step read what no guard can cover.
+            CaptureError: the step read a value that no guard can cover.
         """
         calls = Calls(self, self.enter_frame, self.reach_globals)
         try:
@@ -223,7 +223,7 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of what was reached; capture assumes that it existed before the step."""
+        """Returns the ids of the reached objects, which capture assumes the step did not make."""
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
@@ -233,9 +233,8 @@ class ReadRecord(PlaceRecord):
 
     @property
     def sees_calls(self) -> bool:
-        """True if functions are recorded when they run; False if when they are reached.
-
-        The latter is the case if another profiler was active when recording began.
+        """True if functions are recorded when they run; False if they are recorded when they are
+        reached. It is False if another profiler was active when recording began.
         """
         return not self._reads_ahead
 
@@ -253,7 +252,7 @@ class ReadRecord(PlaceRecord):
         """Returns guards that expect the current values of all places that were read.
 
         Args:
-            inputs: which of the values are inputs of the graph.
+            inputs: the values that are inputs of the graph.
             extra: more places to guard.
         """
         spaces = [(o, name) for o, name in self._namespaces.values() if not has_type(o, type)]
@@ -308,7 +307,7 @@ class ReadRecord(PlaceRecord):
     # -- attributes --------------------------------------------------------------------------------
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that an attribute is read, the first time."""
+        """Record the first read of an attribute."""
         if self._is_paused:
             return
         if id(owner) not in self._objects:
@@ -407,8 +406,8 @@ class ReadRecord(PlaceRecord):
         """Record that the step reads the attribute `name` of the class `kind`.
 
         Returns:
-            Its value. MISSING, with nothing recorded, if the class has none, or if the name is a
-            special one that is not in `WITH_FIELDS`.
+            The attribute's value. MISSING, with nothing recorded, if the class lacks it, or if it
+            is a special name that is not in `WITH_FIELDS`.
         """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
@@ -433,7 +432,7 @@ class ReadRecord(PlaceRecord):
         """Record the places to which `value`, reached for the first time, leads, by its type.
 
         Raises:
-            CaptureError: no guard can cover it: an iterator, shared memory, a generator.
+            CaptureError: no guard can cover the value: an iterator, shared memory, a generator.
         """
         kind: Any = type(value)
         if issubclass(kind, enum.Enum):
@@ -453,7 +452,7 @@ class ReadRecord(PlaceRecord):
             self.reach_value(under, name)
         elif is_shared_memory(value):
             self.refuse(
-                f"the step reads {name}, memory that others may write ({kind.__name__})",
+                f"the step reads {name}, memory that other processes may write ({kind.__name__})",
                 "a graph would always use the contents at capture",
                 name,
             )
@@ -523,7 +522,7 @@ class ReadRecord(PlaceRecord):
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
-        """Make an object's class report reads of its attributes from now on."""
+        """Make an object's class report reads of the object's attributes from now on."""
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
@@ -562,7 +561,7 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Store a function that the step may call; the names in its code are read when it runs."""
+        """Store a function that the step may call; its run records the names in its code."""
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
             self._unread_methods[id(f)] = f
@@ -591,7 +590,7 @@ class ReadRecord(PlaceRecord):
             self._waiting.setdefault(id(f.__code__), []).append((f, name))
 
     def reach_methods(self, kind: type, name: str) -> None:
-        """Store the methods of a class, which are entered when they run."""
+        """Store the methods of a class; their names are recorded when they run."""
         self._classes[id(kind)] = kind
         if is_user_module(kind.__module__):
             self._describe(kind, kind.__name__)
@@ -642,7 +641,7 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record variables of a module, class or function that code names, now or later."""
+        """Record variables of a module, class or function that code names now or later."""
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)
@@ -723,9 +722,8 @@ class ReadRecord(PlaceRecord):
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Record these attributes of all reached objects, classes and modules, now and later.
-
-        Code that ran contains these names, and its reads are not seen one by one.
+        """Record these attributes of all objects, classes and modules that are reached now or
+        later. Code that ran contains these names, and its single reads are not seen.
         """
         new = names - self._names_asked
         self._names_asked |= new
@@ -917,8 +915,8 @@ def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
     if inner is not None and not record.reached_by_name:
         warnings.warn(
             f"{name} has {len(value):,} entries: a compiled step detects when one is replaced, "
-            f"not when its contents change ({brief(inner)}). Pass what the step needs "
-            "of it as an argument",
+            f"not when its contents change ({brief(inner)}). Pass the entries that the step "
+            f"needs as arguments",
             stacklevel=2,
         )
 

@@ -1,13 +1,14 @@
 """The record of the places that a step reads while it is captured, and of its writes.
 
-A value that is read may lead to others: it is *reached*, and the places to which it leads are
-recorded by its type (`read_record`). It is also copied, so that `Snapshots.find_writes` finds what
-the step has changed.
+A value that is read may lead to others: it is *reached*, which means that the places to which it
+leads are recorded (`read_record`). It is also copied, so that `Snapshots.find_writes` finds the
+step's changes.
 
 Reads of attributes are seen by a `__getattribute__` that reports them to the record of this thread.
 While a step is captured, it is installed in nn.Module, optimizers, schedulers and each class of the
-user that is reached (`instrument`). Threads without a record read as usual. But a thread that reads
-a module whose parameters are replaced by fakes waits until they are restored (`exclusive_access`).
+user that is reached (`instrument`). Other threads read as usual. But while the parameters of a
+module are replaced by fakes, a thread that reads the module waits until they are restored
+(`exclusive_access`).
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ class PlaceRecord:
     """The places that one run of a step under capture reads, and their values.
 
     Attributes:
-        places: by identity, the places that were read, in order.
-        huge: by id, containers that are not compared deeply.
-        snapshots: copies of what was reached, to find what the step writes.
+        places: the places that were read, by identity, in order.
+        huge: the containers that are not compared deeply, by id.
+        snapshots: copies of the reached values, to find the step's writes.
         error: the refusal to raise when the step is over, even if the step caught it.
         reached_by_name: see `reaching_by_name`.
         places_by_name: identities of places that may not have been read.
-        hashed: by id, real tensors that the user's code has looked up in, or added to, a set or
-            dictionary.
+        hashed: the real tensors that the user's code has looked up in, or added to, a set or
+            dictionary, by id.
     """
 
     def __init__(self) -> None:
@@ -112,10 +113,7 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Reach values inside the block only because code contains their names.
-
-        The step may not read them.
-        """
+        """Reach values by name inside the block: code names them, but may not read them."""
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
@@ -123,7 +121,7 @@ class PlaceRecord:
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Raise CaptureError, now and after the run; `name` is the value's, for the usual fix."""
+        """Raise CaptureError, now and after the run; `name` names the value in the fix."""
         usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
         self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
@@ -172,9 +170,12 @@ class PlaceRecord:
             return
         if _has_tensor_keys(value) and not (self._read_by_library or self.note_unread(value)):
             self.refuse(
-                f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
-                "during capture fakes replace its tensors, and they are not found there",
-                fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
+                f"the step reads {name}, which looks up tensors by identity "
+                f"({type(value).__name__})",
+                "during capture fakes replace tensors, and it does not contain the fakes",
+                fix=Fix(
+                    "names instead", "such as those of named_parameters(), or tensors in a list"
+                ),
             )
         if issubclass(kind, torch.Tensor) or (
             issubclass(kind, PLAIN) and not may_have_attributes(value)
@@ -184,7 +185,7 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """True if `value` is reached only by name. It is then refused when it is read."""
+        """True if `value` is reached only by name. The error is then raised when it is read."""
         if self.reached_by_name:
             self._unread[id(value)] = value
         return self.reached_by_name
@@ -194,7 +195,7 @@ class PlaceRecord:
             return
         self.refuse(
             f"the step reads {name}, which holds weak references ({type(value).__name__})",
-            "its objects may be freed before the next call, and a graph would keep them",
+            "its objects may be freed before the next call, but a graph would keep them alive",
             name,
         )
 
@@ -240,12 +241,12 @@ class Write:
     """One change that a step made to a Python object.
 
     Attributes:
-        place: where; a whole container or array is a place without a key.
+        place: the place that changed; for a whole container or array, a place without a key.
         before, after: the value before the step, and the value now.
-        is_repeatable: True if a later call can make the same change; False for a change of order
-            or length.
-        is_of_library: True if a library writes there, as its own counters: it matters only if it
-            leaves a tensor.
+        is_repeatable: True if a later call can make the same change; False for a change of order or
+            length.
+        is_of_library: True if a library writes there, for example its own counters. This matters
+            only if it stores a tensor.
         is_attribute: True if the place is a variable, or an attribute of a user's object.
     """
 
@@ -371,7 +372,7 @@ class Snapshots:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
     def snapshot_cache(self, cache: Any, name: str) -> None:
-        """Store which results a cache holds: of an `lru_cache` function, or a weak dictionary."""
+        """Store the current results of a cache: an `lru_cache` function, or a weak dictionary."""
         before = {id(v): v for v in _list_held(cache)}
 
         def list_made() -> tuple[Any, ...]:
@@ -389,7 +390,7 @@ class Snapshots:
     def value_before(self, home: Any, key: Any) -> Any:
         """Returns the value that a dictionary had at `key` before the step.
 
-        If the dictionary was not copied, it is the current value.
+        If the dictionary was not copied, this is the current value.
         """
         copied = self._containers.get(id(home))
         return (home if copied is None else copied.before).get(key, MISSING)
@@ -403,7 +404,7 @@ class Snapshots:
             self._containers.setdefault(id(value), copied)
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
-        """Copy a container or object that capture has made, and those in it, unless in `known`."""
+        """Copy a container or object that capture has made, and its contents, except `known`."""
         if id(value) in known:
             return
         if is_taken_apart(value):
@@ -660,7 +661,7 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """Returns the number of attributes of a class, without that of `instrument`."""
+    """Returns the number of attributes of a class, without the one that `instrument` adds."""
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added

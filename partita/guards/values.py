@@ -1,6 +1,6 @@
-"""Values and places: what a program can read, and where, in comparison with capture.
+"""Values and places: keys that compare values with those of capture, and places that hold values.
 
-`content_key` makes a hashable key of a value. Keys are equal if a program reads the same from both
+`content_key` makes a hashable key of a value. Keys are equal if a program cannot distinguish the
 values. Numbers and strings are compared by type and bits (0.0 is not -0.0, True is not 1, NaN is
 NaN), containers by their contents, arrays and buffers by their bytes, other objects by identity. A
 tensor is an input of the graph. `find_difference` returns the place in which two keys differ:
@@ -8,9 +8,9 @@ tensor is an input of the graph. `find_difference` returns the place in which tw
     find_difference(content_key([1, 2]), content_key([1, 3]))    ("[1]", "2", "3")
 
 A `Place` has a home and a key, which identify it, a name for messages, and functions that read and
-write its value. A function makes the places of each sort: cells, slots, attributes of classes,
+write its value. There is a function for each kind of place: cells, slots, attributes of classes,
 settings. An attribute of an object may be in its `__dict__`, in a slot, in a dictionary of an
-nn.Module, or in a class. Attributes and hooks of tensors are compared for all tensors at once.
+nn.Module, or in a class. Attributes and hooks are compared for all tensors at once.
 
     Place("cfg.scale", vars(cfg), "scale").value    the current value of `cfg.scale`
 """
@@ -101,8 +101,9 @@ class ContainerKey(NamedTuple):
     """The key of a container: its type, its keys in order (a set's unordered) and its items' keys.
 
     Attributes:
-        keys: None for lists and tuples.
-        own: the key of its attributes; includes its identity if the program writes it.
+        keys: the container's keys; None for lists and tuples.
+        own: the key of its attributes. It includes the identity if the program writes the
+            container.
     """
 
     kind: type
@@ -119,7 +120,7 @@ class EntriesKey:
         self.keys, self.values = items_of(value)
 
     def expand(self) -> ContainerKey:
-        """Returns a key that has one for each entry."""
+        """Returns a key that contains a key for each entry."""
         parts = tuple(map(_key_of_entry, self.values))
         return ContainerKey(self.kind, _keys_of_members(self.kind, self.keys), parts)
 
@@ -158,19 +159,19 @@ def _keys_of_members(kind: type, keys: list[Any] | None) -> Any:
 
 
 def argument_key(value: Any) -> Any:
-    """Returns the key of an argument that is no tensor; for a float, an input, only its type."""
+    """Returns the key of a non-tensor argument; for a float, which is an input, only its type."""
     if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
     return whole_key(value)
 
 
 def whole_key(value: Any) -> Any:
-    """Returns the key of an argument, in which dataclasses are compared by their fields."""
+    """Returns the key of an argument; dataclasses are compared by their fields."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """Returns the key of a value that is no number input, made by `walk` or by a new walk."""
+    """Returns the key of a value that is not a number input, made by `walk` or a new walk."""
     kind = type(value)
     if kind in _BY_REPR:
         return (kind, repr(value))
@@ -183,19 +184,20 @@ def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
 
 @dataclass
 class ContentWalk:
-    """One walk over values that may hold others, and share what they hold.
+    """One walk over values that may contain other values, also the same ones.
 
     Attributes:
         is_whole: True to compare dataclasses by their fields, tensors by identity, and two objects
             with one content as different from one object that occurs twice.
-        numbers: by the identity of its place, the index of each number that is a graph input.
-        leaves: by id, the first index of each tensor among the leaves of the call.
-        huge: by id, containers whose entries are compared by identity.
-        written: ids of containers that the program writes, which are compared by identity, too.
+        numbers: the index of each number that is a graph input, by the identity of its place.
+        leaves: the first index of each tensor among the leaves of the call, by id.
+        huge: the containers whose entries are compared by identity, by id.
+        written: the ids of containers that the program writes. They are compared by identity, too.
         changeable: (object, key) for each visit of an object that may change in place.
-        shared: ids of those that were visited more than once.
-        others: ids of visited tensors that are no leaves.
-        compared: ids of all that was visited, except number inputs; None if no code compares them.
+        shared: the ids of such objects that were visited more than once.
+        others: the ids of visited tensors that are not leaves.
+        compared: the ids of all visited values, except number inputs; None if no code compares
+            them.
     """
 
     is_whole: bool = False
@@ -304,7 +306,7 @@ class ContentWalk:
 
 
 def read_field(value: Any, key: str) -> Any:
-    """Returns an attribute, or MISSING, without calling a `__getattr__` of the user."""
+    """Returns an attribute, or MISSING, without calling the user's `__getattr__`."""
     try:
         return object.__getattribute__(value, key)
     except AttributeError:
@@ -334,28 +336,27 @@ HUGE = 100_000  # the most entries of a container whose entries are compared by 
 
 
 def holds_no_more(value: Any) -> bool:
-    """True if an entry and all that it holds are immutable, or tensors (which are inputs)."""
+    """True if an entry and all values in it are immutable, or tensors (which are inputs)."""
     if type(value) is tuple:
         return all(map(holds_no_more, value))
     return type(value) in PLAIN or has_type(value, (torch.Tensor, enum.Enum))
 
 
 def has_type(value: Any, kinds: Any) -> bool:
-    """Returns `isinstance(value, kinds)`, but never runs user code by `value.__class__`."""
+    """Returns `isinstance(value, kinds)`, but never calls a `value.__class__` of the user."""
     return issubclass(type(value), kinds)
 
 
 def base_of_container(value: Any) -> Any:
-    """Returns the builtin class of a container, to read it past overrides of a user's class.
-
-    Such an override may run any code: a lazy mapping imports what it lists.
+    """Returns the builtin class of a container, whose methods read it without overrides of a user's
+    class. Such an override may run any code: a lazy mapping imports what it lists.
     """
     kind: type = type(value)
     return _find_base(kind)[0]
 
 
 def is_read_as_base(value: Any) -> bool:
-    """True if the class of a container reads its items as its builtin base does."""
+    """True if the class of a container does not override how its builtin base reads items."""
     kind: type = type(value)
     return _find_base(kind)[1]
 
@@ -387,7 +388,7 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields (value, name) of what `value` holds in containers and slices; no plain values."""
+    """Yields (value, name) for each value in containers in `value`, without plain values."""
     ahead, seen = [(value, name)], set[int]()
     while ahead:
         value, name = ahead.pop()
@@ -405,7 +406,7 @@ def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def count_items(value: Any) -> int:
-    """Returns the number of items of a container; 0 if it has no length, as a namespace."""
+    """Returns the number of items of a container; 0 if it has no length (a namespace)."""
     base = base_of_container(value)
     return int(base.__len__(value)) if hasattr(base, "__len__") else 0
 
@@ -443,9 +444,8 @@ def _sort_of_type(kind: type) -> str:
 
 
 def find_difference(was: Any, now: Any) -> tuple[str, str, str] | None:
-    """Returns the path to the first difference of two keys, as "['k'][0]", and both texts.
-
-    None if they are equal.
+    """Returns the path to the first difference of two keys, such as "['k'][0]", and both texts.
+    None if the keys are equal.
     """
     if was == now:
         return None
@@ -569,7 +569,7 @@ def _has_raw_content(kind: type) -> bool:
 
 
 def is_shared_memory(value: Any) -> bool:
-    """True if `value` is memory that other programs may write (`mmap`), or a pointer of ctypes."""
+    """True if `value` is memory that other programs may write (`mmap`), or a ctypes pointer."""
     return _is_shared_memory(type(value))
 
 
@@ -641,10 +641,12 @@ class Place:
     """The place of a value.
 
     Attributes:
-        name: for messages, as "cfg.scale".
-        home, key: identify the place; for an entry of a dictionary, `home[key]` is the value.
-        get: returns the value, or MISSING. None for entries, which guards read many at a time.
-        put: writes the value; None if it cannot be written, or for entries.
+        name: the name in messages, such as "cfg.scale".
+        home, key: the identity of the place; for an entry of a dictionary, `home[key]` is the
+            value.
+        get: a function that returns the value, or MISSING. None for entries, which guards read
+            together.
+        put: a function that writes the value; None if it cannot be written, and for entries.
     """
 
     name: str
@@ -662,7 +664,7 @@ class Place:
         return id(self.home), self.key
 
     def write(self, value: Any) -> None:
-        """Write `value` there; if it is MISSING, delete the current one."""
+        """Write `value` there; if it is MISSING, delete the current value."""
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
@@ -736,14 +738,14 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 
 def place_of_tensor_attribute(key: str) -> Place:
-    """Returns the place of an attribute of torch.Tensor, as a method, which users may replace."""
+    """Returns the place of an attribute of torch.Tensor, which users may replace."""
     at = torch.Tensor, key
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
 
 
 def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
-    """Returns the place of a function's or class's attribute in no dictionary, as its code."""
+    """Returns the place of a function's or class's attribute in no dictionary (`__code__`)."""
     put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
     return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 
@@ -774,10 +776,10 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
 class CacheEpoch:
     """Counts how often an `lru_cache` function lost or changed a result that a step may use.
 
-    The first call is before the step, the second after it: entries that the step may have used are
-    watched from then on. A full cache may drop a result of the step itself, because the same reads
-    would make it again. A loss counts if the result is from before the step, or `cache_clear()` was
-    called.
+    The first call is before the step, the second after it: from then on, entries that the step may
+    have used are watched. A full cache may drop a result that the step itself has stored, because
+    the same reads would compute it again. A loss counts if the result is from before the step, or
+    if `cache_clear()` was called.
     """
 
     def __init__(self, function: Any):
@@ -854,7 +856,7 @@ def _find_table(function: Any) -> dict[Any, Any]:
 
 
 def place_of_log_level(name: str, logger: logging.Logger) -> Place:
-    """Returns the place of a logger's effective level: its own, its parents' and the global one."""
+    """Returns the place of a logger's effective level (own, parents' and global level)."""
 
     def get_logger_level() -> tuple[int, bool, int]:
         return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
@@ -863,7 +865,7 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 
 
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
-    """Returns the place of a global that hides a builtin; those of `Substitutes` do not count."""
+    """Returns the place of a global that hides a builtin, except globals of `Substitutes`."""
 
     def get_hiding_variable() -> Any:
         found = variables.get(name, MISSING)
@@ -917,12 +919,12 @@ _FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
 
 
 def variables_of(space: Any) -> dict[str, Any]:
-    """Returns the variables of a namespace: itself if it is a dictionary, else its `__dict__`."""
+    """Returns the variables of a namespace: a dictionary itself, or the `__dict__` of an object."""
     return space if type(space) is dict else dict_of(space)
 
 
 def dict_of(value: Any) -> Any:
-    """Returns an object's `__dict__`, past its `__getattribute__`; None if it has none."""
+    """Returns an object's `__dict__` without `__getattribute__`; None if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a `threading.local` has one dictionary for each thread
@@ -952,7 +954,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """True if the object itself may get an attribute that hides `found`, that of its class."""
+    """True if the object itself may get an attribute that hides the class attribute `found`."""
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
@@ -1014,7 +1016,7 @@ class AttributesAndHooks:
         self._state, self._objects = self._read_state()
 
     def may_change_within(self, known: Container[int]) -> bool:
-        """True if an attribute may change in place, on a tensor whose id is not in `known`."""
+        """True if an attribute of a tensor whose id is not in `known` may change in place."""
         others = [vars(t).values() for t in self._others if id(t) not in known]
         return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
 

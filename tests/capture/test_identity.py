@@ -86,7 +86,7 @@ def of_container(b):
 )
 def test_an_argument_that_may_be_one_known_by_name_is_refused(step, batch):
     with pytest.raises(
-        pt.CaptureError, match=r"(?s)is another object.*pass it, or read it"
+        pt.CaptureError, match=r"(?s)uses `is` or `id`.*pass it, or read it"
     ) as error:
         pt.compile(step, backend="graph")(batch)
     assert "test_identity.py" in str(error.value)
@@ -169,7 +169,7 @@ def test_an_argument_that_is_compared_with_what_is_held_is_refused(kind, holder,
     value = MAKERS[kind]()
     find, asks = make_holders(value)[holder], {**IDENTITIES, **EQUALITIES}[way]
     step = pt.compile(lambda b: torch.ones(2) * (2 if asks(b, find) else 5), backend="graph")
-    with pytest.raises(pt.CaptureError, match="is another object"):
+    with pytest.raises(pt.CaptureError, match="uses `is` or `id`"):
         step(value if known else MAKERS[kind]())
 
 

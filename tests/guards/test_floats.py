@@ -489,7 +489,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_of_what_has_no_value_yet_does_not_leave_the_step(name):
     with pytest.raises(
-        pt.CaptureError, match=r"text that a tensor|a str that .* in Said.text|reads a value"
+        pt.CaptureError, match=r"formatted from a tensor|a str that .* in Said.text|reads a value"
     ):
         graph_of(TEXTS[name])(x)
     assert Said.text == ""

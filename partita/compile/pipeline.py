@@ -1,7 +1,8 @@
-"""The pipeline: makes a program for a call, the same on all ranks.
+"""The pipeline: makes the program for a call. It is the same on all ranks.
 
-It captures, runs the passes, splits a region, and computes the key, which ranks compare before
-anything is compiled. If one rank fails, the comparison fails on the others, and they raise too.
+The pipeline captures the step, runs the passes, splits a region, and computes the key. Ranks
+compare keys before anything is compiled. If one rank fails, the comparison fails on the others, so
+that they raise too.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def make_program(
     blocks: BlockChoice,
     counts_apart: bool = False,
 ) -> CapturedProgram:
-    """Returns a program for the call `step(*args, **kwargs)`. Every rank calls this.
+    """Returns a program for the call `step(*args, **kwargs)`. Must be called on all ranks.
 
     Args:
-        state: what the step reaches.
+        state: the state that the step reaches.
         guesses: assumed answers to branches on values (`guards.answers`).
         values: what is known of the call's values.
         blocks: which modules are blocks.
@@ -55,7 +56,7 @@ def make_program(
             cannot represent all.
 
     Raises:
-        CaptureError: it cannot be captured, on any rank.
+        CaptureError: the step cannot be captured on some rank.
         LayoutError: the ranks' programs differ.
     """
     slots = [*state.slots, *state.optimizer_slots()]
@@ -101,17 +102,18 @@ def _collector_paused() -> Iterator[None]:
 def kept_within(
     program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
-    """Compile a program, and rebuild it until it fits its budget. Every rank calls this.
+    """Compile a program, and rebuild it until it fits its budget. Must be called on all ranks.
 
-    Compiled code may take more memory than the graph: a fused kernel holds at once what all of its
-    calls make. Then the program is rebuilt with a smaller budget, so that more is recomputed.
+    Compiled code may take more memory than the graph, because a fused kernel holds the results of
+    all of its calls at once. Then the program is rebuilt with a smaller budget, so that more is
+    recomputed.
 
     Args:
-        prepare: compiles a program.
-        tensors: the leaves of the call for which it was made.
+        prepare: a function that compiles a program.
+        tensors: the leaves of the call for which the program was made.
 
     Raises:
-        CaptureError: the budget is too small; the error names the smallest that suffices.
+        CaptureError: the budget is too small; the error names the smallest budget that suffices.
     """
     budget, search, least = program.options.budget, program.budget_search, None
     assert search is not None

@@ -1,7 +1,7 @@
-"""Progress of a call that captures: shown on standard error if it takes longer than five seconds.
+"""Progress of a call that captures, on standard error if the call takes longer than five seconds.
 
-On a terminal one line shows the phase and its duration, and is updated. Elsewhere one line is
-written, once. Only the first rank writes.
+On a terminal, one line shows the phase and its duration, and is updated. Elsewhere one line is
+written once. Only the first rank writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """Call `tell` with "capture", "compile" and "graph" when each begins, inside the block."""
+    """Inside the block, call `tell` with "capture", "compile" or "graph" when that phase begins."""
     _listeners.append(tell)
     try:
         yield
@@ -36,7 +36,7 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Call the listeners with the name of a phase that begins."""
+    """Call the listeners with the name of the phase that begins."""
     for tell in _listeners:
         tell(name)
 
@@ -45,7 +45,7 @@ def begin_phase(name: str) -> None:
 def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
     """Show the progress of capturing and compiling a step of this title inside the block.
 
-    Nothing is shown if there is a listener.
+    Shows nothing if there is a listener.
 
     Args:
         is_first: True if the step has no program yet.

@@ -2,9 +2,9 @@
 
 A program whose results have a history (require gradients) is split (`split`) into a forward graph
 and the parts of a backward graph. In a call each part is one `autograd.Function` (`_RegionPart`):
-its forward only passes on the results of the forward graph, its backward runs the part's graph. To
-autograd these are nodes like any other: what they save goes through saved-tensor hooks (remat,
-ZeRO, offload). Gradients are this rank's, with the dual of the results' placements.
+its forward only returns the results of the forward graph, its backward runs the part's graph. These
+are ordinary autograd nodes: saved-tensor hooks (remat, ZeRO, offload) apply to the tensors that
+they save. Gradients are local tensors, with the duals of the results' placements.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Region(CapturedProgram):
     """A program whose results have a history.
 
     Attributes:
-        halves: its forward and its backward.
-        parts: of its backward, in the order in which they run; each is one autograd node.
+        halves: the forward and the backward.
+        parts: the parts of the backward, in the order in which they run; each is one autograd node.
     """
 
     halves: ForwardBackwardPair = field(init=False)
@@ -171,7 +171,7 @@ class Region(CapturedProgram):
 
     @cached_property
     def unshared(self) -> list[int]:
-        """The positions of results that share memory with no other result and no input."""
+        """The positions of the results that share memory with no other result or input."""
         pairs = overlapping_results(self.halves.forward.graph.graph)
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
         return [i for i in range(len(self.given)) if i not in shared]
@@ -223,10 +223,10 @@ class Region(CapturedProgram):
 
 
 def region_of(program: CapturedProgram) -> CapturedProgram:
-    """Returns the program; as a `Region` if it returns gradients for those of its results.
+    """Returns the program; as a `Region` if it has outputs for gradients of its inputs.
 
     Raises:
-        IllegalGraph: one of its halves breaks the grammar.
+        IllegalGraph: the forward or the backward breaks the grammar.
         CaptureError: torch's anomaly mode is on, which would check backward for NaN.
     """
     if not any(o.kind == "cotangent" for o in program.outputs):
@@ -247,17 +247,17 @@ def _check_unheard(ctx: Any) -> None:
         result = known()
         if result is not None and (result.retains_grad or result._backward_hooks):
             raise LayoutError(
-                "compile: the gradient of a region's result is looked at, of which another result "
-                "of the region is made",
+                "compile: a hook or retain_grad() is on a region's result from which another "
+                "result of the region is computed",
                 place=user_line(),
                 operands=(
                     f"a result of shape {tuple(result.shape)}, with a hook or retain_grad()",
                 ),
-                reason="both come of a third value, so that their gradients go to the inputs at "
-                "once: what comes by way of the other result is not in this one's",
+                reason="backward runs once for both results, so the gradient at this result "
+                "lacks the part that flows through the other result",
                 fixes=(
-                    Fix("two regions", "that end and begin at the result whose gradient you want"),
-                    Fix("the hook within the region", "where the result is made"),
+                    Fix("two regions", "the first ends at the result whose gradient you want"),
+                    Fix("register the hook within the region", "where the result is computed"),
                 ),
             )
 
@@ -301,12 +301,13 @@ class ForwardBackwardPair:
     """A forward and its backward.
 
     Attributes:
-        forward: its outputs are those of the whole without gradients, then the values it saves.
-        backwards: by number, the parts of the backward, in the order in which they run. The inputs
-            of each are what it reads of `saved` (`Input.index` is the position there), then
-            gradients of results.
-        saved: for each value saved for backward: its index among the leaves of a call, or -1 for
-            the next of the values that forward saves.
+        forward: the program that returns the region's outputs except gradients, then the values
+            that it saves.
+        backwards: the parts of the backward by number, in the order in which they run. The inputs
+            of a part are the values of `saved` that it reads (`Input.index` is the position in
+            `saved`), then gradients of results.
+        saved: an entry for each value saved for backward: its index among the leaves of a call, or
+            -1 for the next value that forward saves.
     """
 
     forward: Program
@@ -317,10 +318,10 @@ class ForwardBackwardPair:
 def split(program: Program) -> ForwardBackwardPair:
     """Split a program into forward and backward. Changes its graph: views are copied to backward.
 
-    Backward gets the nodes that results do not need: those that depend on gradients, and those that
-    passes added to recompute values. For a view its base is saved, for a cast of an input the
-    input. So for a gathered parameter the parameter itself is saved, whose gathered value can be
-    freed in between.
+    Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
+    passes added to recompute values. Instead of a view its base is saved, and instead of a cast of
+    an input the input. So instead of a gathered parameter the parameter itself is saved, and the
+    gathered value can be freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))

@@ -1,9 +1,9 @@
 """Compiled steps: `pt.compile`, the `CompiledStep` that it returns, and what a call of it does.
 
-The first call captures a program, compiles it and runs it; later calls run it. A call with other
-shapes, layouts or modes, or after a change of what the step reads of Python, needs another program,
-which is captured then. At most `keep` programs are kept, and `reasons` says why each was captured.
-To find the program of a call:
+The first call captures a program, compiles it and runs it; later calls run it. If shapes, layouts,
+modes or the Python state that the step reads have changed, the call captures another program. At
+most `keep` programs are kept, and `reasons` says why each was captured. To find the program of a
+call:
 
 1. The call guard compares it with the last call (`CallGuard`): the usual case.
 2. Otherwise the programs of its signature are tried: their guards and conditions must hold.
@@ -108,9 +108,10 @@ def compile(
         step: a module, or an ordinary function of DTensors or plain tensors. Capture finds the
             modules, optimizers and tensors that are its arguments, or that it reaches by name
             (closure, globals, `self`). The graph makes every write that the step makes to them.
-            Gradients that a step makes, uses in its update and clears do not outlive it.
-        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, which the
-            step reaches in another way.
+            Gradients that the step computes, uses in its update and clears are not kept after the
+            step.
+        state: other modules, optimizers, and lists, dictionaries and objects that hold tensors:
+            those that the step reaches in another way.
         backend: "inductor" compiles the graph. "graph" runs it node by node without compiling.
             Ranks that are not processes (`pt.ranks`, a dry mesh) always use "graph".
         fallback: "eager": a step that cannot be captured runs eagerly.
@@ -230,7 +231,7 @@ class CompiledStep:
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Returns the compiled step of an instance, for a decorated method: each has its own."""
+        """Returns the compiled step of an instance, if a method is decorated: each has its own."""
         if instance is None:
             return self
         bound = CompiledStep(self.step.__get__(instance, owner), self._given, self.options)
@@ -308,23 +309,24 @@ class CompiledStep:
 
     @property
     def graph(self) -> Graph:
-        """The graph of the last program as text, one line per node. Raises like `program`."""
+        """The graph of the program that ran last, as text. ValueError if none has run."""
         return Graph(self.program)
 
     def explain(self) -> str:
-        """Returns what each pass did to the last program, and what it saved. Raises like `program`.
+        """Returns what each pass did to the program that ran last, and what it saved, as text.
 
-        The passes run again to measure their effect on the predicted peak. This may take seconds.
+        This runs the passes again to measure their effect on the predicted peak, which may take
+        seconds. Raises ValueError if nothing was captured yet.
         """
         captured = self.program.captured
         assert captured is not None
         return explain_passes(captured)
 
     def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
-        """Write an HTML page about the last program that works without a network. Needs plotly.
+        """Write an HTML page about the program that ran last; it needs no network. Requires plotly.
 
         It shows memory over the step by class, the buffers at the peak, bytes sent by source line,
-        what each pass saved, and layouts.
+        the bytes that each pass saved, and layouts.
 
         Args:
             path: the file to write.
@@ -345,32 +347,33 @@ class CompiledStep:
 
     @property
     def memory(self) -> Memory:
-        """The lifetimes of the last program's buffers, and its peak. Raises like `program`.
+        """The lifetimes of the buffers of the program that ran last, and its peak memory.
 
         For a region: the schedule of the forward, followed by the schedule of the backward.
 
         Raises:
-            ValueError: also if this version of torch generates code of an unknown form.
+            ValueError: nothing has been captured yet, or this version of torch generates unknown
+                code.
         """
         return scheduled(self.program)
 
     @property
     def artifact(self) -> Built | None:
-        """The result of compiling the last program, as "compiled in 10.3 s" or "loaded in 0.4 s".
-
-        None if the program runs without being compiled. For a region, `artifact.sections` has the
-        results of the forward, and of each part of the backward. Raises like `program`.
+        """The compiled code of the program that ran last; prints "compiled in 10.3 s" or "loaded in
+        0.4 s". None if the program runs without being compiled. For a region, `artifact.sections`
+        has the results for the forward and for each part of the backward. ValueError if nothing was
+        captured yet.
         """
         return self.program.artifact
 
     @property
     def is_recorded(self) -> bool:
-        """True if the last program's next call launches a CUDA graph. Raises like `program`."""
+        """True if the program that ran last is recorded as a CUDA graph. ValueError if none ran."""
         return bool(getattr(self.program.call, "is_recorded", False))
 
     @property
     def key(self) -> str:
-        """The key of the last program, equal for equal programs on every rank and in every run."""
+        """The key of the program that ran last, equal for equal programs on all ranks and runs."""
         return self.program.key
 
     # -- the program of a call, and its run --------------------------------------------------------
@@ -399,7 +402,7 @@ class CompiledStep:
             with attribute_set(HERE, "watcher", None):
                 found = self._find_program(args, kwargs, result)
         # A value is so close to a threshold that programs round it to different sides.
-        said = f"{self.title} gets other values in each program ({result.reason})"
+        said = f"the programs of {self.title} disagree about a branch ({result.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs, found[2])
 
@@ -621,7 +624,7 @@ class CompiledStep:
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
         """Returns a function that runs a program's graph, compiled by the backend.
 
-        A CUDA graph records it if the options request that and it is possible.
+        The kernels are recorded as a CUDA graph if the options request it and it is possible.
         """
         if self.options.cuda_graphs:
             from partita.graph.backend.cuda_graphs import NotRecorded, ReplayedProgram

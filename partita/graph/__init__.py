@@ -6,9 +6,9 @@ In reading order:
   of state), `graph_nodes` (nodes, their notes, subgraphs), `fake_values` (metadata of a call's
   result), `verify` (the grammar of graphs), `errors`.
 - Its memory: `shared_memory` (which nodes share memory), `memory` (the schedule).
-- Its blocks: `subgraphs` (in place of their calls), `step_forms` (blocks as calls; how much is
-  recomputed for a budget).
+- Its blocks: `subgraphs` (inlining of their calls), `step_forms` (blocks as calls or inlined; how
+  much is recomputed for a budget).
 - Rewrites: `passes/`.
 - Execution: `backend/` (node by node, Inductor, CUDA graphs).
-- Texts: `graph_text` (for people, and the key that ranks compare), `step_report`.
+- Texts: `graph_text` (a printed graph, and the key that ranks compare), `step_report`.
 """

@@ -1,7 +1,7 @@
-"""Errors of capture, and when a call that failed to be captured is tried again.
+"""Errors of capture, and the record of failed captures.
 
-`explain_error` turns an error of torch during capture into a `CaptureError` that says what the step
-does, and at which line.
+`explain_error` turns torch's error during capture into a `CaptureError` that says what the step
+does, and at which line. `RefusedCall` decides when capture is tried again.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from partita.comm import Uneven, user_line
 from partita.layout import Fix, LayoutError
 from partita.layout.text import human
 
-_EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
+_EAGER = Fix('pt.compile(step, fallback="eager")', "runs the step eagerly if it cannot be captured")
 
 
 class CaptureError(LayoutError):
     """A step does something that a graph cannot express.
 
-    Examples are a branch on data, and a tensor that is neither an argument nor reachable state.
+    Examples: a branch on data; a tensor that is neither an argument nor reachable state.
 
     Attributes:
-        guards: a `guards.Guards` over what the step had read of Python before the error; None if
-            that is unknown.
+        guards: a `guards.Guards` of the Python state that the step had read before the error; None
+            if it is unknown.
     """
 
     guards: Any = None
 
 
 class RefusedCall:
-    """A signature of calls that could not be captured, with guards of what the step had read.
+    """A signature of calls that could not be captured, with guards of the state that the step read.
 
-    Capture is tried again when a value that was read has changed. Changes that the step itself
-    makes when it runs eagerly do not count: the next call is compared with the state after the
-    eager run.
+    Capture is tried again when a value that was read has changed. Changes by the step's own eager
+    run do not count: the next call is compared with the state after that run.
 
     Args:
         guards: a `guards.Guards`; None if unknown, so that capture is never tried again.
@@ -65,7 +64,7 @@ _MOST_TRIES = 16  # captures of calls with one signature, for changed Python val
 
 
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:
-    """Returns the error to raise; `place` is a "file:line", or None for the user's current line."""
+    """Returns the error to raise. `place` is a "file:line"; None for the user's current line."""
     return CaptureError(
         f"capture: {fact}",
         place=user_line() if place is None else place,
@@ -78,7 +77,7 @@ def make_data_dependent_shape_error(op: str, *, place: str | None = None) -> Cap
     """Returns the error to raise if the output shape of `op` ("aten::nonzero") depends on data."""
     return not_captured(
         f"the shape of {op.removeprefix('aten::')} depends on data",
-        "a graph is of tensors whose shapes are known before it runs",
+        "all shapes in a graph must be known before it runs",
         place=place,
     )
 
@@ -86,8 +85,8 @@ def make_data_dependent_shape_error(op: str, *, place: str | None = None) -> Cap
 def make_lazy_parameter_error() -> CaptureError:
     """Returns the error to raise if a step reaches a parameter that has no shape yet."""
     return not_captured(
-        "the step reaches a parameter that has no shape yet, as a LazyLinear has",
-        "a lazy module makes its parameters in its first forward, and a graph is of known shapes",
+        "the step reaches a parameter that has no shape yet, such as LazyLinear's",
+        "a lazy module creates its parameters in its first forward, and a graph needs known shapes",
         Fix("model(x)", "once before the first step, under torch.no_grad()"),
     )
 
@@ -96,7 +95,8 @@ def make_anomaly_mode_error() -> CaptureError:
     """Returns the error to raise if a backward pass runs in anomaly mode."""
     return not_captured(
         "the step has a backward pass in torch's anomaly mode",
-        "a graph has a backward pass of its own, in which nothing checks for NaN",
+        "the graph's backward does not run through autograd, so anomaly mode could not check it "
+        "for NaN",
         Fix("torch.autograd.set_detect_anomaly(False)", "before the step"),
     )
 
@@ -105,8 +105,8 @@ def make_dispatch_mode_error(mode: Any) -> CaptureError:
     """Returns the error to raise if a compiled step is called within a user's dispatch mode."""
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
-        "compiled code makes none of the calls that the mode would see, or change",
-        Fix("enter the mode within the step", "where it becomes a part of the graph"),
+        "compiled code makes none of the calls that the mode intercepts",
+        Fix("enter the mode within the step", "so that it becomes a part of the graph"),
         Fix('pt.compile(step, backend="graph")', "makes the graph's calls one by one"),
     )
 
@@ -126,7 +126,7 @@ def make_budget_too_small_error(budget: int, least: int) -> CaptureError:
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",
         reason="recomputation needs inputs, and gradients and gathered weights always stay",
-        fixes=(Fix(f"budget={least}", "the least that was found"),),
+        fixes=(Fix(f"budget={least}", "the smallest that suffices"),),
     )
 
 
@@ -143,7 +143,7 @@ _NUMBERS += [
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if `error` is that of C code which needs a Python number and got a symbolic one."""
+    """True if C code raised `error` because it got a symbolic number and needs a Python number."""
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
 
@@ -157,7 +157,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
     """Returns a CaptureError that says what the step did, or `error` if it is the user's own.
 
     Args:
-        error: raised while a step was captured.
+        error: the error that was raised while a step was captured.
         line: the user's line that raised it.
         function: the name of the torch function that the step called last.
     """
@@ -190,9 +190,11 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
             asking = f"torch.{function}"
         return not_captured(
             f"the step reads a value{asking and f', in {asking}'}",
-            "during capture there are no values. float(x), a branch on x and text that x is "
-            "put into ask for one; what .item() gives may be reckoned with, and be returned",
-            _WITHOUT_READING.get(asking, Fix("return the tensor", "and read it outside")),
+            "during capture tensors have no values. float(x), a branch on x and text with x need "
+            "one; the result of .item() may be used in arithmetic, and be returned",
+            _WITHOUT_READING.get(
+                asking, Fix("return the tensor", "and read it outside of the step")
+            ),
             place=line,
         )
     op, _, rest = text.partition(": ")
@@ -200,14 +202,14 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         return not_captured(
             f"the step calls {op.removeprefix('aten::')}, which needs memory",
             "the shape of its result is unknown, and during capture tensors have no values",
-            Fix(f'torch.library.register_fake("{op}")', "for an op of your own"),
-            Fix("call it before the step", "and give its result as an argument"),
+            Fix(f'torch.library.register_fake("{op}")', "if it is your own op"),
+            Fix("call it before the step", "and pass its result as an argument"),
             place=line,
         )
     if "a leaf Variable that requires grad is being used in an in-place" in text:
         return not_captured(
             "the step writes in place into a tensor with a history",
-            "an argument's history would change in the call, or a parameter would get one",
+            "the call would change the autograd history of an argument, or give one to a parameter",
             Fix("x = x.clone()", "first"),
             Fix("with torch.no_grad()", "around an update"),
             place=line,
@@ -221,7 +223,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
 
 _WITHOUT_READING = {
     "torch/nn/modules/batchnorm.py": Fix(
-        "BatchNorm(momentum=0.1)", "a number: for None it reads how many batches there were"
+        "BatchNorm(momentum=0.1)", "a number: with None it reads the number of batches so far"
     )
 }
 """By the file of torch that reads a value, a fix that avoids the read."""
@@ -237,12 +239,11 @@ _MACHINERY = (
 
 
 def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
-    """Returns the file of torch whose code reads a value, as "torch/nn/functional.py".
-
-    "" if the user's code reads it.
+    """Returns the file of torch whose code reads a value, such as "torch/nn/functional.py". "" if
+    the user's code reads it.
 
     Args:
-        frames: the innermost first.
+        frames: the stack frames, innermost first.
         machinery: files and folders of torch that only forward a call.
     """
     for frame in frames:
@@ -266,13 +267,13 @@ def _functorch_error(place: str) -> CaptureError:
     return not_captured(
         "the step takes gradients by torch.func (grad, vjp, jacrev, hessian)",
         "it wraps tensors in a way that a graph does not support",
-        Fix("torch.autograd.grad(...)", "of tensors with requires_grad_()"),
+        Fix("torch.autograd.grad(...)", "for tensors with requires_grad_()"),
         place=place,
     )
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error to raise if a step uses a tensor that is no input and not found by name."""
+    """Returns the error to raise if a step uses a tensor that is not an input and has no name."""
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(
@@ -294,4 +295,4 @@ def user_line_of(error: BaseException) -> str:
 
 
 class UnsureOfWrites(Exception):
-    """Functionalization cannot decide which values a write changes; the graph is traced again."""
+    """Raised if it is unknown which values a write changes; the graph is then traced again."""

@@ -2,8 +2,8 @@
 
 The fake value of a call depends on its target, its numbers, and the shapes, strides, dtypes and
 devices of its operands. These are its key (`key_of_call`). Calls with equal keys share one
-FakeTensor (`call_without_memory`). So a node's `meta["val"]` has the metadata of its value, but two
-nodes may share a fake, and so a fake storage, that share no memory when they run.
+FakeTensor (`call_without_memory`). So a node's `meta["val"]` has the metadata of its value. But two
+nodes may share a fake, and thus a fake storage, although their values share no memory.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
 
 
 def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """Returns `FakeTensor(mode, meta, device)`, in a third of the time.
-
-    Private torch: that constructor is Python, and most of it handles arguments that are never
-    passed.
+    """Returns `FakeTensor(mode, meta, device)` in a third of the time. Private torch: most of that
+    constructor handles arguments that are never passed.
     """
     is_unsure = device.index is None and device not in (HOST, _META)  # torch uses the current one
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
@@ -76,7 +74,7 @@ def make_distinct(value: Any, known: set[int]) -> Any:
     Values of equal calls share one fake, but a graph's inputs are distinguished by their fakes.
 
     Args:
-        known: identifiers of the storages of the inputs so far; that of this one is added.
+        known: identifiers of the storages of the inputs so far; this input's is added.
     """
     if isinstance(value, FakeTensor) and value.layout is torch.strided:
         if value.untyped_storage()._cdata in known:
@@ -110,8 +108,8 @@ class MadeByCall:
 
     Attributes:
         value: the fake value that the call returns.
-        shows: for each tensor in `value`: i if it shares the storage of the i-th tensor operand;
-            -1 - i if it has the i-th new storage.
+        shows: an entry for each tensor in `value`: i if it shares the storage of the i-th tensor
+            operand; -1 - i if it has the i-th new storage.
         nbytes: the bytes of each new storage.
     """
 
@@ -125,7 +123,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 
     Args:
         like: a value of the same fake mode, for calls without a tensor operand; for a call of a
-            `Subgraph` its result.
+            `Subgraph`, the call's result.
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))

@@ -1,9 +1,9 @@
-"""Nodes of FX graphs: added, copied, dropped and ordered; their notes; subgraphs that are called.
+"""Nodes of FX graphs: how they are added, copied, dropped and ordered; notes; subgraphs.
 
-Two parts of FX are slow and replaced here. `fx.Graph` searches the operands of each new call for
+Two slow parts of FX are replaced here. `fx.Graph` searches the operands of each new call for
 symbolic numbers, which is half the cost of a node. A captured graph has none, so operands are
-assigned afterwards. `fx.GraphModule` generates Python code whenever its graph is set. Nobody runs
-it between capture and the last pass, so the modules here generate it on first use.
+assigned afterwards. `fx.GraphModule` generates Python code whenever its graph is set. The code does
+not run between capture and the last pass, so here it is generated on first use.
 
 A `Note` has the user's line, the phase and the redistribution of a node. A `Subgraph` is called by
 a node, and equal parts of a graph are calls of one subgraph:
@@ -67,8 +67,8 @@ class Note:
     Attributes:
         source: the user's "file:line".
         phase: "forward", "backward" or "update" (inside an optimizer's step).
-        layout: of the value, if it is a DTensor.
-        kind, axes, nbytes, op, reason, before, after: of the redistribution (move) that the node
+        layout: the layout of the value, if it is a DTensor.
+        kind, axes, nbytes, op, reason, before, after: the redistribution (move) that the node
             belongs to, as in a ledger's `Record`; kind is "" if there is none.
         move: the number of the move in the step; 0 for none.
         region: the number of the call of a `pt.remat` region; 0 outside.
@@ -112,7 +112,7 @@ _set_kwargs: Callable[[fx.Node, Any], None] = fx.Node.kwargs.__set__  # type: ig
 def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
-    """Add a call at the graph's insertion point, as `fx.Graph.call_function`, and return it."""
+    """Add a call at the graph's insertion point, like `fx.Graph.call_function`, and return it."""
     node = graph.create_node("call_function", target, name=name or _name_of(target))
     _set_args(node, args)
     if kwargs:
@@ -121,7 +121,7 @@ def add_call(
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Add an input at the graph's insertion point, as `fx.Graph.placeholder`, in lower case."""
+    """Add an input at the graph's insertion point, like `fx.Graph.placeholder`, in lower case."""
     return graph.create_node("placeholder", name, name=name)  # without `name`, fx derives one
 
 
@@ -133,7 +133,7 @@ def _name_of(target: Any) -> str:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
-    """Add a copy of a node, as `fx.Graph.node_copy`; `of` returns the copy of an operand."""
+    """Add a copy of a node, like `fx.Graph.node_copy`; `of` returns the copy of an operand."""
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     _set_args(made, fx.node.map_arg(node.args, of))
     if node.kwargs:
@@ -153,7 +153,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a module with copies of `nodes`, without unused inputs, that returns `gives`."""
+    """Returns a module with copies of `nodes` that returns `gives`, without unused inputs."""
     graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node in nodes:
@@ -180,7 +180,7 @@ def key_of_operands(value: Any) -> Any:
 
 
 def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """Returns a module of `graph` and attributes of `root`; generates its code on first use."""
+    """Returns `fx.GraphModule(root, graph)`, which generates its Python code on first use."""
     # Private torch: its own class for this, which Inductor and Dynamo use.
     made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
     return made
@@ -314,8 +314,8 @@ def order_by_needs(
     """Yields `wanted` in order, each node after the nodes that it needs.
 
     Args:
-        needs: for each node the nodes that it needs, without cycles; needed nodes that are no keys
-            are not yielded.
+        needs: the nodes that each node needs, without cycles. Nodes that are not keys are not
+            yielded.
         done: nodes to skip; each yielded node is added.
     """
     stack = list(wanted)[::-1]
@@ -343,12 +343,12 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class SectionSchedule:
-    """The memory of a section in each of its calls, in bytes; its inputs are not counted.
+    """The memory of a section in each of its calls, in bytes, without the section's inputs.
 
     Attributes:
-        live: for each call in the section, the bytes allocated while that call runs.
-        given: the bytes of its results, which are still allocated at its end.
-        last_reads: for each input, the position of the last call that reads it.
+        live: the bytes that are allocated while each call in the section runs.
+        given: the bytes of the results, which are still allocated at the end.
+        last_reads: the position of the last call that reads each input.
     """
 
     live: Sequence[int]
@@ -357,7 +357,7 @@ class SectionSchedule:
 
     @property
     def workspace(self) -> int:
-        """The most bytes that are allocated at once, minus those of the results."""
+        """The most bytes that are allocated at once, without the results."""
         return max(self.live, default=0) - self.given
 
 
@@ -371,13 +371,15 @@ class Subgraph:
     storage.
 
     Attributes:
-        graph: its output is a list; None in place of an output that nothing reads.
+        graph: the FX graph. Its output is a list, with None in place of an output that nothing
+            reads.
         name: the class of a block; for an optimizer's update "AdamW of Block".
         key: for a section, a hash of its text, equal for equal sections; "" for others.
-        taken, returned: for a block with a backward, how many of its first inputs and outputs are
-            those of forward; None for others.
+        taken, returned: for a block with a backward, the number of its first inputs and outputs
+            that belong to forward; None for others.
         labels: the distinct labels (`Note.op`) of the redistributions of forward, in order.
-        schedule: a section's memory if it runs call by call; None until it is computed (`memory`).
+        schedule: the memory of a section that runs call by call; None until it is computed
+            (`memory`).
     """
 
     graph: fx.GraphModule
@@ -404,22 +406,22 @@ class Subgraph:
         return end.args[0]  # type: ignore[return-value]
 
     def inputs_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the inputs of backward alone if `is_late`, else those of forward."""
+        """Returns the inputs of only backward if `is_late`, else the inputs of forward."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return inputs[self.taken :] if is_late else inputs[: self.taken]
 
     def outputs_of(self, is_late: bool) -> list[Any]:
-        """Returns the outputs of backward if `is_late`, else those of forward."""
+        """Returns the outputs of backward if `is_late`, else the outputs of forward."""
         return self.outputs[self.returned :] if is_late else self.outputs[: self.returned]
 
     def nodes_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the calls of backward if `is_late`, else those of forward."""
+        """Returns the calls of backward if `is_late`, else the calls of forward."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         return [n for n in calls if (n in self.backward_nodes) is is_late]
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of backward: in its phase, or dependent on its inputs or other such nodes."""
+        """The nodes of backward: they have its phase, or depend on its inputs or on such nodes."""
         if self.taken is None:
             return set()
         late = set(self.inputs_of(True))
@@ -455,13 +457,13 @@ class Subgraph:
 @declare_facts(OpFacts(makes_new=True))
 def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
     """The target of nodes that call a subgraph, or a block's forward. It is never executed."""
-    raise RuntimeError("a subgraph was not put in its place")
+    raise RuntimeError("a call of a subgraph was run before it was replaced")
 
 
 @declare_facts(OpFacts(makes_new=True))
 def call_backward(part: Subgraph, forward: Any, takes: Sequence[Any]) -> Any:
     """The target of nodes that call a block's backward; `forward` is the node of its forward."""
-    raise RuntimeError("a block's backward was not put in its place")
+    raise RuntimeError("a call of a block's backward was run before it was replaced")
 
 
 def subgraph_of(node: fx.Node) -> Subgraph | None:
@@ -482,7 +484,7 @@ def subgraphs_in(graph: fx.Graph) -> list[Subgraph]:
 
 
 def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the calls of a graph, and those of each distinct subgraph once."""
+    """Yields the calls of a graph, and once the calls of each distinct subgraph."""
     for graph_of_part in (graph, *(s.graph.graph for s in subgraphs_in(graph))):
         yield from (n for n in graph_of_part.nodes if n.op == "call_function")
 

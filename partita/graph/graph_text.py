@@ -1,10 +1,10 @@
-"""Graphs as text: for people, for comparison, and for the key on which all ranks agree.
+"""Graphs as text: for people, for comparison, and for the key that all ranks compare.
 
 `Graph` prints a line for each node: name, call, shape and layout, bytes, the redistribution and its
 reason, and the user's line. A part that repeats (`repeats_of`) is printed once. `canonical` returns
-lines that contain nothing of the process that captured the program, so that equal programs have
-equal lines on all ranks. `key_of` hashes these, with options and versions. Ranks compare hashes
-before any of them compiles. If they differ, bisection over the lines finds the first difference.
+lines that do not depend on the process that captured the program, so that equal programs have equal
+lines on all ranks. `key_of` hashes these lines, with options and versions. Ranks compare hashes
+before they compile. If hashes differ, bisection over the lines finds the first difference.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _format_layout(spec: Spec) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Yields a line for each node; the lines are equal for graphs that compute the same."""
+    """Yields a line for each node. Graphs that compute the same have equal lines."""
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
         number[node] = f"%{len(number)}"
@@ -181,7 +181,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """Returns a text equal for nodes that compute the same; `number` names their operands."""
+    """Returns a text that is equal for nodes that compute the same; `number` names the operands."""
     return f"{_format_node(node, number)}{_format_result(node.meta.get('val'))}"
 
 
@@ -245,7 +245,7 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
 
     Args:
         calls: values that are equal for calls that do the same.
-        least: the shortest period; for shorter ones a multiple is used.
+        least: the shortest period; if the period is shorter, a multiple is used.
 
     Returns:
         The range of the part, at least two periods long, and the period; None if there is none.
@@ -311,9 +311,9 @@ def agree_on_program(
 
     Args:
         lines: the program of this rank.
-        where: for each line the user's line that it comes from.
-        stages: returns (name, digest of the program afterwards) for capture and each pass. It is
-            called only if ranks differ, and then on all of them.
+        where: the user's line of each line of the program.
+        stages: a function that returns (name, digest of the program afterwards) for capture and
+            each pass. It is called on all ranks if they differ.
 
     Raises:
         LayoutError: on all ranks, with the first line that differs between two of them.

@@ -2,18 +2,18 @@
 
 A schedule (`Memory`) counts time in places. A place is a node of the graph if the step runs node by
 node (`memory_of`), or a line of the generated code if Inductor compiled it
-(`backend.codegen_memory`). Either way the schedule is known before anything runs, and is the same
-on every rank.
+(`backend.codegen_memory`). In both cases the schedule is known before anything runs, and is the
+same on every rank.
 
-`Storages` finds the storages of a graph call by call over fake tensors (`fake_values`). A result
-whose storage no operand has is new memory; every other result is a view. A storage lives from the
-node that makes it to the last node that reads a view of it, because the executor drops a value
-after its last use. The memory that a kernel allocates and frees while it runs (`workspace`) is
-computed, or measured for the operators that `OpFacts.workspace` names. The staging buffers of
-collectives are known from their backends (`staging`).
+`Storages` finds the storages of a graph call by call over fake tensors (`fake_values`). If no
+operand has the storage of a result, the result is new memory; otherwise it is a view. A storage
+lives from the node that makes it to the last node that reads a view of it, because the executor
+drops a value after its last use. The memory that a kernel allocates and frees while it runs
+(`workspace`) is computed; for the operators of `OpFacts.workspace` it was measured. The staging
+buffers of collectives are known from their backends (`staging`).
 
-`scheduled` returns the schedule of the code that runs, `memory_of` that of the graph, and `peak_of`
-only the peak of `memory_of`.
+`scheduled` returns the schedule of the code that runs, `memory_of` the schedule of the graph, and
+`peak_of` only the peak of `memory_of`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ class Buffer:
     """Memory that a step allocates and frees.
 
     Attributes:
-        name: of the node, or of the variable in generated code, that made it.
-        nbytes: of the whole storage, on a rank.
+        name: the name of the node, or of the variable in generated code, that made the memory.
+        nbytes: the bytes of the whole storage, on a rank.
         birth: the index of the place at which it is allocated.
         death: the index of the first place at which it is free again.
         views: the names of other nodes with the same storage.
         made_by: the operator.
         source: the user's "file:line".
         phase: "forward", "backward" or "update".
-        layout: of the DTensor in it, or "".
-        reason: of the redistribution that made it: "gather", "regather", "gradient", or "".
+        layout: the layout of the DTensor in the buffer, or "".
+        reason: the reason of the redistribution that made it: "gather", "regather", "gradient", or
+            "".
         passing: True for a workspace, which a kernel frees before it returns.
     """
 
@@ -78,9 +79,9 @@ class HeldInput:
     """Memory of an input, which exists before and after the step.
 
     Attributes:
-        name: of the input, in messages.
-        kind: of the input, as in `program.Input`.
-        nbytes: of its storage, on a rank; 0 if an earlier input has the same storage.
+        name: the name of the input in messages.
+        kind: the kind of the input, as in `program.Input`.
+        nbytes: the bytes of its storage, on a rank; 0 if an earlier input has the same storage.
     """
 
     name: str
@@ -96,7 +97,7 @@ class Memory:
         places: a text for each node or line of code that runs, in order; other attributes use
             indices into it.
         buffers: the buffers that the step allocates, in order of birth.
-        held: its inputs.
+        held: the step's inputs.
     """
 
     places: tuple[str, ...]
@@ -105,7 +106,7 @@ class Memory:
 
     @cached_property
     def live(self) -> list[int]:
-        """For each place, the bytes of the step's buffers that are allocated while it runs."""
+        """The bytes of the step's buffers that are allocated while each place runs."""
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
@@ -176,14 +177,14 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 
 
 class Storages:
-    """The storages of a graph's nodes, by number. Inputs have one each, unless they share it.
+    """The storages of a graph's nodes, by number. Each input has a storage, unless inputs share it.
 
     Attributes:
-        of: for each node the storages of the tensors in its value.
-        nbytes: for each storage its bytes.
-        maker: for each storage the node that allocates it.
-        passing: for each node the bytes of its kernel's workspace.
-        last_reader: for each storage that the graph does not return the last node that reads it.
+        of: the storages of the tensors in each node's value.
+        nbytes: the bytes of each storage.
+        maker: the node that allocates each storage.
+        passing: the bytes of each node's workspace.
+        last_reader: the last node that reads each storage that the graph does not return.
     """
 
     def __init__(self, graph: fx.GraphModule, groups: Groups):
@@ -225,9 +226,8 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the storages that are freed after a call: it is the last to read them.
-
-        Storages of inputs are not among them.
+        """Returns the storages that are freed after a call, because no later call reads them.
+        Storages of inputs are not included.
         """
         shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
         last, maker = self.last_reader, self.maker
@@ -300,7 +300,7 @@ def _schedule_of_section(section: Subgraph) -> SectionSchedule:
 
 
 def scheduled(program: Program) -> Memory:
-    """Returns the schedule of a program as it runs: of the generated code, or else of its graph.
+    """Returns the schedule of Inductor's generated code, or of the graph if nothing was generated.
 
     Raises:
         ValueError: the memory of the generated code is unknown.
@@ -387,9 +387,8 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
-    """Yields the buffers that a call makes of its inputs before the step, and keeps until its end.
-
-    They are tensors of Python numbers, and padded copies of inputs whose storage has no room.
+    """Yields the buffers that a call makes from its inputs before the step, and keeps to its end.
+    They are tensors of Python numbers, and padded copies of inputs without room for padding.
     `places` is the number of places of the schedule.
     """
     examples = program.example()
@@ -405,7 +404,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
 
 
 def opname(node: fx.Node) -> str:
-    """Returns the name of the operator that a node calls, as "mm"; "" for other nodes."""
+    """Returns the name of the operator that a node calls, such as "mm"; "" for other nodes."""
     if node.op != "call_function":
         return ""
     target: Any = node.target
@@ -424,11 +423,11 @@ _aten = torch.ops.aten
 
 
 def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
-    """Returns bytes of the workspace of a call, which torch does not document; 0 if unknown.
+    """Returns the bytes of a call's workspace, which torch does not document; 0 if unknown.
 
     Args:
-        args: its operands, with fake tensors.
-        made: its result.
+        args: the operands of the call, with fake tensors.
+        made: the result of the call.
     """
     kind = facts_of(target).workspace
     if not kind:
@@ -549,7 +548,7 @@ def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compile
     """Returns the bytes of the staging buffers of a collective of the program's groups.
 
     Args:
-        args, made: of the call, with fake tensors.
+        args, made: the operands and the result of the call, with fake tensors.
         compiled: True if it runs as torch's functional collective, False if through a wire.
     """
     if not args or args[-1] not in groups:

@@ -1,12 +1,12 @@
-"""Programs: a graph, and how the values of its inputs and outputs belong to the user's step.
+"""Programs: a graph, and where the values of its inputs and outputs are in the user's step.
 
-An input says where its value is in each call (`Input.now`): a tensor argument or state tensor of
-the call (a "leaf", by `index`), the gradient of one, a Python float at `home[path...]`, or the
-rank's coordinate on a mesh axis. An output says what its value becomes: a part of the step's
-result, the new content of a slot, a gradient. `Program.run_graph` runs the compiled graph (`Built`)
-over local tensors. A rank whose shard is smaller than the largest pads it before the graph and cuts
-the outputs after it (`PaddingBoundary`). `guards.captured_program` and `compile.region` write the
-outputs back.
+An input says where its value is in each call (`Input.local_value`): a tensor argument or state
+tensor (a "leaf" of the call, by `index`), the gradient of a leaf, a Python float at
+`home[path...]`, or the rank's coordinate on a mesh axis. An output says what its value becomes: a
+part of the step's result, the new content of a slot, a gradient. `Program.run_graph` runs the
+compiled graph (`Built`) over local tensors. If a rank's shard is smaller than the largest, it is
+padded before the graph, and the outputs are cut after it (`PaddingBoundary`).
+`guards.captured_program` and `compile.region` write the outputs back.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepOptions:
 
     @property
     def section_threshold(self) -> int | None:
-        """The number of nodes above which blocks are compiled as sections; None for never.
+        """The number of nodes above which blocks are compiled as sections; None: they never are.
 
         Capture folds blocks of equal structure into calls of one subgraph (`capture/fold.py`), and
         `FormSearch` inlines them if the budget requires it.
@@ -87,7 +87,7 @@ class StepOptions:
         return 0 if self.sections else _OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Returns the lines of a program's key for the options, and for the passes `ran`."""
+        """Returns the lines of a program's key for the options and the passes `ran`."""
         return [
             f"backend {self.backend}, sections {self.sections}, cuda graphs {self.cuda_graphs}",
             f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
@@ -114,17 +114,17 @@ class Input:
     The leaves of a call are the tensors and numbers of its arguments and state, in a fixed order.
 
     Attributes:
-        name: for messages, as "model.head.weight".
+        name: the name in messages, such as "model.head.weight".
         kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "number" (a
-            Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
-            a result, an input of backward), "saved" (by forward, for backward), "kept" (an input of
+            Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of a
+            result, an input of backward), "saved" (by forward, for backward), "kept" (an input of
             forward that backward reads too) or, during capture alone, "mark" (a gradient that is
             None now, which shows whether the step reads it).
-        tensor: the tensor at capture, or a fake of its metadata; for a coordinate its value.
-        index: among the leaves of a call; for a gradient that of its tensor; for a cotangent the
-            number of its result; -1 for other inputs.
-        home, path: where a number that is no leaf is stored: without a path, a slot; with one,
-            `home[path[0]][path[1]]...` of an optimizer's group.
+        tensor: the tensor at capture, or a fake of its metadata; for a coordinate, its value.
+        index: the index among the leaves of a call (for a gradient, of its tensor); for a
+            cotangent, the number of its result; -1 for other inputs.
+        home, path: the place of a number that is not a leaf: the slot `home` if `path` is empty,
+            else `home[path[0]][path[1]]...` of an optimizer's group.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Input:
 
     @property
     def padding(self) -> PaddingBoundary | None:
-        """The padding of its local tensor before the graph; None if all ranks have equal shapes."""
+        """How the local tensor is padded before the graph; None if all ranks have equal shapes."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -158,7 +158,7 @@ class Input:
         return padding_boundary(self.spec, persistent=persistent, zeros=zeros, read=read)
 
     def local_value(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Returns its local value, given the leaves of a call."""
+        """Returns the local value of the input, given the leaves of a call."""
         if self.kind == "coordinate":
             return self.tensor
         if self.kind == "number":
@@ -168,7 +168,7 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """An identifier of the place where a number is stored, as `Slot.identity`."""
+        """An identifier of the place where a number is stored, like `Slot.identity`."""
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
@@ -197,21 +197,21 @@ class Output:
             input), "left gradient" (the `.grad` of a tensor that the step made), "cotangent" (a
             gradient that backward returns), "saved" (for backward) or "answers" (the results of
             torch's own branches on values in this run, to compare with those at capture).
-        spec: of a DTensor; None for a plain tensor.
-        slot: whose value it becomes.
+        spec: the spec of a DTensor; None for a plain tensor.
+        slot: the slot whose new value the output is.
         index: for a gradient, the index of its tensor among the leaves of a call; for a left
             gradient the `tensor` of the output whose gradient it is.
-        number: for a result or slot with a history, its number among all of these; for a cotangent
-            of such a result, the number of that result. Otherwise -1.
+        number: for a result or slot with a history, its number among all of these; for a cotangent,
+            the number of its result. Otherwise -1.
         part: for a value with a history, the part of backward that its gradient enters; for a
             cotangent, the part that returns it.
         unheard: for a result, True if other results of its part are computed from it. Its hooks do
-            not see the gradient that flows through those.
+            not get the gradient that flows through those results.
         scalar: True if the step returns or stores it as a Python number.
         tensor: a number that is equal for outputs that are one tensor object in the step.
-        asks_gradient: True if it has no history and requires a gradient, as a view of a parameter
-            made under `no_grad`.
-        retains_grad: True if it has a history, and the step called `retain_grad()` on it.
+        asks_gradient: True if the output requires grad but has no history, such as a view of a
+            parameter made under `no_grad`.
+        retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
     """
 
     kind: str
@@ -233,7 +233,7 @@ class ResultPlace:
 
     Attributes:
         source: "result": an output of the graph; "input": a tensor of the call itself.
-        index: among the graph's "result" outputs, or among the leaves of the call.
+        index: the index among the graph's "result" outputs, or among the leaves of the call.
     """
 
     source: str
@@ -255,26 +255,27 @@ class RecomputeLevel:
 
 @dataclass(eq=False)
 class Program:
-    """A graph, and how its inputs and outputs belong to the user's step.
+    """A graph, and where the values of its inputs and outputs are in the user's step.
 
     Attributes:
-        graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
-            end.
-        inputs, outputs: in the graph's order.
+        graph: the graph of local ATen calls and collectives. Its only writes are `copy_` into
+            inputs, at its end.
+        inputs, outputs: the inputs and outputs, in the graph's order.
         result: the tree structure of the step's result.
-        constants: for each leaf of the result a `ResultPlace`, or the leaf if it is not a tensor.
+        constants: a `ResultPlace` for each leaf of the result, or the leaf itself if it is not a
+            tensor.
         cleared: indices of the leaves of a call whose `.grad` the step sets to None.
-        groups: by the name of a process group in the graph: its wire and mesh axes.
+        groups: the wire and mesh axes of each process group in the graph, by the group's name.
         key: a hash that is equal for equal programs.
         call: the compiled function over local inputs; None before `prepare`.
-        carried: the ledger records of its collectives; None until they are computed.
-        written: the positions of the inputs that it writes.
-        entering: by position, how an uneven input is padded before the graph.
-        leaving: by position, how an uneven output is cut after the graph.
-        taken: the inputs of forward: all but cotangents.
-        given: the outputs of forward: all but cotangents.
+        carried: the ledger records of the collectives; None until they are computed.
+        written: the positions of the inputs that the graph writes.
+        entering: how each uneven input is padded before the graph, by position.
+        leaving: how each uneven output is cut after the graph, by position.
+        taken: the inputs of forward: all except cotangents.
+        given: the outputs of forward: all except cotangents.
         built: the compiled code; None if the graph runs without being compiled.
-        options: of the step.
+        options: the options of the step.
         recompute: how much is recomputed in backward to meet a memory budget.
     """
 
@@ -319,14 +320,14 @@ class Program:
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """A dict from the position of an output that is an input to the position of that input."""
+        """Maps the position of an output that is an input to the position of the input."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """A dict from the position of a repeated output to the position of its first occurrence.
+        """Maps the position of a repeated output to the position of its first occurrence.
 
         A node that is returned both with and without its padding counts as two values.
         """
@@ -365,7 +366,7 @@ class Program:
 
     @property
     def artifact(self) -> Built | None:
-        """The result of compiling it, as `built`."""
+        """The result of its compilation: the same as `built`."""
         return self.built
 
     def flat(self) -> Program:
@@ -382,7 +383,7 @@ class Program:
         return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        """Compile it: `call_of` compiles a program and returns the function that runs it."""
+        """Compile the program: `call_of` returns the function that runs a program."""
         self.call = call_of(self)
 
     def run_graph(
@@ -441,10 +442,10 @@ _NONE: frozenset[int] = frozenset()
 
 
 def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """Returns for each node of backward the numbers of the results whose gradients it depends on.
+    """Returns, for each node of backward, the numbers of the results on whose gradients it depends.
 
-    Autograd passes None, not zeros, if none of these gradients exists. So passes must not combine
-    nodes that depend on different ones.
+    If none of these gradients exists, autograd passes None, not zeros. So passes must not combine
+    nodes that depend on different results.
     """
     graph = program.graph.graph
     inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
@@ -481,17 +482,18 @@ class PaddingBoundary:
     """The padding before a graph, and the cut after it, of a local shard smaller than the largest.
 
     A graph is compiled for the shape of the first rank, whose shard is the largest. A smaller shard
-    is padded with copies of its last element, so that results for the padding are as finite as
-    those for the value. A gradient is padded with zeros. A rank with an empty shard copies from the
+    is padded with copies of its last slice, so that the padding causes no NaN or infinity that the
+    values do not cause. A gradient is padded with zeros. A rank with an empty shard copies from the
     rank before it. If the storage has room behind the shard, it is padded and written in place.
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
-        behind: True if the padding follows the shard in memory, so that the storage may have room.
-        persistent: True if the tensor exists between calls, so that its storage is given room.
+        behind: True if the padding follows the shard in memory, so that the storage may have room
+            for it.
+        persistent: True if the tensor exists between calls, so that its storage gets room for it.
         zeros: True if it is padded with zeros.
-        read: True if the graph reads the padding, which then must be filled.
-        lenders: for each dimension in which some ranks have empty shards.
+        read: True if the graph may read the padding, which is then filled.
+        lenders: the source of padding in each dimension in which some ranks have empty shards.
     """
 
     wire: Wire
@@ -509,7 +511,7 @@ class PaddingBoundary:
         return self.behind and self.persistent
 
     def pad_input(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns `local` padded: contiguous, in its own storage or a copy if that has no room."""
+        """Returns `local` padded and contiguous: in its own storage if that has room, or a copy."""
         local = local.data  # so that padding does not count as a write
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:
@@ -574,8 +576,9 @@ def padding_boundary(
 
     Args:
         persistent: True if the tensor exists between calls.
-        zeros: True if it is padded with zeros, as a gradient.
-        read: True if the graph reads the padding, which then must resemble the value.
+        zeros: True if it is padded with zeros, as gradients are.
+        read: True if the graph may read the padding, which is then filled with copies of the last
+            slice.
     """
     if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
         return None
@@ -627,13 +630,14 @@ class Built:
     """A compiled program.
 
     Attributes:
-        call: runs the program over its inputs.
+        call: the function that runs the program over its inputs.
         loaded: True if it was loaded from the store; False if it was compiled here.
-        seconds: of compiling or loading, without waiting for other ranks.
-        key: of the artifact in the store: a hash of the program and of what it is compiled for.
-        metadata: of the artifact: its description, when and in how many seconds it was compiled.
-        schedule: returns its `memory.Memory`; None for a section by itself.
-        sections: the distinct sections that it calls, if it was cut.
+        seconds: the time to compile or load, without waiting for other ranks.
+        key: the key of the artifact in the store: a hash of the program and of the machine,
+            versions and settings.
+        metadata: the artifact's description, and when and in how many seconds it was compiled.
+        schedule: a function that returns the `memory.Memory`; None for a single section.
+        sections: the distinct sections that the program calls, if it was cut.
     """
 
     call: Call

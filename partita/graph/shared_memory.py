@@ -1,9 +1,10 @@
 """Shared memory: which nodes of a graph share memory, and which results overlap.
 
-This is derived from the schemas and facts of ops, not from fake tensors: equal calls share one fake
-(`fake_values`), so fakes may share a storage where the values do not. A value "shows" the memory of
-another if it is a view of it. `overlapping_results` finds pairs of results with common elements,
-which passes must keep. `keep_apart` copies a result that a pass made overlap another.
+This follows from the schemas and facts of ops, not from fake tensors: equal calls share one fake
+(`fake_values`), so fakes may share a storage although the values do not. A value "shows" the memory
+of another value if it is a view of it. `overlapping_results` finds pairs of results with common
+elements, which passes must preserve. If a pass makes other results overlap, `keep_apart` copies
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns a number for the memory of each node, if some call writes that memory.
+    """Returns a number for the memory of each node whose memory some call writes.
 
     Each input has its own memory, as in torch's functionalization.
     """
@@ -141,7 +142,7 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Returns a key of the part of its storage that a tensor views: shape, strides, offset..."""
+    """Returns a key of the part of its storage that a tensor covers: shape, strides, offset..."""
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
@@ -160,7 +161,7 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of results that overlap, or of a result and the input it is a view of."""
+    """Returns the pairs of overlapping results, and of results and the inputs they are views of."""
     return frozenset(_find_overlapping_pairs(graph))
 
 
@@ -247,7 +248,7 @@ def last_element_offset(t: torch.Tensor) -> int:
 
 
 def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
-    """Returns the node that made a node's memory, and the view calls from there to the node.
+    """Returns the node that allocated a node's memory, and the view calls from there to the node.
 
     Args:
         known: nodes at which to stop earlier.

@@ -1,7 +1,8 @@
 """Slots: the places where a step's state is stored.
 
-A slot is an item `home[key]`. Its home is a dictionary, a list, or an object here that reads and
-writes something else in that way. A program reads inputs from slots and writes outputs to them.
+A slot is an item `home[key]`. Its home is a dictionary, a list, or an object of this module that
+reads and writes another kind of place by item access. A program reads inputs from slots and writes
+outputs to them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from torch.optim import Optimizer
 
 
 def is_no_tuple(value: Any) -> bool:
-    """True if `value` is a leaf of the value of a slot, whose tuples are replaced as a whole."""
+    """True if `value` is not a tuple: slots may hold tuples of tensors, replaced as a whole."""
     return not isinstance(value, tuple)
 
 
 class SlotHome:
-    """The base of objects that let `owner`'s parts be read and written as `home[key]`."""
+    """The base of objects that read and write parts of `owner` as `home[key]`."""
 
     def __init__(self, owner: Any):
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Returns an identifier that is equal for one place, whichever home it is reached by."""
+        """Returns an identifier of the place, equal for all homes through which it is reached."""
         return id(self.owner), key
 
 
@@ -62,12 +63,12 @@ class ParamState:
 class Slot:
     """A place where a value is stored.
 
-    When another object is found on the path to the place, only `home` changes, so that programs
-    that use the slot follow.
+    If an object on the path to the place is replaced, only `home` changes. So programs that use the
+    slot use the new place.
 
     Attributes:
-        name: for messages, as "model.head.weight".
-        kind: "parameter", "buffer", "optimizer" (its state) or "value".
+        name: the name in messages, such as "model.head.weight".
+        kind: "parameter", "buffer", "optimizer" (optimizer state) or "value".
         home, key: `home[key]` is the value.
     """
 
@@ -92,7 +93,7 @@ class Slot:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """An identifier that is equal for slots of one place; as `Place.identity`."""
+        """An identifier that is equal for slots of the same place, like `Place.identity`."""
         if isinstance(self.home, SlotHome):
             return self.home.identity(self.key)
         return id(self.home), self.key

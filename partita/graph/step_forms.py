@@ -1,11 +1,11 @@
 """Forms of a captured step: blocks called or inlined, and how much is recomputed in backward.
 
-A block is a call of a module that has the structure of other calls. Capture folds the blocks of
+A block is a call of a module with the same structure as other calls. Capture folds the blocks of
 each structure into calls of one subgraph (`capture.fold`); inlining reverses this. `CapturedForms`
-keeps a program as captured and rebuilds it in any form, to rewrite it for a smaller budget or to
-explain what the passes do. `FormSearch` finds the form whose predicted peak of memory is within a
-limit. `_lower_blocks` runs the passes once on each block structure and cuts it at its collectives
-into sections, which the step then calls.
+stores a captured program and rebuilds it in any form: for a smaller budget, or to explain what the
+passes do. `FormSearch` finds the form whose predicted peak of memory is within a limit.
+`_lower_blocks` runs the passes once on each block structure and cuts it at its collectives into
+sections, which the step then calls.
 
 Blocks are called only if all of these allow it: the options, by the size of the graph
 (`StepOptions.section_threshold`); capture, if the structure can be a separate graph
@@ -66,11 +66,12 @@ _CHANGED_PARTS = ("inputs", "outputs")
 class CapturedForms:
     """A program before the passes, from which a program of any form can be made.
 
-    The first one made is the captured program itself. For others it stores a row for each node.
+    The first program is the captured program itself. To make others, it stores a record of each
+    node.
 
     Attributes:
-        form: the chosen form: with blocks as calls if there are any, unless a budget requires
-            another.
+        form: the chosen form. Blocks are calls if there are any, unless a budget requires another
+            form.
     """
 
     def __init__(self, program: Program):
@@ -91,7 +92,7 @@ class CapturedForms:
         """Returns a new copy of the program in `form` (None: in `self.form`), for passes to change.
 
         Args:
-            recorded: as for `_lower_blocks`.
+            recorded: the same as for `_lower_blocks`.
         """
         form = form or self.form
         program, self._unchanged = self._unchanged or self._rebuild_program(), None
@@ -123,9 +124,10 @@ class CapturedForms:
 class FormSearch:
     """A search for the form of a captured step that fits a memory limit.
 
-    Forms are tried in one fixed order, so that a larger limit never takes a later form. With blocks
-    as calls come first, with more and more recomputation inside and around the blocks. If none of
-    these fits, blocks are inlined. Recomputation may then reach back through several blocks.
+    Forms are tried in a fixed order, so that a larger limit never results in a later form. First
+    come forms with blocks as calls, with more and more recomputation inside and around the blocks.
+    If none of these fits, blocks are inlined. Recomputation may then go back through several
+    blocks.
     """
 
     def __init__(self, captured: CapturedForms):
@@ -140,7 +142,7 @@ class FormSearch:
         None returns the first form. Each later call needs a smaller limit.
 
         Raises:
-            CaptureError: no form fits; the error names the smallest budget that one fits.
+            CaptureError: no form fits; the error names the smallest budget that suffices.
         """
         for form, program in self._untried:
             if limit is None or (self._is_better(program) and self._peak <= limit):
@@ -188,9 +190,9 @@ class RewrittenBlock:
     """The results of the passes for one block structure.
 
     Attributes:
-        name: of the class of the blocks.
+        name: the name of the blocks' class.
         calls: the number of blocks of the step with this structure.
-        changes: of the passes that changed it.
+        changes: the changes by the passes.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Reports of a captured step: memory by class, bytes by line, and what each pass did and saved.
+"""Reports of a captured step: memory by class, bytes by line, and the effect of each pass.
 
-Describing changes takes longer than all passes together and is rarely needed. So a report runs the
-passes again over the captured program.
+To describe the changes takes longer than all passes together, and is rarely needed. So only a
+report does it: it runs the passes again over the captured program.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def facts_of_memory(
     """Returns the bytes of each class of memory at each place, as in `report.RunFacts.memory`.
 
     Args:
-        class_of: returns the class of a buffer, as "activations"; `_class_of` if None.
+        class_of: a function that returns the class of a buffer, such as "activations"; `_class_of`
+            if None.
     """
     class_of = class_of or _class_of
     held = Counter[str]()
@@ -120,7 +121,7 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 
 
 def explain_passes(captured: CapturedForms) -> str:
-    """Returns what each pass changes and saves, with a short diff, and a summary, as text."""
+    """Returns what each pass changes and saves (bytes), with a short diff and a summary."""
     program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
@@ -158,7 +159,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
     """Returns an iterator over the change of each pass in a captured program.
 
-    If blocks are called, the first is that of all passes within blocks.
+    If blocks are called, the first change is that of all passes within blocks.
     """
     return (change for _, change in _run_and_record(captured))
 

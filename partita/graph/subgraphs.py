@@ -4,7 +4,7 @@
 and backward are one subgraph, so it is functionalized, rewritten by passes and compiled once for
 all blocks of equal structure. Its inputs are the operands of forward, then those of backward; its
 outputs the results of forward, then those of backward. `section_cutter` makes the subgraphs that
-are compiled, each with one call.
+are compiled; each has one call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def inline_subgraphs(
     """Replace calls of subgraphs by copies of their nodes.
 
     Args:
-        find_subgraph: returns for a call node the subgraph to copy; its own by default.
+        find_subgraph: a function from a call node to the subgraph to copy; by default the node's
+            own.
     """
     calls = subgraph_calls(graph)
     if not calls:
@@ -75,7 +76,7 @@ def inline_subgraphs(
 def flatten_module(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a module with all sections inlined; `module` itself if it calls none.
 
-    An unused result of a section stays alive until the section's end, as when it is called.
+    An unused result of a section stays alive until the section's end, as if the section is called.
     """
     if not subgraph_calls(module.graph):
         return module

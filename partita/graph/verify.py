@@ -1,11 +1,12 @@
 """The verifier: the grammar of legal graphs.
 
-Checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph has
-inputs, constants, calls and one output. Calls are of ATen, of functional collectives, of a user's
-operators that only make tensors, or of sections (which are such graphs, without collectives). Each
-value is made before it is used. The only write is a `copy_` into an input, once, and that input is
-not read afterwards. A collective is waited for before it is read, and its group is one of the
-program's. The coordinates among the inputs are the only values that depend on the rank.
+It is checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph
+has inputs, constants, calls and one output. It calls ATen ops, functional collectives, a user's
+operators that only return new tensors, or sections (such graphs without collectives). Each value is
+made before it is used. The only writes are `copy_` into inputs, at most one for each input, which
+is not read afterwards. The graph waits for a collective before its result is read, and the
+collective's group is one of the program's. The coordinates among the inputs are the only values
+that depend on the rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SPACES = ("aten", "prims", "_c10d_functional", "partita")
 
 
 class IllegalGraph(LayoutError):
-    """A pass, or capture, made a graph that breaks the grammar."""
+    """Raised if a pass or capture has made a graph that breaks the grammar."""
 
 
 def verifies_each_pass() -> bool:

@@ -782,7 +782,7 @@ def test_a_gradient_that_does_not_come_to_where_one_looks_is_refused(watch):
     x, w = (torch.full((3,), 2.0, requires_grad=True) for _ in range(2))
     both, a = pt.compile(clamped, backend="graph")(x, w)
     watch(a)
-    with pytest.raises(pt.LayoutError, match="of which another result of the region is made"):
+    with pytest.raises(pt.LayoutError, match="from which another result of the region is computed"):
         (both.sum() + a.sum()).backward()
 
 

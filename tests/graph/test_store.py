@@ -46,7 +46,7 @@ def test_the_folder_is_the_users_alone(store):
 
 def test_a_key_is_no_path(store):
     for key in ("../x", "A", "", "a/b", "a.b"):
-        with pytest.raises(ValueError, match="a key is of"):
+        with pytest.raises(ValueError, match="a key consists of"):
             store.get(key)
 
 

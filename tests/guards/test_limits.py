@@ -655,7 +655,7 @@ def test_a_batch_norm_that_reads_its_count_is_named_with_what_keeps_it_from_that
         pt.compile(lambda x: model(x), backend="graph")(torch.ones(4, 3))
     text = str(raised.value)
     assert "reads a value, in torch/nn/modules/batchnorm.py (at " in text
-    assert "BatchNorm(momentum=0.1)" in text and "how many batches there were" in text
+    assert "BatchNorm(momentum=0.1)" in text and "the number of batches so far" in text
 
 
 def test_an_error_of_a_shape_is_raised_and_not_logged_too(caplog):

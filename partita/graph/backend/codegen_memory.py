@@ -1,8 +1,8 @@
-"""Memory of generated code: the schedule of what the code that Inductor generated allocates.
+"""Memory of generated code: the schedule of the allocations in Inductor's generated code.
 
-The code is run over fake tensors, with kernels that do nothing. Its own allocations, reuses and
-`del`s then show, by Python's reference counts, when each buffer is made and freed. So this needs no
-knowledge of Inductor's memory planning, and estimates nothing.
+The code is run over fake tensors, with kernels that do nothing. Python's reference counts then show
+when the code allocates, reuses and frees each buffer. So this needs no knowledge of Inductor's
+memory planning, and estimates nothing.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def memory_of_code(
     """Returns the schedule of a program that runs as generated code.
 
     Args:
-        sources: the generated code of the program, or of each different section; one text each,
+        sources: the generated code of the program, or of each different section. Each has one text,
             unless Inductor had to split the graph.
         cut: the program as calls of these sections.
 
     Raises:
-        ValueError: the code is not of the known form.
+        ValueError: the code has an unknown form.
     """
     run = _FakeRun(program)
     calls = {part: run.make_call(code, part.graph) for part, code in sources.items()}
@@ -81,7 +81,7 @@ class _GeneratedCode:
         defs = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
         called = [n for n in defs if n.name == "call"]
         if len(called) != 1:
-            raise ValueError("generated code has no one function `call`")
+            raise ValueError("generated code must have exactly one function `call`")
         (self._def,) = called
         self.begin, self.end = self._def.lineno, self._def.end_lineno or self._def.lineno
 

@@ -1,14 +1,14 @@
 """CUDA graphs: a program's kernels, recorded once and launched as one in each later call.
 
 A small step spends more time launching kernels than running them; a replay is one launch. A
-recording reads and writes fixed addresses, and no Python and no host code runs in a replay. So a
-program is cut in two (`HostSplit`). What is computed on the host (rates, step counts, bias
-corrections) runs in each call. The values of it that the rest reads are copied to the device.
+recording reads and writes fixed addresses, and a replay runs no Python and no host code. So a
+program is cut in two (`HostSplit`). The part on the host (learning rates, step counts, bias
+corrections) runs in each call. The values that the other part reads are copied to the device.
 
 - State (parameters, buffers, optimizer state) is read and written in place. If it has moved, the
   kernels are recorded again. State that moves once more is copied like an argument.
-- Arguments are copied to the addresses that the recording reads.
-- Results are copied out of the recording's memory, which the next replay writes.
+- Arguments are copied to the addresses that the recording reads. - Results are copied out of the
+  recording's memory, because the next replay overwrites it.
 
 The first call runs as without CUDA graphs: kernels are compiled and tuned, and process groups
 connect. The second records. Inductor's own CUDA graphs are not used: they skip a graph that writes
@@ -54,18 +54,18 @@ _OF_REGIONS = frozenset(("cotangent", "saved", "kept"))
 
 
 class NotRecorded(Exception):
-    """A program cannot be recorded; the message says why."""
+    """Raised if a program cannot be recorded; the message says why."""
 
 
 # -- which programs are recorded -------------------------------------------------------------------
 
 
 def find_device(program: Program) -> torch.device:
-    """Returns the device whose kernels a program launches, where they can be recorded.
+    """Returns the device whose kernels a program launches, if they can be recorded.
 
     Raises:
-        NotRecorded: its tensors lie elsewhere, it is half of a region, a collective goes by way of
-            the host, or it calls what torch does not record.
+        NotRecorded: the tensors are on other devices, the program is a part of a region, a
+            collective goes through the host, or torch cannot record a call.
     """
     kinds = {i.kind for i in program.inputs} | {o.kind for o in program.outputs}
     if not kinds.isdisjoint(_OF_REGIONS):
@@ -101,19 +101,20 @@ def _describe_source(node: fx.Node) -> str:
 
 
 class HostSplit:
-    """A program cut into what the host computes and what the device does.
+    """A program cut into the part that the host computes and the part of the device.
 
     Args:
-        device: where values that cross are copied.
+        device: the device to which values that cross are copied.
 
     Attributes:
         host: a graph of host inputs. Its first results are the values that cross to the device.
-        host_inputs: their positions among the program's inputs.
+        host_inputs: the positions of the host inputs among the program's inputs.
         crossing: the number of values that cross.
-        device: a program of the other inputs, followed by the values that cross.
+        device: a program whose inputs are the other inputs, followed by the values that cross.
         device_inputs: the positions of the other inputs.
-        outputs: the origin of each of the program's outputs: "host" or "device" and the position
-            among its results; "input" and the position of that input; or None and the value itself.
+        outputs: the origin of each output of the program: "host" or "device" and the position among
+            the results of that part; "input" and the position of the input; or None and the value
+            itself.
 
     Raises:
         NotRecorded: the host reads a result of the device.
@@ -273,18 +274,18 @@ class _RecordedProgram:
 
 
 class ReplayedProgram:
-    """Runs a program: as it is the first time, recording its kernels the second, then replaying.
+    """Runs a program: the first call is normal, the second records its kernels, later ones replay.
 
     Args:
-        compile_part: gives what runs the device's part, compiled or node by node.
-        pool: gives, by kind of device, the memory that recordings of the step share.
+        compile_part: a function that returns the function that runs the device's part.
+        pool: a function from the kind of device to the memory that recordings of the step share.
 
     Attributes:
         split: the program.
-        host_call, device_call: run its parts.
+        host_call, device_call: the functions that run the parts.
 
     Raises:
-        NotRecorded: it cannot be recorded.
+        NotRecorded: the program cannot be recorded.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""The executor of a graph as it is: straight-line Python code, written from its nodes.
+"""The executor of an uncompiled graph: straight-line Python code, written from its nodes.
 
 There is a line for each call. Targets, constants and collectives are bound to names once. The name
 of a value is deleted after the last line that reads it.
 
     v3 = c0(v1, v2); del v1
 
-Collectives run on the ranks' wires, so that a captured step runs wherever an eager one does: on
+Collectives run on the ranks' wires, so that a captured step runs wherever an eager step does: on
 process groups, on ranks that are threads, on a dry mesh. An all-reduce runs until the graph waits
 for it. Other collectives are complete when their line has run. If sections were compiled, the code
-calls these, and constants are their inputs.
+calls them and passes constants as inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def function_of(
     An error of a call gets a note with the node and the user's line, and keeps no values alive.
 
     Args:
-        groups, calls: as for `GraphWriter`.
+        groups, calls: the same as for `GraphWriter`.
     """
     written = GraphWriter(graph, groups, calls)
     run = written.function()
@@ -83,16 +83,16 @@ class GraphWriter:
     """Writes the code of one graph: two lines at the beginning, then a line for each node.
 
     Args:
-        groups: wire and axes of the graph's process groups, by name. None uses torch's own
-            collectives, whose operands are kept alive until they are waited for.
-        calls: the function for each section, once it is compiled; others are written, too.
+        groups: the wire and axes of each process group of the graph, by name. None uses torch's own
+            collectives, whose operands are kept alive until the graph waits for them.
+        calls: the function of each compiled section; other sections become part of the code.
         drops_inputs: True if inputs are dropped after their last read. They come in a list, which
-            the code empties, as a section does.
+            the code empties.
 
     Attributes:
-        names: for each node the name of its value.
-        nodes: by line, from `FIRST_LINE`.
-        nodes_of_sections: by the code of each section that is called, the same.
+        names: the name of each node's value.
+        nodes: the node of each line, from `FIRST_LINE`.
+        nodes_of_sections: `nodes` of each called section, by the section's code.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """The line of a node, with the deletion of the names that it is the last to read."""
+        """The line of a node, which then deletes the names that no later node reads."""
         if (section := subgraph_of(node)) is None:
             return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
         # In a list, which it empties: so it frees what it is the last to read.
@@ -298,7 +298,7 @@ class Sections:
     """A graph as calls of sections.
 
     Attributes:
-        outer: a graph of the same inputs and outputs; its calls are collectives, views and
+        outer: a graph with the same inputs and outputs; its calls are collectives, views and
             `call_subgraph`.
         different: the different sections, in the order of their first call.
         calls: the number of calls of sections.
@@ -323,8 +323,7 @@ def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
-    """Change a graph so that it takes its constants as inputs, after its own: compiled code that
-    held them would lose them in the store."""
+    """Change a graph so that its constants become its last inputs: the store loses constants."""
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]
@@ -344,7 +343,7 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """A function of the inputs of `graph` alone, of a `call` that takes its constants, too."""
+    """Returns a function of the inputs of `graph` that calls `call` with inputs and constants."""
     constants = constants_of(graph)
     return (lambda *inputs: call(*inputs, *constants)) if constants else call
 

@@ -1,21 +1,20 @@
-"""Inductor: a program is compiled to machine code that another process can load, or loaded.
+"""Inductor: compilation of a program to machine code that other processes can load.
 
-A graph is cut into sections where that is worth it, or where it checks a value, which a compiler
-might drop (`build`). All ranks build together, and of the ranks of a host one compiles:
+A graph is cut into sections if that pays off, or if it checks a value: a compiler might drop the
+check (`build`). All ranks build together, and one rank of each host compiles:
 
 1. Each rank loads what is in the store.
-2. Of the ranks of one host that miss a program, the first compiles it and puts it into the store;
-   several programs are shared out among the ranks, which compile at the same time.
-3. The others load it. Where the store does not work, they compile it themselves.
+2. If ranks of a host miss a program, the first of them compiles it and puts it into the store.
+Several programs are divided among the ranks, which compile at the same time. 3. The others load it.
+If the store does not work, they compile it themselves. If one rank fails, all raise the same error,
+so that no rank waits for it.
 
-Where one rank fails, all raise the same error, so that none waits for it.
-
-What Inductor saves of a result is generated Python and the binaries of Triton's kernels; C++
-kernels it compiles again wherever the result is loaded. So a payload here holds Inductor's result,
-without what is not needed to run it, and the libraries of its C++ kernels; loading it takes neither
-a compiler nor anything in Inductor's caches. `digest_of_compiler` identifies the machine, versions
-and settings that it was made for. What Inductor fuses, in which order, is in
-`inductor_scheduling`, which is imported to compile, not to load.
+Inductor itself saves generated Python and the binaries of Triton kernels, but compiles C++ kernels
+again at each load. So a payload contains Inductor's result, reduced to what is needed to run, and
+the libraries of its C++ kernels. Loading it needs no compiler and none of Inductor's caches.
+`digest_of_compiler` identifies the machine, versions and settings that a payload was made for.
+`inductor_scheduling` decides what is fused, and the order of kernels. It is imported to compile,
+not to load.
 """
 
 from __future__ import annotations
@@ -75,13 +74,13 @@ def build(
     """Compile or load a program. All ranks of `wires` call this at the same time.
 
     Args:
-        program: the same on all ranks, with its key.
-        what: the program's title, in messages.
-        wires: of the program's meshes.
-        sections: whether to cut it into sections; None to do so where it is worth it.
+        program: the program, which is the same on all ranks and has its key.
+        what: the program's title in messages.
+        wires: the wires of the program's meshes.
+        sections: True to cut it into sections; None to do so if it pays off.
 
     Raises:
-        LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
+        LayoutError: compilation failed on a rank; the error is the same on all ranks of the wires.
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
     facts = _describe_build(program, what)
@@ -99,11 +98,11 @@ def build(
 
 
 def cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
-    """Returns the sections of a program's graph; None where it is to be compiled whole.
+    """Returns the sections of a program's graph; None if it is to be compiled as a whole.
 
-    A graph in which blocks are calls of sections is cut between these, too. One that checks a value
-    is always cut: the check stands between sections and so keeps its place. A compiler may drop it,
-    or run it behind what it is to prevent.
+    If blocks are calls of sections, the graph is cut between these, too. A graph that checks a
+    value is always cut, with the check between two sections. A compiler might drop the check, or
+    run it after the calls that it must prevent.
     """
     nodes = program.graph.graph.nodes
     checks = any(map(checks_value, nodes))
@@ -343,11 +342,11 @@ def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, li
     """Compile a program.
 
     Returns:
-        A function of its inputs and constants; a payload for `load`, None, with a warning, where
-        this torch cannot save the result; and the code that Inductor generated.
+        A function of the program's inputs and constants; a payload for `load` (None, with a
+        warning, if this torch cannot save the result); and the code that Inductor generated.
 
     Raises:
-        Exception: of any kind, where Inductor cannot compile.
+        Exception: any exception of Inductor if it cannot compile.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -374,8 +373,8 @@ def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, li
             node.target, node.args = ALL_TO_ALL, (x, even, even, name)
         if node.target is _aten.bernoulli.p and not node.users:
             warnings.warn(
-                "Inductor does not draw a dropout that nobody reads: what is drawn behind it is "
-                'other than in eager; with backend="graph" it is the same',
+                "Inductor skips the random numbers of an unused dropout, so later random numbers "
+                'differ from eager; with backend="graph" they are the same',
                 stacklevel=2,
             )
     examples: list[Any] = list(program.example())
@@ -416,19 +415,18 @@ def _has_checked_inputs(program: Program | Subgraph) -> bool:
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
-    """Returns the function in a payload that `compile_program` has made, possibly in another
-    process.
+    """Returns the function in a payload of `compile_program`, which another process may have made.
 
-    The payload is executed: it must come from a file that only this user can have written.
+    The payload is executed, so it must come from a file that only this user can write.
 
     Args:
-        is_boxed: True if it takes its inputs in a list, which it empties to free them early. The
-            function that Inductor generated is then called directly (private torch), without the
-            runtime for outputs that are views of inputs, and for inputs that are written. Sections
+        is_boxed: True if the function takes its inputs in a list, which it empties to free them
+            early. Then Inductor's generated function is called directly (private torch), without
+            torch's runtime for outputs that are views of inputs and for written inputs. Sections
             have neither.
 
     Raises:
-        Exception: of any kind, if it is not for this torch or this machine.
+        Exception: any exception if the payload is not for this torch or this machine.
     """
     version, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if version != _FORMAT:
@@ -449,10 +447,9 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
 
 
 def digest_of_compiler(devices: set[torch.device]) -> str:
-    """A digest of all that decides, besides the program, what code is made of it: 16 hex digits.
-
-    The machine and its processor, versions, Inductor's settings, and on a GPU its index. Not the
-    number of threads, paths or the host's name.
+    """A digest (16 hex digits) of everything except the program that affects generated code. It
+    covers the machine and its processor, versions, Inductor's settings, and a GPU's index, but not
+    the number of threads, paths or the host's name.
     """
     from torch._inductor import config
 
@@ -493,10 +490,9 @@ def _find_cpu_features() -> str:
 
 
 def use_private_cache() -> None:
-    """Make Inductor use a cache folder that only this user can write to, because it executes files
-    from it.
-
-    Its default is a folder with a known name in /tmp, which another user may have made first.
+    """Make Inductor use a cache folder that only this user can write, because it executes its
+    files. The default is a folder with a known name in /tmp, which another user may have made
+    first.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -608,11 +604,10 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """Returns a saved result without what only the compiler reads. Private torch: its format.
-
-    Torch saves what is needed to compile it again, and generated code imports the compiler for a
-    few names: most of the time of a load. These are given here instead (`_LINES`). What a new torch
-    writes in another way is left as it is.
+    """Returns a saved result without data that only the compiler reads. Private torch: its format.
+    Torch saves data to compile the result again, and generated code imports the compiler for a few
+    names, which takes most of the time of a load. Here these names are replaced (`_LINES`). If a
+    new torch writes a part differently, that part stays as it is.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -629,9 +624,8 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Returns a saved result whose code does not check the shapes and strides of its inputs.
-
-    A call's guards have, and a tiny step spends as long around its kernels as in them.
+    """Returns a saved result whose code does not check the shapes and strides of its inputs. Guards
+    have checked them, and in a tiny step the checks take as long as the kernels.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -705,7 +699,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(nbytes: Any) -> Any:
-    """Returns the alignment function of code with planned memory."""
+    """Returns the function by which generated code with planned memory aligns sizes."""
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)
@@ -720,9 +714,9 @@ _PREFIX = "partita-compiles-"
 def cleaning_up_libraries() -> Iterator[None]:
     """Remove half-written libraries from torch's folder, during the block and after a failure.
 
-    A compile that is killed leaves one, and torch loads it as if it were complete, which crashes
-    the process. So there is a locked marker file while something is compiled. A marker without a
-    lock belongs to a process that was killed: half-written libraries that are not older are
+    If a compilation is killed, a half-written library remains. Torch loads it as if it were
+    complete, which crashes the process. So there is a locked marker file during compilation. A
+    marker without a lock belongs to a killed process: half-written libraries that are newer are
     deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -1,22 +1,21 @@
 """Scheduling of Inductor's kernels: which calls it fuses, and in which order kernels run.
 
-Fusion (`Choices`): Inductor also fuses calls that only read something in common, as the updates of
-all parameters read a learning rate. That saves little for large tensors. All their gradients then
-live until the last one is computed, which undoes the pass `lifetime`. A recomputed call reads what
-the call in forward reads. If the two were fused, it would be computed once, and live until
-backward. A sum that is fused with a later reader, such as a bucket of gradients, keeps all its
-operands alive until then.
+Fusion (`Choices`): Inductor also fuses calls that only read a common operand, such as all updates,
+which read one learning rate. That saves little for large tensors, and all their gradients live
+until the last one is computed, which undoes the pass `lifetime`. A recomputed call reads the same
+operands as the call in forward. If the two were fused, the value would be computed once and live
+until backward. A sum that is fused with a later reader, such as a bucket of gradients, keeps all
+its operands alive until then.
 
 Order (`InOrder`): Inductor moves every write into an input, and so every update of a parameter, to
-the end of the graph, where all gradients wait for it. It moves calls that need little to the
-beginning. Here kernels are put back into the order of the passes, and each write to where its
+the end of the graph, where all gradients wait for it. It moves calls with few prerequisites to the
+beginning. `InOrder` restores the order of the passes, and moves each write to the place where its
 operands are ready.
 
-Combination (`InOrder`): on a GPU, updates wait for later ones where that does not raise the peak,
-and those that then follow each other are launched as one, in the form that Inductor gives a
-`torch._foreach_*` call.
+Combination (`InOrder`): on a GPU, updates wait for later updates if that does not raise the peak.
+Adjacent updates are launched as one kernel, as Inductor does for a `torch._foreach_*` call.
 
-Buckets (`lowering_buckets`): on a GPU one kernel casts and copies all members of a bucket.
+Buckets (`lowering_buckets`): on a GPU, one kernel casts and copies all members of a bucket.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ _OURS, _PACKS = "partita", "packs"
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node as forward's, or as recomputed for backward, for `Choices`, and a bucket's cat.
-
-    `custom` is the one entry of a node's `meta` that is the user's own and that tracing copies.
+    """Mark a node for `Choices`: as a node of forward, as recomputed, or as the cat of a bucket.
+    `custom` is the only entry of a node's `meta` that tracing copies and torch leaves to users.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
@@ -83,8 +81,8 @@ def _unpacks_gathered(node: fx.Node) -> bool:
 
 
 class Choices(InductorChoices):
-    """Inductor's choices, but recomputed calls are never fused with calls of forward, and large
-    calls that do not need each other are fused only if they share much.
+    """Inductor's choices with two changes. Recomputed calls are never fused with calls of forward,
+    and large independent calls are fused only if they share many bytes.
     """
 
     def uuid(self) -> str:
@@ -93,7 +91,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if two nodes may become one kernel, whether or not one needs the other."""
+        """True if two nodes, dependent or independent, may become one kernel."""
         marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
         if not node1.is_gpu():
             marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]
@@ -163,10 +161,9 @@ _MOST_PACKED = 32
 
 @contextmanager
 def lowering_buckets() -> Iterator[None]:
-    """Within, Inductor packs a bucket on a GPU in one kernel.
-
-    Private torch: its lowerings. Its own choice is a kernel for each member where there are many,
-    or where one is a sum.
+    """Make Inductor pack a bucket on a GPU in one kernel, inside the block. Private torch: its
+    lowerings. By default there is a kernel for each member if there are many members or one of them
+    is a sum.
     """
     lower_any = lowerings[_CAT]
 
@@ -199,10 +196,8 @@ _Pass: Any = base_of_scheduler_passes(torchs)
 
 
 class InOrder(_Pass):  # type: ignore[misc]
-    """Orders what Inductor is to make kernels of, after it has fused.
-
-    Private torch: there is no public hook behind fusion, and before it a write into an input has to
-    stand at the end.
+    """Orders Inductor's scheduler nodes after fusion. Private torch: there is no public hook after
+    fusion, and before fusion a write into an input must be at the end.
     """
 
     def uuid(self) -> str:

@@ -1,8 +1,8 @@
 """The section cutter: a graph is cut into sections, so that equal ones are compiled once.
 
-It is cut at collectives, at checks of values (which a compiler might drop), and at the sections
-that blocks have become (`step_forms`). A section takes and returns only values that own their
-memory: views are made again in the section that reads them.
+It is cut at collectives, at checks of values (which a compiler might drop), and around calls of
+blocks that are sections already (`step_forms`). A section takes and returns only values that own
+their memory: a section that reads a view makes it again.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ reads."""
 
 
 def sections_of(program: Program, always: bool = False) -> Sections | None:
-    """Returns a program's graph as sections; None where it has values that are no tensors.
+    """Returns a program's graph as sections; None if it has values that are not tensors.
 
     Args:
-        always: whether to cut it also where the graph is not deep, or has too few equal parts.
+        always: True to cut the graph even if it is not deep or has too few equal parts.
     """
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:
@@ -74,22 +74,22 @@ def sections_of_blocks(
     packing: Sequence[Collection[fx.Node]],
     known: dict[Any, Subgraph],
 ) -> fx.GraphModule:
-    """The graph of a block's forward and backward, cut at its collectives and between the two.
+    """Returns the graph of a block's forward and backward, cut at collectives and between the two.
 
     Args:
-        late: the nodes of backward, which no other reads.
-        packing: for each gather the nodes that make its operand of inputs. They are a section of
-            their own, so that the gather may begin before anything else of the block.
+        late: the nodes of backward, which no other node reads.
+        packing: for each gather, the nodes that compute its operand from inputs. They become a
+            separate section, so that the gather may begin before the rest of the block.
         known: the sections of other blocks; new ones are added.
 
     Raises:
-        UnsureOfSections: a part gives another what is no tensor, or a view.
+        UnsureOfSections: a part passes a view or a non-tensor to another part.
     """
     return _GraphCutter(program, late, packing, known).cut_graph().outer
 
 
 class UnsureOfSections(Exception):
-    """A part returns to another what no section may return: a view, or no tensor."""
+    """Raised if a part would return a view or a non-tensor, which sections may not."""
 
 
 class _GraphCutter:

@@ -1,10 +1,10 @@
 """The store of compiled programs: a folder with one file for each key, kept between runs.
 
-A file is a header with a checksum, metadata as JSON, and the payload, which is code. So it is read
-only if nobody but this user, or root, can have written it (`check_folder`, `_open_trusted`). A file
-that is damaged, of another version or not trusted counts as missing, with one warning. The size of
-the folder is bounded, the least recently used files are deleted first, and many processes may use
-it at once.
+A file has a header with a checksum, metadata as JSON, and the payload. The payload is code, so a
+file is read only if only this user or root can have written it (`check_folder`, `_open_trusted`). A
+file that is damaged, of another version or not trusted counts as missing, with one warning. The
+size of the folder is bounded, the least recently used files are deleted first, and many processes
+may use it at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Artifact:
 
     Attributes:
         payload: bytes that `inductor.load` turns into a function.
-        metadata: facts about it that can be read without loading it, as JSON.
+        metadata: facts that can be read without loading the payload, as JSON.
     """
 
     payload: bytes
@@ -50,11 +50,11 @@ class Entry:
     """One file of a store.
 
     Attributes:
-        key: of the program that it holds, by its name.
-        nbytes: of the whole file.
-        used: when it was last written or read, in seconds since 1970.
-        metadata: of the artifact; empty where there is a problem.
-        problem: why it cannot be used; "" where no problem was found.
+        key: the key of the program in the file, from the file's name.
+        nbytes: the size of the file in bytes.
+        used: the time of the last read or write, in seconds since 1970.
+        metadata: the metadata of the artifact; empty if there is a problem.
+        problem: why the file cannot be used; "" if no problem was found.
     """
 
     path: Path
@@ -69,24 +69,24 @@ class Store:
     """A folder of artifacts.
 
     Args:
-        folder: made by the first `put`, writable by this user alone, since its files are executed.
-            A folder or file that others can write to is not used.
-        limit: bytes of all files together; 0 to keep nothing.
+        folder: the folder. The first `put` creates it, writable only by this user, because its
+            files are executed. A folder or file that other users can write is not used.
+        limit: the most bytes of all files together; 0 to keep nothing.
     """
 
     def __init__(self, folder: Path, limit: int = LIMIT):
         self.folder, self.limit = folder, limit
 
     def path(self, key: str) -> Path:
-        """Returns the path of the file of a key."""
+        """Returns the path of the file for a key."""
         if not re.fullmatch("[0-9a-z-]+", key):
-            raise ValueError(f"a key is of digits, small letters and dashes, not {key!r}")
+            raise ValueError(f"a key consists of digits, lowercase letters and dashes, not {key!r}")
         return self.folder / (key + SUFFIX)
 
     # -- one artifact ------------------------------------------------------------------------------
 
     def get(self, key: str) -> Artifact | None:
-        """Returns the artifact of a key. None, with a warning, where its file cannot be used."""
+        """Returns the artifact of a key, or None. Warns if its file cannot be used."""
         path = self.path(key)
         try:
             check_folder(self.folder)
@@ -101,9 +101,8 @@ class Store:
         return artifact
 
     def put(self, key: str, artifact: Artifact) -> bool:
-        """Write an artifact, replacing one of the same key. False, with a warning, if that fails.
-
-        Others see the complete file or none.
+        """Write an artifact, replacing one of the same key. Returns False, with a warning, if that
+        fails. Other processes see the complete file or no file.
         """
         path = self.path(key)
         metadata = json.dumps(artifact.metadata).encode()
@@ -133,16 +132,16 @@ class Store:
     # -- all of them -------------------------------------------------------------------------------
 
     def entries(self, check: bool = False) -> list[Entry]:
-        """Returns the files of the store, the last used first.
+        """Returns the files of the store, the most recently used first.
 
         Args:
-            check: whether to read all of each file and compare its checksum.
+            check: True to read each file completely and compare its checksum.
         """
         found = [_read_entry(path, check) for path in self._list_files(SUFFIX)]
         return sorted((e for e in found if e is not None), key=lambda e: -e.used)
 
     def clear(self) -> tuple[int, int]:
-        """Delete all files; their number and bytes.
+        """Delete all files. Returns their number and bytes.
 
         Raises:
             OSError: a file cannot be removed.
@@ -183,10 +182,10 @@ class Store:
 
 
 def default_store() -> Store:
-    """The store in the folder `PARTITA_CACHE`, else in `partita` of the user's cache folder.
+    """Returns the store in the folder `PARTITA_CACHE`, or in `partita` of the user's cache folder.
 
     Raises:
-        ValueError: PARTITA_CACHE_LIMIT is no size.
+        ValueError: PARTITA_CACHE_LIMIT is not a size.
     """
     folder = os.environ.get("PARTITA_CACHE")
     if not folder:
@@ -199,7 +198,7 @@ def read_limit(text: str) -> int:
     """Parse a number of bytes, which may be followed by K, M, G or T (powers of 1024), and B or iB.
 
     Raises:
-        ValueError: `text` is no size.
+        ValueError: `text` is not a size.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -327,10 +326,10 @@ def _open_trusted(path: Path) -> BinaryIO:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that only this user can write into a folder, or replace it by another.
+    """Check that only this user can write into a folder or replace it.
 
     Raises:
-        Untrusted: others can.
+        Untrusted: other users can.
         OSError: there is no such folder, or it cannot be read.
     """
     found = folder.stat()

@@ -4,17 +4,16 @@ In reading order:
 
 - The frame: `pass_manager` (the order, the contract, what changed), `rewrite` (`find`, `put`,
   `replace`, and `NodeBuilder` for several new nodes).
-- Collectives: `moves` (`dedupe`, `cancel`, `cast`: unnecessary ones; `merge_views`), `regather` (of
-  parameters that ZeRO gathers, by the runs in which they are used), `bucket`, `overlap`,
-  `backend_ways`.
-- Memory: `remat` (regions, and what exceeds the step's budget), `lifetime`.
+- Collectives: `moves` (removes unnecessary moves: `dedupe`, `cancel`, `cast`; `merge_views`),
+  `regather` (frees and regathers the parameters of ZeRO), `bucket`, `overlap`, `backend_ways`.
+- Memory: `remat` (regions, and the budget of the step), `lifetime`.
 
 A new pass is a function `(Program) -> str` in a file here and an entry of `PASSES`. The first line
 of its docstring is what `explain()` shows. It changes the graph with `find`, `put` and `replace`.
-Each new node needs its value's metadata and a note: `put` gives them to one call, with the source
-of the call behind it; `NodeBuilder` to several calls, with a note of your choice. All four are in
-`rewrite`. In deep steps a pass also runs over the graph of each block, and sees blocks as calls of
-sections, unless `pass_manager` lists it as one of the step alone.
+Each new node needs its value's metadata and a note. `put` adds one call and copies the note of the
+next call; `NodeBuilder` adds several calls with a note of your choice. All four are in `rewrite`.
+In deep steps a pass also runs over the graph of each block, and sees blocks as calls of sections,
+unless `pass_manager` lists it as a pass of only the step.
 """
 
 from ..program import Pass, Passes

@@ -1,4 +1,4 @@
-"""Collectives in the form that is best for their backends, in place of the usual one.
+"""Replacement of collectives by the form that their backend uses in eager code.
 
 A backend (`comm/backends`) defines how it gathers and sums in eager code. The graph does the same,
 so that a captured step gives the same bits. A reduce-scatter may become an all-to-all and a local
@@ -35,11 +35,11 @@ _MOST_ADDITIONS = 8
 
 
 def backend_ways(program: Program) -> str:
-    """A backend's collectives are done as it does them best, as in eager code (`comm/backends`).
+    """Collectives are done in their backend's preferred form, as in eager code (`comm/backends`).
 
-    A gather may become a broadcast by each rank. Shares may be exchanged and summed in rank order.
-    A sum that is read late is made at once, so that the exchanged shares, which are larger by the
-    number of ranks, are freed.
+    A gather may become a broadcast by each rank. Partial values may be exchanged and summed in rank
+    order. If the sum is read much later, it is computed early, so that the exchanged values (ranks
+    times larger) are freed.
     """
     graph = program.graph.graph
     changed = 0

@@ -1,9 +1,9 @@
 """Bucketing: collectives of one kind, close to each other, are joined into one.
 
-Their operands are flattened and concatenated; the pieces of the joint result take the place of the
-separate ones. Where the backend gathers pieces (`Backend.gathers_pieces`), each gathered value is
-one stretch of the result, so that it need not be copied out. Members of a bucket have the same
-group, dtype, reason and phase, and none needs the result of another.
+Their operands are flattened and concatenated; parts of the joint result replace the separate
+results. If the backend gathers pieces (`Backend.gathers_pieces`), each gathered value is a
+contiguous part of the result and is not copied. Members of a bucket have the same group, dtype,
+reason and phase, and do not depend on each other.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 20, 25 << 20
 def bucket(program: Program) -> str:
     """The gathers of one block's parameters are one collective, and so are their reductions.
 
-    A bucket does not exceed a block, nor the run in which the step uses it. So at most one block's
-    parameters are gathered at once: the number of collectives bounds a small model's step, memory
-    that of a large one. Gradients that a region returns are joined if they depend on gradients of
-    the same results. A reduction whose result backward uses is not joined with a later one.
-    Gradients that an optimizer's step reduces are reduced right after backward has made them, in
-    about eight parts.
+    A bucket contains collectives of one block and one run (the block's use until another block
+    begins). So at most one block's parameters are gathered at once. Small models are limited by the
+    number of collectives, large models by memory. Gradients that a region returns are joined if
+    they depend on gradients of the same results. A reduction whose result backward uses is not
+    joined with a later one. Gradients that an optimizer's step reduces are reduced right after
+    backward has computed them, in about eight buckets.
     """
     graph = program.graph.graph
     _reduce_where_ready(graph)

@@ -1,7 +1,7 @@
 """Lifetime of gradients: each parameter is updated as soon as its gradient is complete.
 
-The calls of an optimizer's step are sorted into the graph behind the last node of backward that
-they need, so that a gradient is freed right after its update.
+The calls of an optimizer's step are moved to directly after the last node of backward that they
+need, so that a gradient is freed right after its update.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..program import Program
 
 
 def lifetime(program: Program) -> str:
-    """Each parameter is updated as soon as its gradient is there, and its gradient is freed.
+    """Each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
-    An optimizer's step runs after the whole backward, one op over all parameters at a time: all
-    gradients live at once, and then a temporary for every parameter. Here the calls that update one
-    parameter run together, behind the last node that they need. Where gradients are scaled by a
-    norm over all of them, every update still waits for all gradients.
+    In eager, an optimizer's step runs after the whole backward, one op over all parameters at a
+    time: all gradients live at once, and then a temporary for every parameter. This pass runs the
+    calls that update one parameter together, directly after the last node that they need. If
+    gradients are scaled by a norm over all of them, every update still waits for all gradients.
     """
     graph = program.graph.graph
     nodes = list(graph.nodes)

@@ -1,6 +1,4 @@
-"""Unnecessary moves: values carried twice, there and back, or in a wider dtype than is read; and
-views of views.
-"""
+"""Removal of unnecessary moves (repeated, undone, or in too wide a dtype) and views."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ _RESHAPE = _aten.reshape.default
 
 
 def dedupe(program: Program) -> str:
-    """A value that one phase of the step gathers or reduces twice is carried once.
+    """A value that one phase of the step gathers or reduces twice is communicated once.
 
-    Equal views are merged too, since two collectives are equal only if their operands are one node.
-    Nothing is merged across phases: what backward gathers again, it does to save memory.
+    Equal views are merged too, because two collectives are equal only if their operands are one
+    node. Nothing is merged across phases: backward gathers values again to save memory.
     """
     seen: dict[Any, fx.Node] = {}
     merged = 0
@@ -62,10 +60,9 @@ _UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}
 
 
 def cancel(program: Program) -> str:
-    """A move that is followed by its inverse is not made.
-
-    Pairs are found by their layouts: the second starts from the result of the first and restores
-    its input. The first move stays if others read its result.
+    """A move that is followed by its inverse is removed with it. Pairs are found by their layouts:
+    the second move starts from the result of the first and restores its input. The first move stays
+    if other nodes read its result.
     """
     parts: dict[int, list[fx.Node]] = {}
     for node in program.graph.graph.nodes:
@@ -102,10 +99,9 @@ def _find_move_input(nodes: list[fx.Node]) -> fx.Node | None:
 
 
 def cast(program: Program) -> str:
-    """A value that is gathered and then read in a narrower dtype only is cast before it travels.
-
-    Half the bytes under autocast, and the same bits: casting is done element by element. Reductions
-    stay as they are, for a sum in fewer bits is another sum.
+    """A value that is read only in a narrower dtype after its gather is cast before the gather.
+    This halves the bytes under autocast. The bits are the same, because a cast works element by
+    element. Reductions do not change, because a sum in fewer bits has another result.
     """
     done = 0
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
@@ -168,9 +164,9 @@ def _cast_first(
 def merge_views(program: Program) -> str:
     """A view of a view becomes one view.
 
-    A view with the shape of its operand is dropped. Moves flatten what they carry, and buckets
-    flatten the moves' results again: on a small model these are as many calls as the rest. Outputs
-    of the step do not change.
+    A view with the shape of its operand is dropped. Moves flatten their operands, and buckets
+    flatten the results again: in a small model these views are half of all calls. Outputs of the
+    step do not change.
     """
     graph = program.graph.graph
     (end,) = graph.find_nodes(op="output")

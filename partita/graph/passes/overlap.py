@@ -1,4 +1,4 @@
-"""Overlap of collectives with computation: gathers begin early, reductions are waited for late.
+"""Overlap of collectives with computation: early gathers, late waits for reductions.
 
 Each change is tried on an order of the nodes (`_Order`) and taken only if the predicted peak of
 memory stays within a limit.
@@ -27,13 +27,13 @@ _ROOM = 1.05
 
 
 def overlap(program: Program) -> str:
-    """A gather runs while the block before computes, a sum while the next ones do.
+    """A gather runs while the previous block computes, a reduction while the next ones do.
 
     A gather begins when the block before it begins to compute, so that at most two blocks are
-    gathered at once. A reduction is waited for when the next one begins; a reduction of an
-    optimizer's step, after backward. Other collectives begin with the step if they are small and
-    depend on inputs alone, and are waited for where they are read. Each change is made only if the
-    predicted peak of memory, including the inputs, stays within 5 % of what it was, and within the
+    gathered at once. The wait for a reduction is moved to the begin of the next one; for a
+    reduction of an optimizer's step, to the end of backward. Small collectives that depend only on
+    inputs begin with the step, and their wait is moved to the first read. A change is made only if
+    the predicted peak of memory, including the inputs, rises by at most 5 %, and stays within the
     step's budget. If activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)

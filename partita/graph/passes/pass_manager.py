@@ -1,10 +1,10 @@
-"""The pass manager: the order of passes, what each must keep, and what each has changed.
+"""The pass manager: the order of passes, the contract of a pass, and what each pass changed.
 
 A pass is a function of a `Program` that changes its graph and returns a few words on what it did.
-It gets a legal graph (`graph.verify`) and must leave one that does the same (`PassContract`). Both
-are checked after each user's pass, and after the last pass. With `PARTITA_VERIFY=1` in the
-environment they are checked after every pass, so that an error names the pass. `step.explain()`
-prints a `Change` for each.
+It gets a legal graph (`graph.verify`) and must leave a legal graph that computes the same
+(`PassContract`). Both are checked after each user's pass, and after the last pass. With
+`PARTITA_VERIFY=1` in the environment they are checked after every pass, so that an error names the
+pass. `step.explain()` prints a `Change` for each.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ def order_passes(options: StepOptions) -> dict[str, Pass]:
 
 
 def run_passes(program: Program) -> None:
-    """Run the passes that a program's options leave, and the user's.
+    """Run partita's passes, except those that the options leave out, and the user's passes.
 
     Raises:
         ValueError: see `order_passes`.
-        IllegalGraph: the graph then breaks the grammar, or does something else.
+        IllegalGraph: the changed graph breaks the grammar, or computes something else.
     """
     for _ in _run_one_by_one(program):
         pass
 
 
 def record_changes(program: Program) -> Iterator[Change]:
-    """As `run_passes`, each pass when what the one before did was taken."""
+    """Run the passes like `run_passes`; yields the change of each pass before the next one runs."""
     before = GraphFigures(program)
     for name, change, did in _run_one_by_one(program):
         now = GraphFigures(program)
@@ -175,8 +175,8 @@ class PassContract:
     """What a pass must not change in a program.
 
     Attributes:
-        inputs, outputs: their descriptions (`program.Input`, `program.Output`), by identity.
-        made: for each output the text of its shape, dtype and device.
+        inputs, outputs: the descriptions (`program.Input`, `program.Output`), by identity.
+        made: the shape, dtype and device of each output, as text.
         written: the indices of the inputs that are written in place.
         overlapping: the pairs of outputs, or of an output and an input, that share memory.
     """
@@ -199,7 +199,7 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raise IllegalGraph if the pass `name` changed any of it."""
+        """Raise IllegalGraph if the pass `name` changed something that the contract fixes."""
         now = PassContract.of_program(program)
         if now.inputs != self.inputs:
             raise IllegalGraph(f"after {name}: the program takes other inputs")
@@ -283,14 +283,14 @@ class Change:
     """What one pass did to a graph.
 
     Attributes:
-        name, promise: of the pass; its promise is the first line of its docstring.
-        did: what it did, in a few words.
+        name, promise: the name of the pass, and the first line of its docstring.
+        did: what the pass did, in a few words.
         nodes, collectives, sent, saved, seconds: (before, after). The numbers of nodes and of
             collectives; bytes that a rank sends; bytes of gathered parameters that live from
             forward to backward; the predicted time of the collectives one after another
             (`redistribute.move`), which compares graphs and is not a measurement.
         diff: the calls that were removed ("-") and added ("+"), with their counts.
-        digest: of the graph after it. If ranks differ, the pass depends on the rank.
+        digest: a hash of the graph after the pass. If ranks differ, the pass depends on the rank.
         changed: True if the graph differs.
     """
 
@@ -341,7 +341,7 @@ def format_figure(what: str, value: float) -> str:
 
 
 class GraphFigures:
-    """The figures, lines and digest of a graph as it is when this is made."""
+    """The figures, lines and digest of a graph, computed when this object is made."""
 
     def __init__(self, program: Program):
         nodes = list(program.graph.graph.nodes)

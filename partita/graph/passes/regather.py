@@ -1,13 +1,13 @@
 """Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
 
-Its users are grouped by the runs that they belong to (`UseRuns`). Each group after the first gets
-its own copy of the gather, starting from the shard. No node frees anything: the executor drops a
-value after its last use (`backend.executor`), so a copy that ends sooner is freed sooner.
+The users of its gathered value are grouped by run (`UseRuns`). Each group after the first gets its
+own copy of the gather, starting from the shard. No node frees memory: the executor drops a value
+after its last use (`backend.executor`).
 
 A step uses the blocks of a model one after another, forward, then backward, and again for the next
-micro-batch. A *run* is what it computes with one block until it comes to another block, or turns
-from forward to backward. A gathered parameter must exist in its own runs; its gather may run during
-the run before. Around a collective are nodes that only move elements: those that pack its operand
+micro-batch. A *run* is the part of the step that uses one block, until another block begins or
+backward begins. A gathered parameter must exist in the runs that use it; its gather may run during
+the previous run. Around a collective are nodes that only move elements: those that pack its operand
 (`packing_of`), and the views of its result (`GatheredParameter.chain`).
 """
 
@@ -33,13 +33,13 @@ _NEXT = 2
 
 
 def regather(program: Program) -> str:
-    """A parameter that ZeRO gathers is let go where other blocks compute, and gathered again.
+    """A parameter that ZeRO gathers is freed while other blocks compute, and gathered again.
 
-    Always for backward: otherwise the gathered weight would live from its forward to its backward,
-    and ZeRO-3 would silently hold what ZeRO-2 holds. The same holds from one micro-batch to the
-    next, and between uses of a tied weight, since `dedupe` has merged their gathers. The whole
-    chain is repeated from the shard: its cast, the gather, its wait, and the views and casts of its
-    result.
+    It is always gathered again for backward: otherwise the gathered weight would live from its
+    forward to its backward, and ZeRO-3 would silently use the memory of ZeRO-2. The same holds
+    between micro-batches and between uses of a tied weight, because `dedupe` has merged their
+    gathers. The whole chain is repeated from the shard: its cast, the gather, its wait, and the
+    views and casts of its result.
     """
     graph = program.graph.graph
     runs = UseRuns(graph)
@@ -126,7 +126,7 @@ class GatheredParameter:
     Attributes:
         gather: the collective.
         chain: the gather and the nodes that only move its result, in order.
-        users: the calls that compute with it, in order; the graph's output does not count.
+        users: the calls that compute with the parameter, in order, without the graph's output.
     """
 
     gather: fx.Node
@@ -135,16 +135,16 @@ class GatheredParameter:
 
     @property
     def block(self) -> str:
-        """The name of the block that the parameter is of."""
+        """The name of the block that the parameter belongs to."""
         return note_of(self.gather).op
 
 
 class UseRuns:
-    """The gathered parameters of a graph as it is now, and the runs in which they are used.
+    """The gathered parameters of a graph in its current state, and the runs that use them.
 
     Attributes:
         found: the gathered parameters, in order of their gathers.
-        place: for each node its index in the graph.
+        place: the index of each node in the graph.
     """
 
     def __init__(self, graph: fx.Graph):
@@ -166,15 +166,15 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the number of the run in which `user` uses a gathered parameter."""
+        """Returns the index of the run in which `user` uses the gathered parameter `one`."""
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the number of its first run; -1 where nothing computes with it."""
+        """Returns the index of the first run that uses the parameter `one`; -1 without users."""
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:
-        """Returns the number of the run in which a call stands; -1 before the first."""
+        """Returns the index of the run that a call belongs to; -1 before the first run."""
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
@@ -217,9 +217,9 @@ def find_moved(
     """Returns a node and the nodes that only move its elements, in order.
 
     Args:
-        place: for each node its index in the graph.
-        moves: True for a call that only moves.
-        operands: the operands whose elements a call moves.
+        place: the index of each node in the graph.
+        moves: a predicate: True for a call that only moves elements.
+        operands: a function that returns the operands whose elements a call moves.
     """
     found = {start}
     waiting = [start]
@@ -232,7 +232,7 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Returns a collective with the nodes that pack its operand; the nodes that these read."""
+    """Returns a collective with the nodes that pack its operand, and the nodes that these read."""
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:

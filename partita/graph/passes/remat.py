@@ -1,10 +1,9 @@
-"""Recomputation: values that are computed again in backward, so that they need not be kept until
-then.
+"""Recomputation: values are computed again in backward instead of being kept until then.
 
-In regions of `pt.remat` these are all nodes, except those that a policy keeps and those that others
-read. For a budget of the step there is an ordered list of choices (`_make_levels`). A
-`RecomputeLevel` is the number of the choice for a step's graph and those of its blocks
-(`FormSearch` finds the number).
+In regions of `pt.remat` these are all values, except values that a policy keeps and values that
+nodes outside read. For a budget of the step there is an ordered list of choices (`_make_levels`). A
+`RecomputeLevel` is the number of the choice for the graphs of a step and its blocks (`FormSearch`
+finds the number).
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ _ALONE = 1.25
 def remat(program: Program) -> str:
     """Results in `pt.remat` regions that no policy keeps are computed again in backward.
 
-    They are computed right before backward first reads them, from what exists then. A gathered
-    weight is gathered again. Random numbers are kept, never drawn twice. For a budget of the whole
-    step, the values whose recomputation costs least for the bytes that it saves are recomputed, as
-    many as the program's level says.
+    They are computed right before backward first reads them, from values that exist at that time. A
+    gathered weight is gathered again. Random numbers are kept, never drawn twice. For a budget of
+    the whole step, values are recomputed in order of cost per saved byte, up to the program's
+    level.
     """
     graph = program.graph.graph
     made = len(recompute(graph, _find_recomputed_in_regions(program)))
@@ -237,7 +236,7 @@ def _is_late(node: fx.Node) -> bool:
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Make backward read copies of `chosen`. Returns the copies by node.
 
-    A copy is made where it is first read, from operands that are copied likewise or still exist.
+    A copy is made where it is first read, from operands that still exist or are copied too.
     """
     copies: dict[fx.Node, fx.Node] = {}
     needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
@@ -271,7 +270,7 @@ _flops: dict[Any, Callable[..., int]] = flop_registry
 
 
 def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of a call, as torch's own counter has them; 0 where it has none."""
+    """Returns the floating-point operations of a call by torch's flop counter; 0 if unknown."""
     count = _flops.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
@@ -280,9 +279,8 @@ def flops_of(node: fx.Node) -> int:
 
 
 def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
-    """Operations, and bytes, that a graph makes again, those within each call of a section too.
-
-    Without parameters that are gathered again, which is for `regather` to say.
+    """Returns the operations and bytes that a graph recomputes, including those in sections.
+    Parameters that are gathered again do not count (see `regather`).
     """
     within: dict[Subgraph, tuple[int, int]] = {}
     flops = nbytes = 0

@@ -1,8 +1,8 @@
 """Rewriting: the functions with which a pass finds nodes, adds nodes and replaces nodes.
 
-A pass may use the methods of FX as well. But new nodes need metadata that other passes rely on, and
-these functions write it: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`), which
-has the user's line and the phase of a node.
+A pass may also use the methods of FX. But new nodes need metadata that other passes read, which
+these functions write: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`) with the
+user's line and the phase of a node.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
     """Returns the matching calls of a graph, in order; a list, so that the graph may be changed.
 
     Args:
-        targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
-            none is given.
-        fields: of the nodes' notes (`partita.graph.graph_nodes.Note`): `kind="all_gather"`,
+        targets: operators: `torch.ops.aten.mul.Tensor`, or `torch.ops.aten.mul` for all overloads;
+            without targets, any call.
+        fields: values of the notes' fields (`partita.graph.graph_nodes.Note`): `kind="all_gather"`,
             `phase="backward"`, `reason="gather"`.
     """
     found = []
@@ -42,7 +42,7 @@ def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
 
 
 def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
-    """Add a call of `target` before the node `before`, with the source and phase of that."""
+    """Add a call of `target` before the node `before`, with the source and phase of `before`."""
     with before.graph.inserting_before(before):
         note = note_of(before)
         return NodeBuilder(before.graph, Note(note.source, note.phase))(target, *args, **kwargs)
@@ -89,6 +89,6 @@ class NodeBuilder:
 
 
 def fake_value_of(node: fx.Node) -> Any:
-    """Returns the fake value of a call, computed of the fake values of its operands."""
+    """Returns the fake value of a call, computed from the fake values of its operands."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return call_without_memory(node.target, args, kwargs).value

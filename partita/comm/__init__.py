@@ -1,7 +1,7 @@
 """Communication between ranks. This is the only package that imports `torch.distributed`.
 
 A *wire* (class `Wire`) is one rank's connection to the other ranks of one mesh. It *carries* moves:
-runs each step of a redistribution on this rank's piece of a tensor. The *ledger* records them.
+it runs each step of a redistribution on this rank's piece of a tensor. The *ledger* records them.
 
 In reading order:
 
@@ -15,7 +15,7 @@ In reading order:
 - agreement of ranks: `agreement` (texts on a mesh; messages; values on all ranks of the job)
 - ranks that wait or have ended: `waiting`
 - how a job begins: `meshes`; where it computes: `device`
-- torch's own: `torch_distributed` (its DTensors, and its functions that may get ours)
+- torch.distributed: `torch_distributed` (its DTensors, and its functions that may get partita's)
 """
 
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh

@@ -46,7 +46,7 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
     Args:
         what: the name of the operation, equal on all ranks: "from_local".
         mine: this rank's text, of any length.
-        message: `fact`, `reason` and `fixes`, as for `make_disagreement_error`.
+        message: `fact`, `reason` and `fixes` of the error (see `make_disagreement_error`).
 
     Raises:
         LayoutError: shows the texts of two ranks.
@@ -62,13 +62,13 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
 def check_equal_once(
     what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: Any
 ) -> None:
-    """Call `check_equal_on_ranks` the first time that this line of the program runs, or under
+    """Call `check_equal_on_ranks` when this line of the program first runs, and under
     `check_ranks()`.
 
     Args:
         where: identifies the argument, if one line compares several.
-        each: True compares each new text of a line; False compares only its first.
-        message: as for `check_equal_on_ranks`.
+        each: True compares each new text of a line; False compares only the first text.
+        message: the same as for `check_equal_on_ranks`.
     """
     key = (call_site(), what, *where, mine if each else None)
     if is_agreed(wire, key):
@@ -194,7 +194,7 @@ def _to_json(x: Any) -> Any:
     for name, form in _FORMS.items():
         if kind is form.kind or (form.takes_subclasses and isinstance(x, form.kind)):
             return {name: form.write(x)}
-    raise TypeError(f"a {kind.__qualname__} has no place in a message between ranks")
+    raise TypeError(f"a {kind.__qualname__} cannot be sent in a message between ranks")
 
 
 def _from_json(x: Any) -> Any:
@@ -212,7 +212,7 @@ def _from_json(x: Any) -> Any:
 def _dtype_from_json(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+        raise TypeError(f"{name} is not a dtype")
     return found
 
 
@@ -352,7 +352,7 @@ class ControlPlane:
         """Send `mine` to rank 0, which computes an answer for each rank. Returns this rank's
         answer.
 
-        Every rank calls this.
+        Must be called on all ranks.
 
         Args:
             why: what the ranks do, equal on all ranks: "saves a checkpoint (pt.save)".
@@ -374,7 +374,7 @@ class ControlPlane:
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
-        """Wait until all ranks have called this for the same reason. Raises as `decide`."""
+        """Wait until all ranks have called this for the same reason. Raises like `decide`."""
         self.decide(why, None, lambda gathered: gathered, shown)
 
     def run_in_background(
@@ -382,16 +382,15 @@ class ControlPlane:
     ) -> BackgroundResult:
         """Call `prepare()` in this thread, and the function that it returns in a background thread.
 
-        Every rank calls this and waits for the others first, and for earlier background work. The
-        background function gets `decide` as its argument, and may communicate only by that. All
-        calls share one thread, because starting a new one blocks until it runs.
+        Must be called on all ranks. Each rank first waits for the others, and for earlier
+        background work. The background function gets `decide` as its argument, and may communicate
+        only by that. All calls share one thread, because starting a new one blocks until it runs.
 
         Args:
             prepare: runs after the ranks have met, so no rank waits for another rank's `prepare`.
                 It must not raise.
 
-        Raises:
-            LayoutError: as `decide`.
+        Raises: LayoutError: the same as for `decide`.
         """
         self.wait()
         decide = self._start_background(why, shown)

@@ -7,7 +7,7 @@ along some axes: over process groups in `groups`, over threads in `ranks`, with 
 `Wire.carry` runs them.
 
 Shares (addends of a Partial value) are added in the order of the ranks (`reduce_in_rank_order`; in
-graphs `sum_of_shares`). So the bits of a sum do not depend on the collective that sent the shares.
+graphs `sum_of_shares`). So the bits of a sum do not depend on the collective.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Request(NamedTuple):
         op: the op that needs it, such as "matmul".
         reduce_op: "sum", "max" or "min", for a reduction.
         get, send: for an all_to_all, the segments of the output and of the input buffer.
-        root: for a broadcast, the index in the group of the rank whose tensor is sent.
+        root: for a broadcast, the index in the group of the sending rank.
     """
 
     kind: str

@@ -36,7 +36,7 @@ class Device:
     """A kind of device, and the properties that depend on it.
 
     Attributes:
-        type: as torch names it, "cpu" or "cuda".
+        type: torch's name of the kind, such as "cpu" or "cuda".
     """
 
     type: str
@@ -237,7 +237,7 @@ def keys_of_kernels() -> list[str]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that random functions use where none is passed."""
+    """Returns the generator that random functions use if none is passed."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
@@ -278,7 +278,7 @@ def accelerator_names() -> list[str]:
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
     """True if other processes see writes to `memory`.
 
-    `is_shared()` does not serve, because it is True for all GPU memory.
+    `is_shared()` is not sufficient, because it is True for all GPU memory.
     """
     return memory.device == HOST and memory.is_shared()
 

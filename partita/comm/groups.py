@@ -62,8 +62,8 @@ _COMMON = frozenset(
 class GroupWire(Wire):
     """The wire of this process on a `DeviceMesh`.
 
-    The process group of one axis is that of the mesh. A group over several axes is made at the
-    first move over these axes, by its members alone: all of them take part in that move.
+    The process group of one axis is the mesh's. A group over several axes is made at the first move
+    over these axes, by only its members: all of them take part in that move.
     """
 
     moved_dtypes = _COMMON
@@ -485,7 +485,7 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
     away = [r for r in ranks if r != me]
 
     def look_for(seconds: float) -> bool:
-        """Look into the store for so many seconds; True when all have come."""
+        """Look into the store for so many seconds; True if all ranks have arrived."""
         nonlocal away, nap
         until = time.monotonic() + seconds
         while away := [r for r in away if not store.check([_key_of_meeting(kind, number, r)])]:
@@ -529,10 +529,10 @@ def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError 
                     f"rank {r} does not make the same moves as rank {me}",
                     place=user_line(),
                     operands=(f"rank {r}  {why}",),
-                    reason=f"rank {me} runs what it has captured",
+                    reason=f"rank {me} runs a captured step",
                     fixes=(_FIX_OF_PARTED_RANKS,),
                 )
-    return make_lost_rank_error(failure, "runs what it has captured", ranks)
+    return make_lost_rank_error(failure, "runs a captured step", ranks)
 
 
 def _key_of_meeting(kind: str, number: int, rank: int) -> str:

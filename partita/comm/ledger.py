@@ -75,7 +75,7 @@ class RepeatedWork:
         op: the operation, such as "linear".
         source: the user's "file:line", or "".
         axes: the mesh axes along which it is repeated.
-        share: its fraction of all operations of matrix products that a rank did in forward.
+        share: the fraction of all operations of matrix products that a rank did in forward.
     """
 
     op: str
@@ -454,9 +454,8 @@ def user_line_of_error(error: BaseException) -> str:
 
 
 def place_of_user() -> str:
-    """Returns file name, line and instruction of the user's frame as text.
-
-    Folders are omitted, because they may differ between hosts.
+    """Returns the file, line and bytecode offset of the user's frame as text. The offset
+    distinguishes calls on one line. Folders are omitted: they may differ between hosts.
     """
     site = call_site(sys._getframe(1))
     return f"{os.path.basename(site[0])}:{site[1]}:{site[2]}" if site else ""
@@ -469,7 +468,8 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     `user_line`, because no text is made.
 
     Returns:
-        File, line and instruction of the user's frame, and of the innermost one outside partita.
+        File, line and bytecode offset of the user's frame, and of the innermost frame outside
+        partita.
     """
     if frame is None:
         frame = sys._getframe(1)

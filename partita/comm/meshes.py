@@ -50,7 +50,7 @@ def init_device_mesh(
         device_type: "cpu" or "cuda".
         mesh_shape: the size of each axis, outermost first. Their product is the number of ranks.
         mesh_dim_names: a name for each axis.
-        backend_override: as in torch.
+        backend_override: the same as in torch.
 
     Raises:
         LayoutError: the product is not the number of ranks of the job (raised on every rank). For
@@ -66,10 +66,10 @@ def init_device_mesh(
         wanted = math.prod(mesh_shape)
         sizes = " x ".join(map(str, mesh_shape))
         raise LayoutError(
-            f"init_device_mesh: a mesh of {sizes} has {wanted} places, and the job {world} ranks",
+            f"init_device_mesh: a mesh of {sizes} needs {wanted} ranks, and the job has {world}",
             place=user_line(),
             operands=(f"mesh_shape  {tuple(mesh_shape)}", f"mesh_dim_names  {mesh_dim_names}"),
-            reason="each place is one rank, and each rank has one",
+            reason="every rank of the job has one position in the mesh",
             fixes=(
                 Fix(f"mesh_shape={_fit_sizes_to_world(tuple(mesh_shape), world)}"),
                 Fix(f"torchrun --nproc-per-node {wanted} ..."),
@@ -106,7 +106,7 @@ def init_mesh_of_all_ranks(device_type: str | None = None) -> Any:
             place=user_line(),
             fixes=(
                 Fix("mesh=pt.init_device_mesh(...)"),
-                Fix("torch.distributed.init_process_group()", "before, where torchrun started it"),
+                Fix("torch.distributed.init_process_group()", "first, under torchrun"),
             ),
         )
     if device_type is None:
@@ -186,7 +186,7 @@ def wire_of(device_mesh: object) -> Wire:
             "dim1", ...), or the mesh of `ranks` or `dry_mesh`.
 
     Raises:
-        LayoutError: not a mesh, a mesh without this rank, or one with more ranks than the world.
+        LayoutError: not a mesh, a mesh without this rank, or a mesh with more ranks than the world.
     """
     global _world
     if isinstance(device_mesh, MeshHandle):
@@ -256,7 +256,7 @@ def find_root_mesh(part: Any) -> Any:
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
-    """Returns the mesh of a tensor as plain values that can be saved, for `find_saved_wire`."""
+    """Returns the mesh of a wire as plain values that can be saved, for `find_saved_wire`."""
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):
         return ("here", mesh.number)
@@ -282,7 +282,7 @@ def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
         f"a tensor was saved on a mesh that this process lacks: {names or 'no names'} {sizes}",
         place=user_line(),
         operands=(f"ranks  {ranks}",),
-        reason="all ranks must make a mesh together, before they load a tensor on it",
+        reason="all ranks must make a mesh together before they load a tensor on it",
         fixes=(
             Fix(f"pt.init_device_mesh({kind!r}, {sizes}, mesh_dim_names={names})", "before"),
             Fix("pt.load(state, path)", "to load on another mesh, after pt.save"),
@@ -305,7 +305,7 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     """Initialize the default process group from the environment variables that torchrun sets.
 
     Args:
-        backend: as in torch. None: one that works for every device.
+        backend: the same as in torch. None: a backend that works for every device.
 
     Raises:
         TimeoutError: the other ranks did not connect within `timeout`.

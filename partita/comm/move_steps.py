@@ -1,4 +1,4 @@
-"""Move steps: a move as a function of a rank's local tensor, made once for each move and rank.
+"""Move steps: a move as a function of the local tensor, made once for each move and rank.
 
 Positions of pieces are computed from the sizes of the axes, without communication. As in
 `torch.chunk`, all full pieces come first. So along each axis there are equal pieces at equal
@@ -378,8 +378,8 @@ class PieceLayout:
         in_order: True if the pieces follow each other along one dimension, in the order of the
             ranks.
         in_memory: True if they also follow each other in memory.
-        rows_in_memory: True if they still do when each is padded to the largest, because all
-            padding is at the end.
+        rows_in_memory: True if they are also in order in memory when each is padded to the largest,
+            because all padding is at the end.
     """
 
     def __init__(self, cuts: Sequence[DimChange], layout: Layout, transport: Transport, axes: Axes):
@@ -409,7 +409,7 @@ class PieceLayout:
         return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
 
     def splits(self) -> Splits:
-        """Returns the pieces, in order, end to end and without padding."""
+        """Returns the start and length of each rank's piece in a flat buffer without padding."""
         (length,), (cut,) = self._lengths, self._cuts
         if self.even:
             return Splits.evenly(self.ranks, self.pad)

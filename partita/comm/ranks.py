@@ -299,7 +299,7 @@ class MeetingCall:
             another size, because of uneven pieces. None if pieces may differ.
         payload: the data of the rank.
         frame: the caller's frame, for errors.
-        compared: other text that must be equal.
+        compared: other text that must be equal on all ranks.
         shown: details of what the rank does, for errors.
     """
 

@@ -77,8 +77,8 @@ class TraceWire(Wire):
         coordinate: for each axis of more than one rank, this rank's coordinate as a tensor.
         zeros: True while moves pad with zeros, as moves of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
-        noting: returns a context manager within which a move's nodes are made.
-        repeating: traces a move, or copies the nodes of an equal move.
+        noting: a function that returns a context manager for the nodes of a move.
+        repeating: a function that traces a move, or copies the nodes of an equal move.
         admitted: copies of plain tensors that are assumed to be equal on all ranks.
         paddings: masks of padding, and tensors that calls share, by name.
     """
@@ -257,7 +257,7 @@ class TraceWire(Wire):
             raise LayoutError(
                 f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",
                 place=user_line(),
-                reason="each rank's graph would join pieces in another order",
+                reason="each rank's graph would join pieces in a different order",
                 fixes=(Fix("a mesh whose ranks ascend along each axis"),),
             )
         return None

@@ -66,8 +66,8 @@ class Need:
             begun in it.
         meets: True if the rank compares or reads a value. Then it is an error if a rank does not
             take part.
-        warns: True warns, with their names, of ranks that are late for a long time.
-        count: if there is no group: the name of the meeting, and how many there have been.
+        warns: True warns if ranks are late for a long time, with their names.
+        count: without a group: the name of the meeting, and the number of meetings so far.
         number: the collective's number in its group, from 1; 0 if unknown.
     """
 
@@ -107,7 +107,7 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
     """Continue to wait for `work`, whose wait of `SLICE` seconds has raised a RuntimeError.
 
     Raises:
-        LayoutError: as `wait_with_others`.
+        LayoutError: the same as for `wait_with_others`.
         RankGoneError: a rank has ended.
         RuntimeError: the collective failed for another reason.
     """
@@ -170,7 +170,7 @@ def wait_with_others(
             if need.warns and now - begun > PATIENCE and not warned:
                 warned = True
                 warnings.warn(
-                    f"rank {me} {need.text}; {format_ranks(away)} has not come yet", stacklevel=2
+                    f"rank {me} {need.text}; {format_ranks(away)} has not arrived yet", stacklevel=2
                 )
             if now - begun > limit:
                 fact = f"rank {me} waited {now - begun:.0f} s for {format_ranks(away)}"
@@ -647,7 +647,7 @@ _PROCESS = struct.Struct("<8sqq")
 _TIME_TO_END, _LOOK_AT_PROCESSES = 0.5, 0.01
 """Seconds in which a process whose connections are closed has ended, and between two looks."""
 _FIXES_OF_GONE_RANKS = (
-    Fix("what that rank wrote last", "says why it ended, if it raised an error"),
+    Fix("what that rank wrote last", "shows why it ended, if it raised an error"),
     Fix("the same calls on every rank, in the same order", "where it ended"),
 )
 

@@ -147,11 +147,11 @@ class Wire(Transport):
         Args:
             x: this rank's piece, of shape `move.before.local_shape(mesh, at)`. Not modified.
             op: the operation that needs the move, for the ledger and for errors.
-            reason: as in `ledger.Record`.
+            reason: the reason in `ledger.Record`.
 
         Returns:
-            A contiguous tensor with memory of its own, which autograd does not track. For a retype,
-            an alias of `x`.
+            A contiguous tensor with its own memory, which autograd does not track. For a retype, an
+            alias of `x`.
 
         Raises:
             LayoutError: the move is implicit under `strict()`; `x` has the wrong shape; or the

@@ -56,8 +56,8 @@ def distribute_batch(
             rows are sharded over the data axes: "dp", and the axes of `pt.zero`. A mesh with a
             single axis shards rows over it.
         each_rank_has: what each rank passes. "whole": the whole batch. Each rank keeps its piece,
-            and nothing is sent. "piece": only its own piece. The ranks exchange the sizes, a few
-            bytes, and their pieces together are the batch. Ranks that differ only along other axes
+            and nothing is sent. "piece": only its own piece. The ranks exchange the sizes (a few
+            bytes), and their pieces together are the batch. Ranks that differ only along other axes
             must pass the same piece.
 
     Returns:
@@ -143,7 +143,7 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     """Raise on all ranks unless all ranks have read the same batch."""
     fixes = (
         Fix('each_rank_has="piece"', "where each rank has read its own rows"),
-        Fix("one order of rows on every rank", "the same seed, and no DistributedSampler"),
+        Fix("the same order of rows on every rank", "the same seed, and no DistributedSampler"),
     )
     said: dict[str, Any] = {
         "fact": "the ranks have not read the same batch",

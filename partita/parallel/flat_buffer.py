@@ -1,4 +1,4 @@
-"""Flat buffers: a block's shards end to end, so that one collective gathers them all.
+"""Flat buffers: a block's shards end to end in memory, so that one collective gathers them all.
 
 Each shard is padded to the size of the largest, so every rank sends equally many bytes. The
 gathered data are sorted by parameter. Each parameter is a view of one storage, in its true shape:
@@ -41,14 +41,14 @@ class PartialGradients:
 
     Attributes:
         sums: a tensor of shape (ranks, length): a row for the shard of each rank.
-        used: for each parameter, True if it has a gradient.
+        used: True for each parameter that has a gradient.
     """
 
     sums: torch.Tensor
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """Returns the sum of both. It overwrites the memory of this one."""
+        """Returns the sum of both. It overwrites the memory of this object."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 

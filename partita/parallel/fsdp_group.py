@@ -1,4 +1,4 @@
-"""FSDP groups: which blocks of a model are sharded, being gathered or gathered, and when (stage 3).
+"""FSDP groups: when each block's parameters are gathered and released (stage 3).
 
 A block is a module that is called as a whole, such as a layer of a transformer. A group is one
 block's parameters. `ZeroState` is the state of the model, with all groups. While a block computes,
@@ -87,8 +87,8 @@ class MixedPrecision:
     def dtypes_of(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Returns `(gathered, sent, summed)` for a parameter whose own dtype is `own`.
 
-        These are the dtype of the gathered parameter, and those of its gradient when it is sent
-        and when it is summed. A parameter that is no floating-point one keeps its own.
+        These are the dtypes of the gathered parameter, of its gradient when it is sent, and of its
+        gradient when it is summed. A parameter that is not floating-point keeps its own dtype.
         """
         if not (own.is_floating_point or own.is_complex):
             return own, own, own
@@ -117,7 +117,7 @@ class ShardedState:
     def keeping_partial_gradients(self) -> Iterator[None]:
         """Keep gradients unsharded and Partial in backward passes inside the block.
 
-        The next pass outside reduces them all.
+        The next backward pass outside of the block reduces them all.
         """
         before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
         try:
@@ -136,7 +136,7 @@ class ShardedState:
 def counting_versions() -> Iterator[None]:
     """Disable inference mode inside the block, because its tensors have no version counters.
 
-    Parameters that are gathered in inference mode may be used after it.
+    Parameters that are gathered in inference mode may be used after that mode ends.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -182,12 +182,12 @@ class FsdpGroup:
         versions: autograd's versions of these shards when they were gathered.
         unseen_writes: the number of writes of the shards until then that autograd does not count.
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
-        members: for each flat buffer, the indices of its parameters.
+        members: the indices of the parameters of each flat buffer.
         order: the indices of the parameters of all flat buffers, in order.
-        saves_unseen: for each kind of forward: True if the last one saved tensors only through
-            other hooks (a checkpoint's); its recompute then uses these, too.
+        saves_unseen: True for each kind of forward that saved tensors only through other hooks (a
+            checkpoint's) last time. Its recompute then uses these hooks, too.
         identity: an object that identifies the group in `reruns`, without keeping the model alive.
-        open_forwards: for each forward that has begun, its hooks of saved tensors, or None.
+        open_forwards: the saved-tensor hooks, or None, of each forward that has begun.
     """
 
     def __init__(self, zero: ZeroState, block: Block):
@@ -272,13 +272,14 @@ class FsdpGroup:
         self._dtypes = [dtypes for dtypes, _ in by_kind]
 
     def gradient_dtype(self, k: int, *, is_kept: bool) -> torch.dtype:
-        """Returns the dtype of gradients of flat buffer `k`: when sent; or where they are kept, the
-        one in which they are summed, if that is wider."""
+        """Returns the dtype in which gradients of flat buffer `k` are sent, or kept (at least
+        that).
+        """
         _, sent, summed = self._dtypes[k]
         return torch.promote_types(sent, summed) if is_kept else sent
 
     def shards(self) -> Sequence[DTensor]:
-        """Returns the sharded parameters, as they are attributes of the modules now."""
+        """Returns the sharded parameters that the modules have, or that gathered ones replace."""
         if self.installed:
             return self.gathered
         return [
@@ -327,9 +328,8 @@ class FsdpGroup:
 
     @property
     def may_recompute_within(self) -> bool:
-        """True if a part of the block may run under its own checkpoint.
-
-        The hooks of this group do not get the tensors that it saves.
+        """True if a part of the block may run under its own checkpoint, which intercepts saved
+        tensors. The hooks of this group do not get those tensors.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -521,7 +521,7 @@ class FsdpGroup:
         return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
 
     def find_first_version(self, place: int) -> int:
-        """Returns the version of the gathered parameter at `place` when it was installed."""
+        """Returns the version that the gathered parameter at `place` had when it was installed."""
         return self.installed[place].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
@@ -540,7 +540,7 @@ class SavedVersions:
     """The write counts of a parameter when autograd saved a view or a cast of it in a forward.
 
     Attributes:
-        versions, unseen_writes: those of the group at that time.
+        versions, unseen_writes: the values of these attributes of the group at that time.
         version: the version of the gathered parameter.
         written: the result of `FsdpGroup.write_back` at the forward's end.
         is_cast: True if the saved tensor has its own memory, which no write changes.
@@ -573,7 +573,7 @@ class InstalledParameter:
 
 WRITTEN_AS = "is written in the forward, where it is gathered as"
 DIGITS_LOST = "its shards would lose digits that this dtype lacks"
-WRITE_AFTER = Fix("write it after the optimizer's step", "there it is what the ranks hold")
+WRITE_AFTER = Fix("write it after the optimizer's step", "then the modules hold the shards")
 
 
 _CAST = (
@@ -609,9 +609,9 @@ class CallCounts:
     times on different ranks.
 
     Attributes:
-        made: by block, the number of calls in forward whose parameters get gradients.
-        shards: by block, the parameters that are gathered in the forward.
-        hooked: True if they had hooks of the user at that time.
+        made: the number of calls of each block in forward whose parameters get gradients.
+        shards: the parameters of each block that are gathered in the forward.
+        hooked: True if these parameters had hooks of the user at that time.
     """
 
     shards: Mapping[FsdpGroup, Sequence[DTensor]]
@@ -626,18 +626,18 @@ class BackwardPass:
     A hook may run another pass inside it, over the same forward.
 
     Attributes:
-        groups: the blocks that it has gathered.
-        came: by token and block (or parameter with hooks), the number of calls whose gradients have
-            arrived.
+        groups: the blocks that the pass has gathered.
+        came: the number of calls whose gradients have arrived, by token and block (or parameter
+            with hooks).
         complete: parameters with hooks whose gradient has arrived from all calls, while their
             block's backward continues.
         nested: parameters with hooks to whose gradient a nested pass has added.
-        held: by token, the gradients of blocks with more calls to come, by block and index of the
-            flat buffer.
+        held: the gradients of blocks with more calls to come, by token, block and index of the flat
+            buffer.
         with_history: gradients that are a part of the graph of `create_graph=True`.
-        unwatched: the last forward whose backward has begun, if no gradient tells when that ends:
-            the block is frozen, and the tensors that get gradients were no arguments of it. It is
-            released when the next one begins, and gathered again if it was not over.
+        unwatched: the last forward whose backward has begun, if no gradient shows when it ends (the
+            block is frozen, and the tensors that get gradients were not its arguments). Its block
+            is released when the next one begins, and gathered again if its backward had not ended.
     """
 
     groups: list[FsdpGroup] = field(default_factory=list)
@@ -710,11 +710,11 @@ class ZeroState(ShardedState):
     """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` between steps.
 
     Attributes:
-        groups: its blocks.
+        groups: the groups of its blocks.
         persistent: True keeps gathered parameters until their block begins after a parameter was
             written; in a captured step, until their last use.
         holds_partial_gradients: True if there may be unsharded gradients of this or an earlier
-            pass.
+            backward pass.
         peak: the largest number of bytes that were gathered at once.
     """
 
@@ -768,7 +768,7 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Mark the model's parameters: their gradients and updates have the parameters' layout."""
+        """Mark the model's parameters: gradients and updates get the layouts of the parameters."""
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
@@ -804,7 +804,7 @@ class ZeroState(ShardedState):
         return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """True if `p` is a parameter that is sharded as this state shards them."""
+        """True if `p` is a parameter with the sharding of this state."""
         return (
             isinstance(p, DTensor)
             and isinstance(p, nn.Parameter)
@@ -889,8 +889,8 @@ class ZeroState(ShardedState):
     def release_after_backward(self, group: FsdpGroup) -> None:
         """Release `group` when the running backward pass ends, if it has not been released before.
 
-        Not every pass computes the gradients of a block's parameters. It may compute those of
-        inputs only.
+        Normally a group is released when the gradients of its parameters arrive. If a backward pass
+        computes only gradients of inputs, they never do.
         """
         groups = self.pass_at_work().groups
         if group not in groups:
@@ -922,11 +922,11 @@ class ZeroState(ShardedState):
     def token(self, group: FsdpGroup) -> Token:
         """Returns the token that connects the gathered parameters of `group` to their shards.
 
-        One token serves a whole forward of the model. So its backward runs after that of every
-        block, and waits for all pending reductions. A block that is called alone has its own token.
-        So has a block whose parameters have hooks of the user: a hook may write a parameter that a
-        reentrant checkpoint reads later in the same backward, so it must run as soon as the
-        gradient is complete.
+        One token serves a whole forward of the model. So its backward runs after the backward of
+        every block, and waits for all pending reductions. A block that is called alone has its own
+        token, and so does a block whose parameters have the user's hooks: a hook may write a
+        parameter that a reentrant checkpoint reads later in the same backward, so it must run as
+        soon as the gradient is complete.
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
@@ -1002,7 +1002,8 @@ class ZeroState(ShardedState):
     ) -> dict[DTensor, torch.Tensor]:
         """Wait for the reductions of `counts` in this backward pass.
 
-        An enclosing backward pass collects its own, because hooks get the gradients of each pass.
+        An enclosing backward pass collects its own gradients, because hooks get the gradients of
+        each pass.
 
         Returns:
             The gradient of each parameter, as a plain local tensor.
@@ -1059,7 +1060,10 @@ class ZeroState(ShardedState):
                     reason="in one process the direct call's gradient is complete first; stage 3 "
                     "of ZeRO has it when the backward of its block ends",
                     fixes=(
-                        Fix("checkpoint(..., use_reentrant=False)", "hooks run once a backward"),
+                        Fix(
+                            "checkpoint(..., use_reentrant=False)",
+                            "hooks run once in each backward",
+                        ),
                         Fix("zero(..., blocks=[...])", "a block of its own for this layer"),
                         Fix("p.register_hook(...)", "before the forward, if it was set after it"),
                     ),
@@ -1119,7 +1123,7 @@ class ZeroState(ShardedState):
                 group.release()
 
     def reset_after_abort(self) -> None:
-        """Reset after a step that ended in any way: release blocks, wait for reductions."""
+        """Reset after a step, also after an error: release blocks, wait for reductions."""
         self._passes.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:

@@ -1,11 +1,11 @@
 """Hooks of a block under ZeRO-3: gathered for its forward and its backward, released after each.
 
 Forward hooks gather a block's parameters and release them. In place of a gathered parameter,
-autograd saves a note of its position, so that no graph keeps gathered memory alive. Unpacking a
-note gathers the block again. An autograd node (`_GatherBlock`) connects shards and gathered
-parameters; its backward reduce-scatters gradients. A captured step has no such hooks: its graph has
-only the moves. The pass `graph/passes/regather` gathers again between uses that are far apart, and
-the executor drops a value after its last read (`graph/backend/executor`).
+autograd saves a record of its position, so that no autograd graph keeps gathered memory alive. When
+the record is unpacked, the block is gathered again. An autograd node (`_GatherBlock`) connects
+shards and gathered parameters; its backward reduce-scatters gradients. A captured step has no such
+hooks: its graph has only the moves. The graph pass `graph/passes/regather` adds another gather for
+distant uses, and the executor drops a value after its last read (`graph/backend/executor`).
 """
 
 from __future__ import annotations

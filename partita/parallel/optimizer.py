@@ -1,7 +1,7 @@
 """Optimizer steps on DTensors: gradients are reduced once, and updates run on plain tensors.
 
 The gradient of a Replicate parameter is Partial. Accumulating micro-batches adds Partial gradients
-and sends nothing. The first use of the whole gradient (a clip, a step, printing a norm) reduces it,
+and sends nothing. The first use of the whole gradient (a clip, a step, a printed norm) reduces it
 once. Then parameter, gradient and state have the same layout, and an element-wise optimizer can run
 on local tensors. So torch's pre-step hook runs the step itself, on the local tensors, and torch
 then steps an optimizer without parameters. All other optimizers run through dispatch, op by op.

@@ -58,12 +58,13 @@ def parallelize(
     Args:
         model: a module.
         device_mesh: a mesh whose axes have names.
-        plan: by pattern of names. `*` matches any characters, dots too.
+        plan: the layouts by pattern of names. `*` matches any characters, including dots.
 
             - For parameters: placements by mesh axis. Axes that are not named hold the whole value.
               Several axes that split one dimension do so in the given order, outermost first.
               Parameters that no pattern matches, and all buffers, are Replicate.
-            - For modules: `Inputs`, `Outputs`, or a list of both. They give layouts of activations.
+            - For modules: `Inputs`, `Outputs`, or a list of both. They set the layouts of
+              activations.
 
             `pt.plans` has ready plans.
         src_data_rank: the rank, in mesh order, whose values are sent to all others. None sends
@@ -142,7 +143,7 @@ class Inputs(_Boundary):
     Args:
         places: placements by mesh axis, for each positional argument in order. None leaves an
             argument as it is.
-        named: the same by keyword: the placements of the argument with this name in `forward`.
+        named: placements by mesh axis, for the argument with this name in `forward`.
     """
 
     def __init__(self, *places: Places | None, **named: Places):
@@ -260,7 +261,12 @@ class _OutputsHook:
             raise LayoutError(
                 f"{self.name} returned {len(each)} values; its plan has {len(self.wanted)}",
                 place=user_line(),
-                fixes=(Fix("Outputs(...) with one for each", "None leaves one as it is"),),
+                fixes=(
+                    Fix(
+                        "Outputs(...) with one layout for each value",
+                        "None leaves a value as it is",
+                    ),
+                ),
             )
         wire, what = wire_of(self.mesh), f"result of {self.name}"
         for i, places in enumerate(self.wanted):

@@ -1,10 +1,12 @@
-"""Parameters of a model: the modules that hold each, the blocks that use them, their first values.
+"""Parameters of a model: the modules that hold them, the blocks that use them, their initial
+values.
 
 A parameter that several modules share is replaced in all of them at once, so that it stays shared.
-The old one is marked. An optimizer that still refers to it would train nothing, so its step raises
-an error. A model on the meta device gets memory for this rank's pieces, and values from its own
-init functions. These draw the random numbers of one device. So the values equal those of the model
-made on one device with the same seed, and a rank never holds more than one whole parameter.
+The old parameter is marked. An optimizer that still refers to it would train nothing, so the
+optimizer's step raises an error. A model on the meta device gets memory for this rank's pieces, and
+values from its own init functions. These draw the random numbers of one device. So the values are
+the same as if the model was made on one device with the same seed. A rank never holds more than one
+whole parameter.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class ParameterSlot:
         """The parameter that is the module's attribute now.
 
         Raises:
-            LayoutError: the attribute is no parameter any more, because something replaced it.
+            LayoutError: the attribute is not a parameter any more, because something replaced it.
         """
         found = self.owner._parameters.get(self.attr)
         if found is None:
@@ -132,8 +134,8 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
 
     Args:
         new: a leaf without requires_grad to which nothing else refers. If `zero` has sharded the
-            old one's state, it must have the old one's layout.
-        by: the calling function, for the error of an optimizer that refers to the old one.
+            state of the old tensor, it must have the old layout.
+        by: the calling function, for the error of an optimizer that refers to the old tensor.
     """
     old = held.tensor
     if isinstance(old, nn.Parameter) and isinstance(new, DTensor) and can_hold(old, new):
@@ -204,7 +206,7 @@ class Block:
     Attributes:
         name: the name of its module in the model.
         modules: the modules whose forward needs the parameters; usually one.
-        slots: for each parameter its modules and attributes; more than one if it is tied.
+        slots: the modules and attributes of each parameter; more than one if it is tied.
     """
 
     name: str

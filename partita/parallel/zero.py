@@ -6,8 +6,8 @@ stage 2) and of every parameter (stage 3, see `fsdp_group`).
 In stages 0 to 2 parameters are whole on every rank of the data axis, and gradients are reduced
 while backward runs. When the last gradient of a block is complete, the ranks begin to reduce the
 block's gradients (all-reduce, or reduce-scatter in stage 2), and backward continues. The gradients
-stay Partial until the sums are written back. If one changes in this time, its sum is dropped, and
-it is reduced later.
+stay Partial until the sums are written back. If a gradient changes in this time, its sum is
+dropped, and the gradient is reduced later.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
     for name, p in model.named_parameters():
         if isinstance(p, DTensor) and p._spec.wire is not wire:
             raise LayoutError(
-                f"zero: {name} lies on another mesh",
+                f"zero: {name} is on another mesh",
                 place=user_line(),
                 operands=(
                     f"{name}  {p._spec.layout.brief()} on {p._spec.wire.mesh}",
@@ -268,7 +268,7 @@ def _take_over(
         layouts = state_of(p).zero_layouts
         if layouts is not None and layouts.owner not in owners:
             raise LayoutError(
-                f"zero: {name} is sharded already, with a model around this module",
+                f"zero: {name} is sharded already, as a part of an enclosing model",
                 place=user_line(),
                 fixes=(
                     Fix("zero(module, mesh) first, and zero(model, mesh) after", "inner to outer"),
@@ -278,7 +278,7 @@ def _take_over(
     for module, state in states.items():
         if state.options != wanted:
             raise LayoutError(
-                f"zero: a {type(module).__name__} in the model was sharded otherwise",
+                f"zero: a {type(module).__name__} in the model was sharded with other options",
                 place=user_line(),
                 operands=(_format_options(state.options), _format_options(wanted)),
                 reason="the blocks of one model are gathered and reduced in one way",
@@ -331,7 +331,7 @@ def shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
             raise LayoutError(
                 f"zero over {a}: a parameter is split over it already",
                 operands=(f"parameter  {layout.brief()} on {spec.wire.mesh}",),
-                reason="the ranks of a data axis hold equal parameters before they share them out",
+                reason="before zero, the ranks of a data axis must hold equal parameters",
                 fixes=(Fix("zero over another axis"), Fix("leave it out of parallelize's plan")),
             )
         layout = layout.put(a, Shard(0))
@@ -430,7 +430,7 @@ class GradReducer(ShardedState):
     """The reducer of stages 0 to 2, which reduces a block's gradients when its backward ends.
 
     Args:
-        blocks: for each block its name, its trained parameters, and their modules and attributes.
+        blocks: the name of each block, its trained parameters, and their modules and attributes.
         axes: the mesh axes over which gradients are Partial.
         stage: 0, 1 (each rank updates its shard) or 2 (and keeps only its shard of a gradient).
     """
@@ -473,7 +473,7 @@ class GradReducer(ShardedState):
             handle.remove()
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
+        """Track `new`, which has replaced `old` in the model (see `materialize`)."""
         for _, held in self._blocks:
             held[:] = [(slot, new if p is old else p) for slot, p in held]
         if old is not new and (handle := self._handles.pop(old, None)) is not None:
@@ -486,7 +486,7 @@ class GradReducer(ShardedState):
                     self._adopt_parameter(bucket, i, new, state_of(old).zero_layouts)
 
     def adopt_replaced(self, *_: Any) -> None:
-        """Register parameters that have replaced others, as after `load_state_dict(assign=True)`.
+        """Register parameters that have replaced others, such as by `load_state_dict(assign=True)`.
 
         This is a hook that runs before the forward.
         """

@@ -1,5 +1,5 @@
-"""Rematerialization: a *region* (a function or module) saves less for backward, and its forward
-runs again when backward needs it.
+"""Rematerialization: a *region* (a function or module) saves less for backward, and runs its
+forward again in backward.
 
 In reading order: `region` (`remat`; budgets; regions in a captured step), `watched_calls` (how a
 region intercepts calls, the key of each, and which results a policy keeps), `runs` (the first run

@@ -227,7 +227,7 @@ class Recomputed:
     Attributes:
         region: the function's or the module's name.
         calls: the number of calls in its forward.
-        again: the number of these calls that occurred in the second run, kept ones included.
+        again: the number of these calls that occurred in the second run, including kept ones.
         kept: the number of results that were kept.
         kept_bytes: the bytes of these results.
         flops: floating-point operations of the second run, as torch.utils.flop_counter counts them.

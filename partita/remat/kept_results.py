@@ -23,7 +23,7 @@ class Candidate:
     Attributes:
         nbytes: the bytes of its result.
         flops: floating-point operations of its recompute.
-        written: bytes that its recompute writes: its cost if it has no such operations.
+        written: the bytes that its recompute writes; they are its cost if `flops` is 0.
     """
 
     nbytes: int = 0
@@ -55,10 +55,11 @@ def make_budget_error(budget: int, title: str, peak: int) -> RematError:
     return RematError(
         f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
         f"({human(peak)}) when it keeps nothing",
-        reason="inputs of regions, what lies between them, and the recompute of one region",
+        reason="always needed: inputs of regions, values between regions, and the recompute of "
+        "one region",
         fixes=(
             Fix(f"policy={peak}", "the minimum"),
-            Fix("smaller regions, by blocks=", "less is live at once"),
+            Fix("smaller regions, by blocks=", "so that less memory is live at once"),
         ),
     )
 

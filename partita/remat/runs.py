@@ -81,10 +81,10 @@ class Read:
     """A tensor from outside of a region that a call of its first run read.
 
     Attributes:
-        number: among the call's tensors.
-        source: the tensor that holds the values at rest; `version`: of that.
-        values: an alias of it, which keeps its memory as autograd would; None of a parameter, which
-            the call's key tells from others.
+        number: the index among the call's tensors.
+        source: the tensor that holds the values between steps; `version` is its version.
+        values: an alias of the tensor, which keeps its memory alive like autograd does; None for a
+            parameter, which the call's key identifies.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Read:
     values: torch.Tensor | None
 
     def has_values_of(self, t: torch.Tensor) -> bool:
-        """True if `t`, which is another tensor, has the values that were read, on all ranks."""
+        """True if another tensor `t` has the values of the tensor that was read, on all ranks."""
         same = self._has_local_values_of(t)
         if self.values is None or not isinstance(t, DTensor):
             return same
@@ -427,7 +427,7 @@ class ForwardRecord(_RegionRun):
             self._kept[start] = kept
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Record that the program gives `x` the name `name` (`checkpoint_name`)."""
+        """Record that the program names `x` with `name` (`checkpoint_name`)."""
         if self._names is None or self._event is not None:
             return
         event = self._names.note_name(x, name)
@@ -472,7 +472,7 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Save the old value of `one`, which is about to be written, if a run needs it."""
+        """Save the old value of `one` before a write, if a run needs it."""
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
@@ -521,7 +521,7 @@ class ForwardRecord(_RegionRun):
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the run: drop what only the running program needs."""
+        """End the run: drop data that only the running program needs."""
         self._around = None
         self.producers.forget_the_dead()
         if self._names is not None:
@@ -572,7 +572,7 @@ def _unpack_slot(slot: SavedSlot | SavedInOpaque) -> torch.Tensor:
 _SAME = "a region that runs again may skip calls, but must make no others"
 _FIXES = (
     Fix("pass what the region reads as an argument", "if it has changed since its forward"),
-    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
+    Fix("policy=[...] with this call, by pt.one_call", "if its result differs in each run"),
 )
 
 
@@ -800,9 +800,14 @@ class Recomputation(_RegionRun):
                     f"forward    read version {before}",
                     f"recompute  reads version {now}",
                 ),
-                reason="gradients would be of values that forward did not have; without remat "
-                "autograd raises, too",
-                fixes=(Fix("go backward first, and write it then", "such as an optimizer's step"),),
+                reason="gradients would be computed from values that forward did not have; "
+                "without remat autograd raises, too",
+                fixes=(
+                    Fix(
+                        "call backward() first, and write it afterwards",
+                        "as an optimizer's step does",
+                    ),
+                ),
             )
 
     def _last_number(self) -> int:

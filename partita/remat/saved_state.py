@@ -1,11 +1,11 @@
-"""Saved state: what a region keeps of its first run for the second.
+"""Saved state: the data of a region's first run that are kept for the second.
 
 It keeps the arguments; the states of random generators, autocast, context variables, the default
 device, and old values of buffers that the region wrote; and the results that its policy keeps. For
 a function of torch it keeps the outputs of the kernels, below autograd. The second run makes the
 call again, but its kernels return the kept outputs. An *opaque* call is a compiled region, an
-`autograd.Function`, or a user's function. For it, the outputs are kept and the tensors that
-autograd saved inside, and the second run skips the call.
+`autograd.Function`, or a user's function. Its outputs and the tensors that autograd saved inside it
+are kept, and the second run skips the call.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class AmbientState:
             yield self._context.copy()
 
     def draw_as(self, states: States) -> None:
-        """Set random generators to these states, until the run has ended."""
+        """Set random generators to these states until the run has ended."""
         for generator, state in states:
             if generator not in self._touched:
                 self._touched[generator] = generator.get_state()
@@ -234,8 +234,9 @@ _CARRIED: Place = ("carried", 0)
 def storage_id(t: torch.Tensor) -> int:
     """Returns an id of the storage of `t`.
 
-    The address does not serve, because all empty storages have the same: a rank with an empty piece
-    must find the same calls as other ranks. Private torch: there is no public name for it.
+    The address is not sufficient, because all empty storages have the same address: a rank with an
+    empty piece must find the same calls as other ranks. Private torch: there is no public name for
+    it.
     """
     with local_ops():
         return t.untyped_storage()._cdata
@@ -419,7 +420,7 @@ class _KeptOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RematError(
             f"{ctx.what} was kept, and is differentiated within the region that recomputes it",
-            reason="a kept opaque call is not made again, so it has no graph to differentiate",
+            reason="a kept opaque call does not run again, so it has no autograd graph",
             fixes=(),
         )
 
@@ -520,7 +521,7 @@ class OpaqueSaves:
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def record_saved(self, t: torch.Tensor) -> bool:
-        """Record `t`, which is not a view of an input. Returns True if it is kept."""
+        """Record `t`, which is not a view of an input. Returns True if `t` is kept."""
         if self._keeps:
             self.own.append(make_local_alias(t))
         self._sizes |= _sizes_of_storages([t])
@@ -531,7 +532,7 @@ class OpaqueSaves:
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """Returns the bytes that keeping the result and the saved tensors would take."""
+        """Returns the bytes of the result and the saved tensors, which keeping them takes."""
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 

@@ -5,8 +5,8 @@ the region's first or second run. `KernelMode` is below autograd and below layou
 each ATen call, also in backward, with the rank's pieces as plain tensors. A call's key is its
 function, the user's frames between the region and the call, and its arguments. A tensor argument is
 described by its shape, layout and dtype, and by the call of the run that made it. Two runs of one
-program make equal calls, except that the second may skip some. If it takes another path, its first
-new call is not found.
+program make equal calls, except that the second may skip some. If the second run takes another
+path, its first new call is not found.
 
 A policy decides which results a region keeps: those of the functions, modules and names in it.
 """
@@ -199,7 +199,7 @@ Producer = tuple[str, int, int] | tuple[str, int]
 
 
 def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns `fn(*args, **kwargs)`. Call sites inside it are relative to this frame."""
+    """Returns `fn(*args, **kwargs)`. Call sites inside `fn` are relative to this frame."""
     return fn(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ In reading order:
   strides, addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`
 - functions of torch without `__torch_function__`: `torch_patches`; function transforms:
-  `transforms`; which forward a checkpoint runs again: `reruns`
+  `transforms`; which forward a checkpoint reruns: `reruns`
 """
 
 # Imported for their side effects: methods of DTensor, overrides, patches of torch.

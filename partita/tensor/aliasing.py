@@ -1,18 +1,18 @@
 """Aliasing: which results share memory on one device, and how DTensors behave the same way.
 
 On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory: a write to one is
-seen in the other. Here the result may have memory of its own, because its layout had to change, or
-because a rank holds shares of it. Such a result is a *view copy*. Its spec marks it
-(`Spec.as_copy`: the same layout, another identity), so that other calls do not pay for a check. Its
-`CopiedView` stores what it is a view of.
+seen in the other. With DTensors the result may have its own memory, because its layout had to
+change, or because it is Partial. Such a result is a *view copy*. Its spec marks it (`Spec.as_copy`:
+the same layout, another identity), so that other calls do not pay for a check. Its `CopiedView`
+stores the tensor that it is a view of.
 
 - x is written: the view copy is made again when it is next read (`current`).
-- The view copy is written: it is written as a value, and then its place in x
+- The view copy is written: its value is written, and then the corresponding part of x
   (`write_through_copy`).
 - An op copies only where it must (`contiguous`, `reshape`, `to`). One device's strides decide this,
-  on all ranks. A piece of one row is contiguous whatever the strides of the whole are. So a rank
-  could return the memory of its operand where other ranks, and one device, copy. What one device
-  would copy is copied here.
+  on all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could
+  return the memory of its operand although other ranks, and one device, copy. Such a result is
+  copied.
 """
 
 from __future__ import annotations

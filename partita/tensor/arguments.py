@@ -178,7 +178,7 @@ class OpCall:
     def declared(self) -> tuple[list[Any], Kwargs, list[tuple[Path, Any]]]:
         """Returns the arguments that a rule function declares: positional, keyword, and tensors.
 
-        The tensors are those among the arguments, with their paths, in order."""
+        "Tensors" are the tensors among the arguments, with their paths, in order."""
         assert self.form.rule is not None
         args, kwargs, i = self.args, self.kwargs, 0
         positional: list[Any] = []
@@ -335,9 +335,9 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments with Python numbers for DTensors that torch would read as numbers.
-
-    Also those in slices."""
+    """Returns the arguments with Python numbers for DTensors that torch would read as numbers, also
+    in slices.
+    """
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
     sizes: Kinds = frozenset()
@@ -461,7 +461,7 @@ def check_plain_tensor(
     where: tuple[Any, ...] = (),
     with_gradient: bool = False,
 ) -> None:
-    """Accept a plain tensor as a whole value, or raise.
+    """Raise an error unless a plain tensor may count as a whole value, equal on all ranks.
 
     A tensor that needs no gradient (an `arange`, a mask made in forward) counts as a whole value.
     If each rank passed its own data, the result would be wrong without an error. So the ranks
@@ -470,12 +470,12 @@ def check_plain_tensor(
 
     Args:
         where: identifies the argument, if an op takes several.
-        with_gradient: True if the caller makes its gradient whole. The tensor may then require
-            grad, unless a parameter or a DTensor is in its autograd graph.
+        with_gradient: True if the caller makes the tensor's gradient whole. The tensor may then
+            require grad, unless a parameter or a DTensor is in its autograd graph.
 
     Raises:
-        LayoutError: it is sparse; it requires grad (its gradient would have no layout); it differs
-            between ranks; `strict()` is on; or a torch.func transform runs on it.
+        LayoutError: the tensor is sparse; it requires grad (its gradient would have no layout); it
+            differs between ranks; `strict()` is on; or a torch.func transform runs on it.
     """
     if is_functorch_wrapped_tensor(value):
         raise make_transform_error("grad" if value.requires_grad else "vmap")
@@ -516,8 +516,11 @@ def check_plain_tensor(
             raise make_layout_error(
                 f"{op}: a plain tensor next to a DTensor differs between ranks",
                 Fix("pt.DTensor.from_local(t, mesh, placements)", "if it is this rank's piece"),
-                Fix('pt.distribute_batch(..., each_rank_has="piece")', "its rows of a batch"),
-                Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+                Fix(
+                    'pt.distribute_batch(..., each_rank_has="piece")',
+                    "if it is this rank's rows of a batch",
+                ),
+                Fix("pt.distribute_tensor(t, mesh, placements)", "to use rank 0's value"),
                 operands=(
                     f"rank 0  {checksums[0][0]} dimensions, checksum {checksums[0][-1]:x}",
                     f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
@@ -586,9 +589,9 @@ def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Make `x` a DTensor if a write through its alias has made it depend on DTensors.
-
-    So is its base, if it is a view."""
+    """Make `x` (and its base, if `x` is a view) a DTensor if a write through its alias has made it
+    depend on DTensors.
+    """
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
             t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]

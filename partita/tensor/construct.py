@@ -139,7 +139,7 @@ def distribute_tensor(
 
 
 def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
-    """Returns `tensor` distributed with this spec, as `distribute_tensor`. Requires no grad."""
+    """Returns `tensor` distributed with this spec, without requires_grad."""
     with torch.no_grad():
         value = tensor.detach()
         if value.is_meta:
@@ -160,14 +160,15 @@ def distribute_module(
 ) -> torch.nn.Module:
     """Convert each parameter and buffer of `module` to a DTensor, in place. Returns `module`.
 
-    As `torch.distributed.tensor.distribute_module`.
+    The arguments are the same as for `torch.distributed.tensor.distribute_module`.
 
     Args:
-        partition_fn: called with name, module and mesh for each submodule; it may distribute the
-            module's parameters. Those that it leaves are Replicate.
-        input_fn: called with the module, its inputs and the mesh before each forward; returns the
-            inputs.
-        output_fn: called with the module, its outputs and the mesh; returns the outputs.
+        partition_fn: a function that is called with name, module and mesh for each submodule. It
+            may distribute the module's parameters; others become Replicate.
+        input_fn: a function that is called with the module, its inputs and the mesh before each
+            forward; returns the inputs.
+        output_fn: a function that is called with the module, its outputs and the mesh; returns the
+            outputs.
     """
     refuse_lazy(module, "distribute_module")
     for key, fn in {
@@ -320,7 +321,7 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of normal values: in every layout those of one device with this seed."""
+    """Returns a DTensor of normal values: in every layout the values of one device."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
@@ -332,7 +333,7 @@ def rand(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of uniform values: in every layout those of one device with this seed."""
+    """Returns a DTensor of uniform values: in every layout the values of one device."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 
@@ -487,7 +488,7 @@ def local_map(
             placements, or not a tensor. Keyword arguments may have any placements.
         in_grad_placements: for each argument, the placements of the gradient that `func` computes.
             By default Replicate becomes Partial and Partial becomes Replicate; others stay.
-        device_mesh: the mesh of the results. None: that of the arguments.
+        device_mesh: the mesh of the results. None: the mesh of the arguments.
         redistribute_inputs: True redistributes arguments with other placements. False raises.
 
     Raises:
@@ -620,7 +621,7 @@ def to_torch(x: DTensor) -> Any:
     """Convert `x` to a `torch.distributed.tensor.DTensor` on the same mesh that shares its memory.
 
     Differentiable: the gradient may have any placements that torch gives it. Invariant becomes
-    Replicate. If axes split a dimension in another order than that of the mesh, torch's placements
+    Replicate. If axes split a dimension in another order than the mesh order, torch's placements
     are `_StridedShard`.
 
     Raises:

@@ -341,7 +341,8 @@ class DTensor(torch.Tensor):
         return super().as_subclass(cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Replace the value by that of the DTensor `source`, as `x.data = source`. Returns `self`.
+        """Replace the value by that of the DTensor `source`, like `x.data = source`. Returns
+        `self`.
 
         Raises for any other argument. With torch-function disabled: torch.Tensor.set_ of the local
         tensor.
@@ -539,7 +540,7 @@ def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str)
 
     Args:
         x: the local tensor of a DTensor with the spec `before`.
-        op, reason: what needs the redistribution, for the ledger.
+        op, reason: the op that needs the redistribution, and why, for the ledger.
     """
     if before.is_copy:
         x = current(x)
@@ -610,13 +611,13 @@ def _move_gradient(
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
     """Returns the error for `grad_placements` that shard a gradient differently from its value."""
     return LayoutError(
-        f"{op}: grad_placements cut the gradient otherwise than the value is",
+        f"{op}: grad_placements shard the gradient differently from the value",
         place=line,
         operands=(
             f"value     {wanted.layout.brief()} on {wanted.wire.mesh}",
             f"gradient  {given.layout.brief()}",
         ),
-        reason="each rank has the gradient of what it has",
+        reason="each rank computes the gradient of its own piece",
         fixes=(Fix("Shard where the value has Shard, and nowhere else"),),
     )
 
@@ -626,7 +627,7 @@ def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Ten
 
     If `x` is Replicate, a gradient that arrives is either each rank's part (Partial), or the same
     whole value on all ranks. By duality it would be the first; in torch.distributed.tensor it is
-    the second. Only the user knows which. On axes of one rank both are equal.
+    the second. Only the user can decide. On axes of one rank both are equal.
     """
     with local_ops():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
@@ -661,10 +662,11 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
         fixes=(
             Fix(
                 format_call(Partial()),
-                "each rank's part: they add up, as after other rows of a batch",
+                "each rank has a part, and the parts add up, as for different rows of a batch",
             ),
             Fix(
-                format_call(Replicate()), "all ranks the same: as torch.distributed.tensor takes it"
+                format_call(Replicate()),
+                "all ranks have the same gradient, as torch.distributed.tensor assumes",
             ),
             *(none if op == "to_local" else ()),
         ),
@@ -803,7 +805,7 @@ def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
                 shares = [Partial() if a == axis else layout.placement(a) for a in wire.mesh.names]
                 raise make_layout_error(
                     f"from_local: the ranks along {axis} do not hold the same value",
-                    Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+                    Fix("pt.distribute_tensor(t, mesh, placements)", "to use rank 0's value"),
                     Fix(f"placements={shares}", "if they are shares of a sum"),
                     operands=(
                         f"layout {layout.brief()} on {wire.mesh}",
@@ -852,7 +854,7 @@ def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
         Fix("t.to_dense()"),
-        Fix("pt.local_map(f, out_placements)", "where f takes or makes a sparse tensor inside"),
+        Fix("pt.local_map(f, out_placements)", "if f takes or makes a sparse tensor"),
         operands=(f"t  {tuple(t.shape)}",),
         reason="placements split dimensions, and those of a sparse tensor cannot be split",
     )
@@ -870,10 +872,13 @@ def _make_disagreement_error(
     # Pieces determine the shape only if the ranks agree on everything else.
     cut_alike = len({cut for _, cut, _ in gathered}) == 1
     true = _find_true_shape(shapes, layout, wire.mesh) if cut_alike else None
-    fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
+    fix = None if true is None else Fix(f"shape={true}", "the global shape of the pieces")
     if len(set(texts)) > 1:
         uneven = fix is None and cut_alike and len({len(shape) for shape in shapes}) == 1
-        way = Fix("cut as torch.chunk does", "the first ranks have the larger pieces, then: shape=")
+        way = Fix(
+            "split as torch.chunk does",
+            "with the larger pieces on the first ranks; then pass shape=",
+        )
         fixes = [fix] if fix else [way] if uneven else []
         return make_disagreement_error("from_local", texts, fixes=fixes)
     wrong = next(c for c, s in by_coordinate.items() if s != layout.local_shape(wire.mesh, c))

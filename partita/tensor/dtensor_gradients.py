@@ -1,12 +1,13 @@
 """Gradients of DTensors: `.grad`, `backward` and hooks, and when a gradient is reduced.
 
-Autograd computes on local tensors. A gradient that is passed to it is converted to a local tensor,
-and one that it returns becomes a DTensor whose layout is the dual of its value's. So the gradient
-of a Replicate value is Partial. A *settled* gradient is one that has been reduced:
+Autograd computes on local tensors. A gradient that is passed to autograd is converted to a local
+tensor. A gradient that autograd returns becomes a DTensor whose layout is the dual of its value's
+layout. So the gradient of a Replicate value is Partial. A *settled* gradient is a gradient that has
+been reduced:
 
     backward       x.grad  Partial      pending
     clip, step     x.grad  Replicate    settled, by one all-reduce (`reduce_pending_gradients`)
-    backward       x.grad  Partial      a hook: the first rank's share is the value; then added to
+    backward x.grad Partial a hook: the first rank's share is the value; then added to
 """
 
 from __future__ import annotations
@@ -468,10 +469,10 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 
 @Node.register
 class NodeOfPieces:
-    """A node in the graph of a DTensor. Its hooks get DTensors; where they cannot, it raises.
+    """A node in the autograd graph of a DTensor. Its hooks get DTensors, or it raises an error.
 
     Attributes:
-        node: the node of autograd, which computes on local tensors.
+        node: the autograd node, which computes on local tensors.
     """
 
     def __init__(self, node: Any):
@@ -536,7 +537,7 @@ def _make_node_error(name: str) -> Exception:
     return make_layout_error(
         f"a hook on {name}, a node of autograd behind a DTensor",
         Fix("x.register_hook(hook)", "on the tensor: its gradient is a DTensor"),
-        Fix("module.register_full_backward_hook(hook)", "in place of register_backward_hook"),
+        Fix("module.register_full_backward_hook(hook)", "instead of register_backward_hook"),
         reason="autograd computes on pieces, and a node does not record their tensors",
     )
 
@@ -573,13 +574,13 @@ DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 
 
 def reduced_gradient_spec(x: DTensor) -> Spec:
-    """Returns the spec of the reduced gradient of x: that of x, or the one that ZeRO uses."""
+    """Returns the spec of the reduced gradient of x: the spec of x, or the one that ZeRO uses."""
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.gradient
 
 
 def update_spec(x: DTensor) -> Spec:
-    """Returns the spec in which an optimizer updates x and has its state: that of x, or ZeRO's."""
+    """Returns the spec of x's update and optimizer state: the spec of x, or ZeRO's."""
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.update
 
@@ -627,7 +628,7 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
 def mark_gradient_reduced(x: DTensor) -> None:
     """Record that x's gradient is reduced. A hook makes it Partial before backward adds to it.
 
-    If the same object is the gradient of other tensors, this is recorded of them, too.
+    If the same object is the gradient of other tensors, this is recorded for them, too.
     """
     with local_ops():  # otherwise each attribute would be read through dispatch
         grad = _grad.__get__(x)
@@ -679,7 +680,7 @@ def is_watched(x: torch.Tensor) -> bool:
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
-    """Remove our weak references to the leaf `x` before `swap_tensors`, which does not allow any.
+    """Remove partita's weak references to the leaf `x` before `swap_tensors`, which allows none.
 
     Returns:
         A function that makes the references again, to the object that is passed to it.
@@ -725,8 +726,8 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
                 if select_user_hooks(hooks_of_backward(x)):
                     raise make_layout_error(
                         "a hook on a tensor whose gradient is a part of another tensor",
-                        Fix("x.grad = part.clone()", "a gradient with memory of its own"),
-                        Fix("x.register_post_accumulate_grad_hook(hook)", "it sees the sum"),
+                        Fix("x.grad = part.clone()", "a gradient with its own memory"),
+                        Fix("x.register_post_accumulate_grad_hook(hook)", "which gets the sum"),
                         reason="such a gradient stays whole, and the hook would get the sum of all "
                         "ranks as one rank's share",
                     )
@@ -746,15 +747,14 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
 
 
 def refuse_copied_part(grad: torch.Tensor | None) -> None:
-    """Raise if `grad`, to which backward adds, was set to a part of another tensor.
-
-    Whether that tensor is still alive does not matter: it may be so on some ranks only.
+    """Raise if `grad`, to which backward adds, was set to a part of another tensor. It raises even
+    if that tensor is no longer alive, because it may be alive on some ranks only.
     """
     if grad is not None and state_of(grad).is_copied_part:
         raise make_layout_error(
             "backward adds to a gradient that was set to a part of another tensor",
-            Fix("x.grad = part.clone()", "a gradient with memory of its own"),
-            Fix("pt.zero(model, mesh, stage=1)", "where gradients stay whole"),
+            Fix("x.grad = part.clone()", "a gradient with its own memory"),
+            Fix("pt.zero(model, mesh, stage=1)", "so that gradients stay whole"),
             reason="each rank keeps its shard of the gradient, and the other tensor would not "
             "change",
         )
@@ -806,8 +806,8 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     old memory, which is a correct Partial value.
 
     There is one all-reduce for each set of axes and dtype and for each `BUCKET_BYTES`, recorded
-    with the reason "settle". Gradients that are not Partial do not change. It waits for reductions
-    that ZeRO has already begun.
+    with the reason "settle". Gradients that are not Partial do not change. This waits for
+    reductions that ZeRO has already begun.
     """
     params = list({id(p): p for p in params}.values())
     all_layouts = [state_of(p).zero_layouts for p in params]
@@ -856,8 +856,8 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
             fact="the ranks have them for other parameters",
             reason="a parameter's gradient is a sum over ranks, each of which must have its share",
             fixes=(
-                Fix("loss = loss + 0 * p.sum()", "on ranks that do not use a parameter p"),
-                Fix("the same branch on every rank", "where a condition reads this rank's data"),
+                Fix("loss = loss + 0 * p.sum()", "on ranks that do not use the parameter p"),
+                Fix("the same branch on every rank", "if a condition reads this rank's data"),
             ),
         )
         remember_agreed(wire, key)

@@ -2,9 +2,9 @@
 
 A foreach function calls its op once for each position of its lists. Each position is planned like a
 call of the op. If no position needs a redistribution, the native foreach kernel runs on the local
-tensors. A plan's key has the specs of the lists' elements. Numbers, such as bias corrections and
-learning rates, are not part of it. Norms of all gradients, and a GradScaler's search for
-infinities, need one small all-reduce.
+tensors. A plan's key has the specs of the lists' elements, but no numbers such as bias corrections
+and learning rates. Norms of all gradients, and a GradScaler's search for infinities, need one small
+all-reduce.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a fused optimizer kernel: element-wise on lists of tensors in the parameters' layouts."""
+    """Run a fused optimizer kernel, element-wise on lists of tensors in the parameters' layouts."""
     new: dict[tuple[int | str, ...], Any] = {}
     shares = []
     for j, values in enumerate(args):

@@ -1,4 +1,4 @@
-"""Infinite factors of Partial values, with which a sum of products is not the product of the sum.
+"""Infinite factors of Partial values: with them, a sum of products is not the product of the sum.
 
     x = 1 = 3 - 2 on two ranks       x * inf = inf       3 * inf - 2 * inf = nan
 

@@ -55,10 +55,10 @@ class Written:
     operands, except the running statistics of older normalizations.
 
     Attributes:
-        place, name: its position and its name in a call.
-        is_list: True if it is a list of tensors.
-        flag: position and name of a parameter that must be true for it to be written; None if it
-            is always written.
+        place, name: the operand's position and name in a call.
+        is_list: True if the operand is a list of tensors.
+        flag: position and name of a parameter that must be true for the operand to be written; None
+            if it is always written.
     """
 
     place: int
@@ -67,7 +67,7 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Returns its position or name in a call; None if this call does not write it."""
+        """Returns the operand's position or name in a call; None if this call does not write it."""
         if self.flag is not None:
             i, name = self.flag
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
@@ -75,7 +75,7 @@ class Written:
         return (self.place,) if self.place < len(args) else (self.name,)
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns this argument of a call; None if it is not passed."""
+        """Returns this operand of a call; None if it is not passed."""
         return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
 
@@ -88,13 +88,14 @@ class OpFacts:
         writes: the operands that it writes.
         makes_new: its results have their own memory, and it writes no operand.
         moves: its results are unchanged elements of its operands, at other positions.
-        casts: the same in another dtype.
+        casts: its results are its operand's elements in another dtype.
         statistics: it writes its fourth and fifth operands if its sixth is True (training).
         draws: it draws random numbers, so another call returns another result.
         fills: it draws random numbers that replace all values of its first operand.
         overwrites: its result depends only on the metadata of its first operand, not on its values.
         checks: it returns nothing, and raises if its operands are not as required.
-        shows_unsaid: its results are views of its only operand, which its schema does not show.
+        shows_unsaid: its results are views of its only operand, although its schema does not say
+            so.
         is_alias: it returns a view of the whole operand.
         lifts: it makes a tensor from a Python value.
         by_storage: it depends on the whole storage of an operand, not only on the operand's
@@ -277,7 +278,7 @@ class FunctionFacts:
             redistributed.
         may_copy: its result is a view or a copy, depending on the strides.
         reshapes: it changes its operand's shape in place.
-        changes_shape: it does so, or gives its operand other memory.
+        changes_shape: it changes its operand's shape or memory in place.
         draws: it may draw random numbers.
         answered_by_piece: it neither depends on the layout of a DTensor nor changes it, so it runs
             on the local tensor.
@@ -463,10 +464,9 @@ def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
     """Returns `run`, which implements `op`, with the dtypes that `op` has under autocast.
 
     Torch casts the operands of the ops on its lists, and runs them without autocast. A decomposed
-    op
-    must behave as `op` and not as the ops inside: its operands are cast first, and autocast is off
-    inside. The dispatcher shows which ops are listed for a device. The table here has the cast of
-    each, by default to float32.
+    op must behave like `op` and not like the ops inside: its operands are cast first, and autocast
+    is off inside. The dispatcher shows which ops are listed for a device. The table here has the
+    cast of each, by default to float32.
 
     Args:
         inplace: True if `run` implements the in-place op, which is on no list.
@@ -578,7 +578,7 @@ class Form:
 
 @cache
 def form_of(func: Function) -> Form:
-    """Returns the form of a function. Its rule is its own, or otherwise that of its op.
+    """Returns the form of a function. Its rule is its own, or otherwise the rule of its op.
 
     A function written in Python can only have its own rule. Without one, its body runs.
     """
@@ -660,8 +660,8 @@ def _find_rule_named(name: str) -> Rule | None:
 def parameter_names(func: Function, count: int) -> tuple[str, ...]:
     """Returns the names of a function's first `count` parameters.
 
-    They are those of torch's table of overrides or of an operator's schema. If neither has them,
-    they are `operand0`, ..., and arguments can only be passed by position.
+    The names come from torch's table of overrides or from an operator's schema. Otherwise they are
+    `operand0`, ..., and arguments can only be passed by position.
     """
     stand_in = torch.overrides.get_testing_overrides().get(func)
     names: list[str] = []
@@ -729,7 +729,7 @@ class Operator:
 
 
 def overloads_of(func: Any) -> list[OpOverload]:
-    """Returns all overloads of an operator, or `func` if it is one; [] for other functions."""
+    """Returns the overloads of an `OpOverloadPacket`, `[func]` for an `OpOverload`, else []."""
     if isinstance(func, OpOverload):
         return [func]
     if isinstance(func, OpOverloadPacket):
@@ -802,7 +802,7 @@ _UPDATING = ("training", "use_input_stats")
 
 
 def written_by(func: Function) -> tuple[Written, ...]:
-    """Returns the operands that `func` writes, as far as can be known."""
+    """Returns the operands that `func` writes, as far as they are known."""
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
         return _find_written_statistics(

@@ -5,8 +5,8 @@ So ranks that read a value also compare the tensor's origin. It is equal on all 
 tensor, whatever else a rank computes.
 
 A program gets its first tensors from `distribute_tensor`, `from_local`, `distribute_batch` or a
-compiled step. The origin of such a tensor is the call's place in the program, and how often that
-place was reached: all ranks make these calls. The origin of an op's result consists of the call's
+compiled step. All ranks make these calls. So the origin of such a tensor is the call's place in the
+program, and how often that place was reached. The origin of an op's result consists of the call's
 place, the origins of its operands, and its numbers. It does not count calls, because a rank may
 compute a sum by itself.
 
@@ -200,9 +200,8 @@ def is_beside_program(wire: Wire) -> bool:
 
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if ranks compare which tensor they redistribute: a small one, or one that all get whole.
-
-    They compare only if all ranks of the mesh take part and collectives block the host anyway. They
-    do not in threads other than the main one, whose waits look like waits of the whole rank.
+    They compare only if all ranks of the mesh take part and collectives block the host anyway. In
+    threads other than the main one they do not, because the rank itself would seem to wait.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

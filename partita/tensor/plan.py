@@ -1,13 +1,12 @@
-"""Call plans: the cached decisions for calls with one key, their lookup, and the cache.
+"""Call plans: the cached decisions for calls with equal keys, their lookup, and the cache.
 
     torch.sum(x, dim=0)    key (spec of x, 0, False, None)    ->    CallPlan
 
 A plan contains the operands that are redistributed and their new layouts, the kernel that runs on
-local tensors, and the specs of the results. It gets these specs in its first call. Afterwards it
-may
-be `direct`: dispatch runs the kernel and sets the result's spec without calling `CallPlan.run`. An
-`Op` has a function's plans. Its key function is generated from the arguments that the op's rule
-declares.
+local tensors, and the specs of the results. The specs of the results are known after the first
+call. From then on a plan may be `direct`: dispatch runs the kernel and sets the result's spec
+without calling `CallPlan.run`. The plans of one function are stored in its `Op`. The key function
+of an `Op` is generated from the arguments that its rule declares.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ class Choice:
 
     Attributes:
         inputs: the layout that each operand must have; None if it is absent or a number.
-        outputs: for each output and dimension the axes that split it, outermost first.
-        partial, invariant: for each output, as in `Layout`.
-        splits: for each split name its axes, outermost first.
+        outputs: the axes that split each dimension of each output, outermost first.
+        partial, invariant: the values of these fields of `Layout`, for each output.
+        splits: the axes that split each name of the sentence, outermost first.
     """
 
     inputs: tuple[Layout | None, ...]
@@ -85,7 +84,7 @@ class Target:
     """An operand that is converted before the kernel runs.
 
     Attributes:
-        path: its position in the call.
+        path: the operand's position in the call.
         spec: the spec that it must have.
         plain: for a plain tensor, the spec that it is assumed to have (whole on every rank); None
             for a DTensor.
@@ -105,19 +104,20 @@ class CallPlan:
         wire: the rank's wire, on the mesh of the operands.
         direct: True if a call only runs the kernel, or the function, and tags its result with
             `spec`. Set when the plan is made, or by the first call.
-        spec, local_shape: those of the result, if it is one tensor; set together with `direct`.
+        spec, local_shape: the spec and local shape of a result that is one tensor; set with
+            `direct`.
         outputs: the spec and the local shape of each result; set by the first call.
         targets: the operands that are redistributed first, and those that are plain tensors.
         kernel: a function that runs on local tensors in place of the called function, or None.
         bare: a function of the operands alone, and their number. It serves calls that pass all
             operands by position and no other arguments.
-        rewrite: a function that is called with the DTensors, in place of all this.
+        rewrite: a function that is called with the DTensors instead; other fields are then unused.
         bound, choice: the rule and its chosen rows, for `explain` and for shapes that only the
             kernel knows.
         retags_operand: True if the op changes its operand's shape in place, so the operand gets a
             new spec.
         result_is_view_copy: True if the result has its own memory, but is a view on one device.
-        may_copy: True if one device copies or not depending on strides of the global tensor.
+        may_copy: True if one device copies or not, depending on the strides of the global tensor.
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
         names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
@@ -329,8 +329,7 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """The matrix products of one plan's calls on the mesh's first rank, which has the largest
-    pieces.
+    """The matrix products of one plan's calls on the first rank, which has the largest pieces.
 
     Attributes:
         products: for each product its operations, and the axes along which all ranks repeat them.
@@ -503,8 +502,8 @@ def check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
     """Raise Unkeyed if an argument that the rule does not declare could matter: another name of a
-    parameter, a tensor, an infinite factor (see `infinite_factors`), or `inplace=True` of a
-    function that is `flagged` to have it."""
+    parameter, a tensor, an infinite factor (see `infinite_factors`), or `inplace=True`.
+    """
     for name, value in named.items():
         if type(value) is float and name in _FACTORS and not math.isfinite(value):
             raise Unkeyed(name)
@@ -552,7 +551,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """Returns the key function of a rule function: of the arguments that it declares."""
+    """Returns the key function of a rule function: the key has the declared arguments."""
     return _make_key([(p.name, _classify_parameter(p), p.default) for p in params], flagged)
 
 

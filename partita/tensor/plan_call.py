@@ -1,4 +1,4 @@
-"""Planning: how the first call with a new key is planned.
+"""Planning: the choice of rows, moves and kernel for the first call with a new key.
 
     x + y                of x in 8@dp 4, and of y in 8 4
     sentence             "... + ... -> ..."           the rule's, bound to the shapes (8, 4), (8, 4)

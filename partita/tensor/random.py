@@ -1,10 +1,10 @@
-"""Random numbers: the same in every layout.
+"""Random numbers that are the same in every layout.
 
 By default every rank draws all numbers of one device from its own generator, and keeps its piece.
 All ranks seed their generators equally. So `init`, `dropout` and `randn` give the values of one
-device, and the generators keep equal states. The cost: each rank draws as many numbers, and for a
-short time needs as much memory, as one device. For the dropout mask of a large activation that is
-the mask of the whole batch.
+device, and the generators keep equal states. The cost: each rank draws as many numbers as one
+device, and needs as much memory for a short time. For a dropout mask that is the mask of the whole
+batch.
 
 `random_mode("pieces")` is cheaper: each rank draws only its piece. Its generator is seeded by a
 number from the default generator and by the position of the piece. Values then depend on the
@@ -214,7 +214,7 @@ def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function |
 def run_with_generator_check(
     run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `run(*args, **kwargs)`. Raise on all ranks if it drew from different generators."""
+    """Returns `run(*args, **kwargs)`. Raises on all ranks if it drew from different generators."""
     # A disabled dropout draws nothing: its numbers distinguish the calls of one line.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
     key = (call_site(), "draw", op, numbers)

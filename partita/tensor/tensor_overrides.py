@@ -1,8 +1,9 @@
 """Overrides: attributes and methods of a DTensor that are not ops.
 
-`OVERRIDES` (`op_facts`) maps functions of torch to them. Here are `x.data`, `x.T`, conversions to
-Python (`item`, `numpy`, ...), `x[...] = value`, memory and copies. `.grad` and `backward` are in
-`dtensor_gradients`. All other functions are ops: they have rules, or their operands are gathered.
+`OVERRIDES` (`op_facts`) maps functions of torch to them. This module has `x.data`, `x.T`,
+conversions to Python (`item`, `numpy`, ...), `x[...] = value`, memory and copies. `.grad` and
+`backward` are in `dtensor_gradients`. All other functions are ops: they have rules, or their
+operands are gathered.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         x._spec = value._spec
         return
     fixes = [
-        Fix("x.data.copy_(y)", "for a y that every rank has whole: x keeps its layout"),
+        Fix("x.data.copy_(y)", "for a y that is whole on every rank: x keeps its layout"),
         Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
         Fix("y = y.full_tensor()", "the whole value, plain"),
         Fix("y = y.to_local()", "this rank's piece"),

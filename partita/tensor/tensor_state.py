@@ -4,10 +4,10 @@ A spec is a global layout and this rank's wire. Specs are interned: `spec_of` ma
 layout and wire. So two specs are equal exactly if they are the same object, and a plan is looked up
 by the identity of its operands' specs.
 
-All other data of a tensor are in one `TensorState`, in one attribute, which a copy does not get and
-a replacement does. A view copy has its `CopiedView` there (see `aliasing`). Each rank runs in a
-thread. `HERE` has the objects that intercept this thread's calls where torch has no hook:
-rematerialization, a capture, `explain`.
+All other data of a tensor are in one `TensorState`, stored in one attribute. A tensor that replaces
+it gets this attribute, a copy does not. A view copy has its `CopiedView` there (see `aliasing`).
+Each rank runs in a thread. `HERE` has the objects that intercept this thread's calls if torch has
+no hook for them: rematerialization, a capture, `explain`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MOST_NOTED = 8
 class Spec:
     """A global layout and a rank's wire, which together make a local tensor a DTensor.
 
-    Only `spec_of` makes specs, and `as_copy` those of view copies.
+    Only `spec_of` makes specs, except those of view copies (`as_copy`).
 
     Attributes:
         layout: the global layout.
@@ -297,8 +297,8 @@ class RetypedValue:
     """An alias of a tensor with another spec, and thus another layout of its gradient.
 
     Attributes:
-        version, grad_fn: those of the tensor when the alias was made. The alias is used while both
-            are unchanged.
+        version, grad_fn: the tensor's version and grad_fn when the alias was made. The alias is
+            used while both are unchanged.
     """
 
     spec: Spec
@@ -321,11 +321,11 @@ class TensorState:
     """The data that are stored for one tensor; most tensors have none.
 
     Attributes:
-        zero_layouts: the layouts in which ZeRO keeps its gradient and its update.
+        zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
         is_copied_part: for a gradient: whether it was copied from a part of another tensor.
         copied_view: for a view copy, its source (a `CopiedView`).
-        retyped: an alias of it in the last other layout that an op needed.
+        retyped: an alias of the tensor in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
             before backward adds to it. It is removed and registered again in every step.
         unseen_writes: the number of writes that torch does not count; see `count_unseen_writes`.
@@ -334,8 +334,8 @@ class TensorState:
         gathered_from: the sharded parameter whose gathered value this is, and its version.
         node: the object that a user got for its `grad_fn`.
         has_node_hooks: a user has registered hooks on the node that accumulates its gradient.
-        given_up: if the model has another parameter in its place: its name there, and the function
-            that replaced it.
+        given_up: for a parameter that was replaced in its model: its name, and the function that
+            replaced it.
     """
 
     zero_layouts: ZeroLayouts | None = None
@@ -354,7 +354,7 @@ class TensorState:
 
     @property
     def written_unseen(self) -> bool:
-        """True if it may have been written, or may yet be, through a `.data` of it."""
+        """True if the tensor may have been written, or may yet be written, through its `.data`."""
         return self.unseen_writes > 0 or self.data is not None
 
 
@@ -399,7 +399,7 @@ def count_unseen_writes(x: torch.Tensor) -> int:
     """Returns how often `x` was written through an `x.data`, or was given other `data`.
 
     Torch does not count these writes in the version of `x`, with which autograd checks saved
-    tensors. They matter where another copy of the value is kept.
+    tensors. They matter if another copy of the value is kept.
     """
     state = state_of(x)
     return state.unseen_writes + (0 if state.data is None else count_writes(state.data))
@@ -502,8 +502,8 @@ def current(x: Any) -> Any:
 class Watcher(Protocol):
     """An object that intercepts calls that a `TorchFunctionMode` does not intercept.
 
-    Those are an `autograd.Function` (a region that torch compiled is one), a region that partita
-    compiled, and redistributions. Rematerialization uses it: it runs a part of the program again,
+    Those are an `autograd.Function` (such as a region compiled by torch), a region compiled by
+    partita, and redistributions. Rematerialization uses it: it runs a part of the program again,
     and must find each call of the first run in the second.
     """
 

@@ -122,7 +122,7 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     if before[0] is not before[1] and any(all_layouts):
         raise make_layout_error(
             "swap_tensors: a parameter that zero has sharded, and a tensor laid out otherwise",
-            Fix("p.data.copy_(t)", "of a whole value t: p stays what it is"),
+            Fix("p.data.copy_(t)", "with a whole value t: p stays the same DTensor"),
             operands=tuple("plain" if s is None else s.layout.brief() for s in before),
         )
     if not any(isinstance(t, DTensor) for t in (t1, t2)):

@@ -78,7 +78,8 @@ class WholeValues(TorchFunctionMode):
     takes DTensors.
 
     Args:
-        maker: the mode of the transform that returned the function, as `vjp` returns one.
+        maker: the mode of the transform that returned the function, if it was returned by one such
+            as `vjp`; otherwise None.
 
     Attributes:
         name: the name of the transform.
@@ -171,8 +172,8 @@ class WholeValues(TorchFunctionMode):
             given: the arguments of the transformed function.
 
         Raises:
-            LayoutError: a gathered value was written, plain tensors differ across ranks, or states
-                of random generators do.
+            LayoutError: a gathered value was written, or plain tensors or states of random
+                generators differ between ranks.
         """
         wire = self.wire
         if wire is None:

@@ -2,10 +2,10 @@
 
     7 elements over 2 ranks    rank 0: 4    rank 1: 3, and room for 1 behind them
 
-In eager code a piece has its true size. A captured graph is equal on all ranks and takes pieces as
-large as the first rank's. So tensors that stay between steps have room for the padding in memory,
-after the end of their storage. An op that reduces padding gets neutral values there. An op whose
-piece is empty on this rank makes the same autograd graph as on ranks with elements.
+In eager code a piece has its true size. A captured graph is equal on all ranks, so its inputs are
+padded to the size of the first rank's piece. So tensors that exist between steps have memory for
+the padding after the end of their storage. An op that reduces padding gets neutral values there. An
+op whose piece is empty on this rank makes the same autograd graph as on ranks with elements.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) 
 
     Args:
         kernel: the kernel for even pieces; None for the function itself.
-        plan: of the call; its kernel is not set yet.
+        plan: the plan of the call; its kernel is not set yet.
 
     Raises:
         LayoutError: the op reduces padded elements, and no neutral value is known.
@@ -203,15 +203,15 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     The collectives of backward must not depend on a rank's own autograd graph. But with nothing to
     compute, torch's kernels may leave an operand out of the graph, or fail. So an op with an empty
     piece is also run on "meta" tensors as large as the first rank's pieces. Operands that are
-    differentiable there are connected to the result here, with a gradient of zeros. What torch
-    refuses if there are elements, such as a dtype without a kernel, is also refused here. Otherwise
+    differentiable there are connected to the result here, with a gradient of zeros. A call that
+    raises if there are elements, such as with a dtype without a kernel, also raises here. Otherwise
     this rank would continue alone. Ranks whose pieces have elements do none of this.
 
     Backward runs on the "meta" tensors, too: an operand that gets no gradient there gets none here.
 
     Args:
         kernel: the kernel for pieces with elements; None for the function itself.
-        plan: of the call; its kernel is not set yet.
+        plan: the plan of the call; its kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
     assert bound is not None and choice is not None
@@ -453,8 +453,7 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with all of `operands`, which require grad, in its autograd graph; each gets a gradient
-    of zeros."""
+    """Returns `t` with `operands`, which require grad, in its graph; gradients are zeros."""
     tied: torch.Tensor = _Tie.apply(t, None, *operands)
     return tied
 

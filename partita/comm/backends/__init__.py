@@ -1,4 +1,4 @@
-"""Backends: what one kind of process group does differently. No other package names a backend.
+"""Backends: the differences between kinds of process groups. No other package names a backend.
 
 In reading order: `backend` (the interface, with defaults for a backend that needs no changes),
 `gloo` (Gloo, and the control groups, over which ranks compare texts). To add one, write a subclass

@@ -59,13 +59,13 @@ class Backend:
 
     Attributes:
         gathers_by_broadcast: True if an all-gather runs as a broadcast from each rank.
-        sums_in_rank_order: True if a reduce-scatter exchanges shares, and each rank adds them in
-            rank order.
+        sums_in_rank_order: True if a reduce-scatter exchanges shares (addends of a Partial value),
+            and each rank adds them in rank order.
         waits_on_host: True if a wait blocks the Python thread, which can then find out why it
             takes long.
         runs_in_streams: True if a collective is a kernel in a stream, which a CUDA graph can
             record.
-        native: begins a collective of the process group.
+        native: a function that begins a collective of the process group.
     """
 
     gathers_by_broadcast = False
@@ -77,7 +77,7 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns the way in which an all-reduce sums `x` over `n` ranks.
+        """Returns how an all-reduce sums `x` over `n` ranks: "own", "gather" or "exchange".
 
         "own" is the group's all-reduce. "gather" gathers all shares, and "exchange" exchanges
         parts of them; each rank then adds in rank order.
@@ -85,9 +85,8 @@ class Backend:
         return "own"
 
     def gathers_pieces(self, x: torch.Tensor) -> bool:
-        """True if a gather of a bucket, such as `x`, puts each piece into a place of its own.
-
-        It is one call that gathers each piece, so that none is copied out of the bucket.
+        """True if the gather of a bucket, such as `x`, writes each gathered piece contiguously. It
+        is one call, and no piece has to be copied out of the bucket.
         """
         return not Device(x.device.type).is_host
 

@@ -152,7 +152,7 @@ def can_compare() -> bool:
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
     """Returns a new group of some ranks of the job, which find each other by `name`.
 
-    `new_group` does not serve: its name for a group is the number of groups that a rank is in
+    `new_group` is not sufficient: it names a group by the number of groups that a rank is in
     already, which may differ between the ranks.
     """
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]

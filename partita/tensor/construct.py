@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -52,7 +53,13 @@ from .tensor_state import (
     spec_on_mesh,
     spec_on_wire,
 )
-from .uneven_pieces import copy_with_room, tie_to_operands, with_room
+from .uneven_pieces import (
+    copy_with_room,
+    node_of_tensor,
+    nodes_behind,
+    tie_to_operands,
+    with_room,
+)
 
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -463,6 +470,7 @@ def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any])
 # -- functions of local tensors --------------------------------------------------------------------
 
 Placements = Sequence[Placement] | None
+Operands = list[tuple[torch.Tensor, Node | None]]
 
 
 def local_map(
@@ -520,40 +528,52 @@ def local_map(
         named: list[Placements] = [None] * (len(flat) - count)
         wanted = _match_placements(in_placements, count, "in_placements", name) + named
         grads = _match_placements(in_grad_placements, count, "in_grad_placements", name) + named
-        tensors = []
+        tensors, places = [], []
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
+                places.append(i)
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
                 tensors.append(x)
                 # By default the dual: it is not ambiguous, because `func` computes on pieces.
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
+        operands = None
+        if any(is_uneven(t._spec.layout, t._spec.wire.mesh) for t in tensors):
+            for i in places:
+                if flat[i].requires_grad and torch.is_grad_enabled():
+                    flat[i] = _GradientOfAnyRank.apply(flat[i], wire)
+            # The nodes are read here, because `func` may write to its arguments.
+            locals_ = [t for t in flat if isinstance(t, torch.Tensor)]
+            operands = [(t, node_of_tensor(t) if t.requires_grad else None) for t in locals_]
         args, kwargs = pytree.tree_unflatten(flat, shape_of_call)
-        # A Function of torch may then leave operands out of the graph that other ranks have in it.
-        lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
         results, shape_of_results = pytree.tree_flatten(func(*args, **kwargs))
-        if lacks_elements:
-            results = _tie_lost_operands(results, flat)
         listed = _list_per_result(out_placements)
         placed = _match_placements(listed, len(results), "out_placements", name)
-        even = not any(is_uneven(t._spec.layout, t._spec.wire.mesh) for t in tensors)
-        wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, placed, strict=True)]
+        wrapped = [_wrap_result(o, p, wire, operands) for o, p in zip(results, placed, strict=True)]
         return pytree.tree_unflatten(wrapped, shape_of_results)
 
     return run_local_map
 
 
-def _tie_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
-    """The results with all operands in their autograd graph, where ranks may differ.
+class _GradientOfAnyRank(torch.autograd.Function):
+    """The identity. Where some ranks have a gradient, others get zeros.
 
-    Torch's kernels may leave operands out of it on a rank with an empty piece, and an
-    `autograd.Function` may have no gradient for one.
+    A function of local tensors may have none on one rank, such as on one without elements.
     """
-    operands = [t for t in locals_ if isinstance(t, torch.Tensor) and t.requires_grad]
-    return [
-        tie_to_operands(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r
-        for r in results
-    ]
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, wire: Wire) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.wire, ctx.like = wire, (local.shape, local.dtype, local.device)
+        return local.detach()  # a Function's view could not be written
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        found = ctx.wire.gather_ints((int(grad is not None),), "whether operands have gradients")
+        if grad is None and (1,) in found:
+            shape, dtype, device = ctx.like
+            grad = torch.zeros(shape, dtype=dtype, device=device)
+        return grad, None
 
 
 def _list_per_result(placements: Any) -> Any:
@@ -598,17 +618,34 @@ def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move:
     return x.redistribute(placements=wanted)
 
 
-def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
-    """Returns a result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
-    sizes."""
-    if placements is None or not isinstance(out, torch.Tensor):
+def _wrap_result(out: Any, placements: Placements, wire: Wire, operands: Operands | None) -> Any:
+    """Returns a result of `func` as a DTensor.
+
+    Args:
+        operands: the local tensors that `func` got and their autograd nodes, where pieces may be
+            uneven. The ranks then exchange the sizes of their results, and the operands in their
+            graphs. On a rank without elements `func` may leave operands out that others have.
+    """
+    if not isinstance(out, torch.Tensor):
+        return out
+    gathered, has = [], []
+    if operands is not None:
+        behind = nodes_behind([out], [node for _, node in operands if node is not None])
+        has = [node in behind for _, node in operands]
+        gathered = wire.gather_ints((*map(int, has), *out.shape), "shapes of pieces")
+        some_have = map(any, zip(*[row[: len(has)] for row in gathered], strict=True))
+        lost = [
+            t for (t, _), mine, any_ in zip(operands, has, some_have, strict=True) if any_ > mine
+        ]
+        if lost:
+            out = tie_to_operands(out, lost)
+    if placements is None:
         return out
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
-    if not even and probe.is_sharded:
-        shape = shape_of_pieces(
-            wire.gather_ints(tuple(out.shape), "shapes of pieces"), probe.layout.shards, wire.mesh
-        )
+    if gathered and probe.is_sharded:
+        pieces = [row[len(has) :] for row in gathered]
+        shape = shape_of_pieces(pieces, probe.layout.shards, wire.mesh)
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
     with local_ops():
         return as_dtensor(out.view_as(out), spec)

@@ -228,17 +228,20 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     checks_refusal = not (is_users or facts_of_function(form.name).draws)
     known: dict[tuple[Any, ...], _MetaRun | None] = {}
 
-    def try_with_elements(args: Any, kwargs: Any) -> _MetaRun | None:
+    def locate_operands(args: Any, kwargs: Any) -> dict[Path, torch.Tensor]:
         there = [locate_in_call(p, names, args, kwargs) for p in inputs]
-        given = [get_at_path(args, kwargs, p) for p in there]
+        return {p: get_at_path(args, kwargs, p) for p in there}
+
+    def try_with_elements(args: Any, kwargs: Any) -> _MetaRun | None:
+        given = locate_operands(args, kwargs)
         graded = not (form.inplace or torch.is_inference_mode_enabled())
-        kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
+        kinds = (graded, *[(t.dtype, t.requires_grad) for t in given.values()])
         if kinds not in known:
             found = None
             # A global index or count may not fit a piece. Then global shapes are tried.
             for shapes in (largest, wholes):
                 given_metas = {}
-                for path, t, shape in zip(there, given, shapes, strict=True):
+                for (path, t), shape in zip(given.items(), shapes, strict=True):
                     meta = torch.empty(shape, dtype=t.dtype, device="meta")
                     given_metas[path] = meta.requires_grad_(t.requires_grad and graded)
                 try:
@@ -275,8 +278,9 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
         tried = try_with_elements(args, kwargs)
         # Without operands the result is a leaf itself, which stays what it is (`x.to(x.dtype)`).
         if tried is not None and tried.operands and torch.is_grad_enabled():
-            operands = [get_at_path(args, kwargs, p) for p in tried.operands]
-            return _tie_outputs_to_operands(out, operands, tried)
+            # By number: this call may pass by name what the call of `tried` passed by position.
+            given = [*locate_operands(args, kwargs).values()]
+            return _tie_outputs_to_operands(out, [given[i] for i in tried.operands], tried)
         return out
 
     return run_in_place if form.inplace else run_on_empty_pieces
@@ -330,12 +334,12 @@ class _MetaRun:
 
     Attributes:
         outs: its outputs.
-        operands: the operands that are differentiable, by their paths.
+        operands: the operands that are differentiable, by their numbers in the plan.
         lacking: which of them get no gradient from an output, by its number, once it is known.
     """
 
     outs: list[torch.Tensor]
-    operands: dict[Path, torch.Tensor]
+    operands: dict[int, torch.Tensor]
     lacking: dict[int, list[bool]] = field(default_factory=dict)
 
 
@@ -354,21 +358,23 @@ def _run_on_meta(
         if is_users and "meta" not in str(error).lower():
             raise
         return None
-    graded = {p: m for p, m in metas.items() if m.requires_grad}
-    reached = _nodes_behind(outs, graded.values())
-    graded = {p: m for p, m in graded.items() if _node_of_tensor(m) in reached}
+    graded = {i: m for i, m in enumerate(metas.values()) if m.requires_grad}
+    reached = nodes_behind(outs, map(node_of_tensor, graded.values()))
+    graded = {i: m for i, m in graded.items() if node_of_tensor(m) in reached}
     # A backward of the user's own runs when the program's backward does, and not before.
     first = [] if is_users else _order_of_gradients(outs, graded)
-    return _MetaRun(outs, {p: graded[p] for p in [*first, *graded]})
+    return _MetaRun(outs, {i: graded[i] for i in [*first, *graded]})
 
 
-def _order_of_gradients(outs: list[torch.Tensor], operands: dict[Path, torch.Tensor]) -> list[Path]:
+def _order_of_gradients(outs: list[torch.Tensor], operands: dict[int, torch.Tensor]) -> list[int]:
     """Returns the operands in the order in which backward has their gradients.
 
     Ranks reduce gradients in this order. Empty if backward needs values.
     """
-    order: list[Path] = []
-    handles = [m.register_hook(lambda _, path=p: order.append(path)) for p, m in operands.items()]
+    order: list[int] = []
+    handles = [
+        m.register_hook(lambda _, number=i: order.append(number)) for i, m in operands.items()
+    ]
     roots = [t for t in outs if t.requires_grad]
     hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
     try:
@@ -395,14 +401,14 @@ def _unpack_meta(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-def _node_of_tensor(t: torch.Tensor) -> Node:
+def node_of_tensor(t: torch.Tensor) -> Node:
     return get_gradient_edge(t).node
 
 
-def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> set[Node]:
-    """Returns the autograd nodes between `operands` and `outs`, including their own."""
-    ends = {_node_of_tensor(t) for t in operands}
-    ahead = [_node_of_tensor(t) for t in outs if t.requires_grad]
+def nodes_behind(outs: Iterable[torch.Tensor], ends: Iterable[Node]) -> set[Node]:
+    """Returns the autograd nodes between `outs` and the nodes `ends`, including their own."""
+    ends = {*ends}
+    ahead = [node_of_tensor(t) for t in outs if t.requires_grad]
     seen: set[Node] = set()
     while ahead:
         node = ahead.pop()
@@ -437,7 +443,6 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
     if len(outs) != len(tried.outs):
         return out
     storages = {o.untyped_storage()._cdata for o in operands}
-    metas = list(tried.operands.values())
     # Graphs keep these. They would keep the memory of the operands, such as of gathered weights.
     # Autograd first runs what was made last, and so gives the first operand its gradient first.
     empty = [_EmptyOperand.apply(o) for o in reversed(operands)][::-1]
@@ -446,15 +451,18 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
             # All gradients are zeros. What torch's kernels give of nothing may have a history that
             # ranks with elements lack. A checkpoint reruns where backward reads what they saved.
             plain = t if t.numel() or saving_hooks() is not None else t.detach()
-            outs[i] = _Tie.apply(plain, (there, metas, tried.lacking, i), *empty)
+            outs[i] = _Tie.apply(plain, tried, i, *empty)
     if isinstance(out, torch.Tensor):
         return outs[0]
     return type(out)(*outs) if hasattr(out, "_fields") else type(out)(outs)
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Returns `t` with `operands`, which require grad, in its graph; gradients are zeros."""
-    tied: torch.Tensor = _Tie.apply(t, None, *operands)
+    """Returns `t` with `operands`, which require grad, in its autograd graph.
+
+    Each of them gets a gradient of zeros.
+    """
+    tied: torch.Tensor = _TieWithZeros.apply(t, *operands)
     return tied
 
 
@@ -476,60 +484,65 @@ class _EmptyOperand(torch.autograd.Function):
 class _Tie(torch.autograd.Function):
     """The first tensor, with others behind it, whose gradients are zeros.
 
-    `metas` are tensors of a run with elements, and `operands` their empty tensors here. An operand
-    that gets no gradient there gets none here, and a gradient of zeros has the history that it has
-    there. Without `metas` all operands get zeros without a history.
+    `tried` is a run with elements, and `operands` are empty tensors in place of its operands. An
+    operand that gets no gradient there gets none here, and a gradient of zeros has the history that
+    it has there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        out: torch.Tensor,
-        metas: tuple[torch.Tensor, list[torch.Tensor], dict[int, list[bool]], int] | None,
-        *operands: torch.Tensor,
+        ctx: Any, out: torch.Tensor, tried: _MetaRun, number: int, *operands: torch.Tensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.metas, ctx.operands = metas, () if metas is None else operands
-        ctx.likes = [(o.shape, o.dtype, o.device) for o in operands]
+        ctx.tried, ctx.number, ctx.operands = tried, number, operands
         return out.clone()  # not a view: it may be written to
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        nones = [None] * len(ctx.likes)
+        tried, number = ctx.tried, ctx.number
+        operands = list(tried.operands.values())
         if grad is None:
-            return None, None, *nones
-        zeros: list[Any] = [torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.likes]
-        if ctx.metas is None:
-            return grad, None, *zeros
-        out, operands, lacking, number = ctx.metas
+            return None, None, None, *[None] * len(operands)
+        zeros: list[Any] = [torch.zeros_like(o) for o in ctx.operands]
         again = torch.is_grad_enabled()
-        if not again and number in lacking:
-            return (
-                grad,
-                None,
-                *[None if lacks else z for z, lacks in zip(zeros, lacking[number], strict=True)],
-            )
-        found = differentiate_meta(out, operands, grad.requires_grad)
+        if not again and number in tried.lacking:
+            lacking = tried.lacking[number]
+            given = [None if lacks else z for z, lacks in zip(zeros, lacking, strict=True)]
+            return grad, None, None, *given
+        found = differentiate_meta(tried.outs[number], operands, grad.requires_grad)
         if found is None:
-            return grad, None, *zeros
+            return grad, None, None, *zeros
         seed, grads = found
         if not again:
-            lacking[number] = [g is None for g in grads]
+            tried.lacking[number] = [g is None for g in grads]
         metas, behind = [seed, *operands], [grad, *ctx.operands]
+        nodes = {k: node_of_tensor(m) for k, m in enumerate(metas) if m.requires_grad}
         for i, there in enumerate(grads):
             if there is None:
                 zeros[i] = None
             elif there.requires_grad:
-                reached = _nodes_behind([there], [m for m in metas if m.requires_grad])
-                some = [
-                    k
-                    for k, m in enumerate(metas)
-                    if m.requires_grad and _node_of_tensor(m) in reached
-                ]
-                tied: Any = there, [metas[k] for k in some], {}, 0
+                reached = nodes_behind([there], nodes.values())
+                some = [k for k, node in nodes.items() if node in reached]
+                tied = _MetaRun([there], {k: metas[k] for k in some})
                 with local_ops():
-                    zeros[i] = _Tie.apply(zeros[i], tied, *[behind[k] for k in some])
-        return grad, None, *zeros
+                    zeros[i] = _Tie.apply(zeros[i], tied, 0, *[behind[k] for k in some])
+        return grad, None, None, *zeros
+
+
+class _TieWithZeros(torch.autograd.Function):
+    """The first tensor, with others behind it, whose gradients are zeros without a history."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.likes = [(o.shape, o.dtype, o.device) for o in operands]
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, *[None] * len(ctx.likes)
+        return grad, *[torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.likes]
 
 
 def differentiate_meta(

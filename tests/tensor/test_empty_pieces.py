@@ -425,3 +425,17 @@ def test_a_conversion_of_nothing_is_the_leaf_where_there_are_no_rows(name):
         for is_same, grad in world.run(body):
             assert is_same
             torch.testing.assert_close(grad, 2 * SCORES)
+
+
+def test_an_argument_may_be_passed_by_name_after_a_call_by_position():
+    def body(mesh):
+        x = pt.distribute_tensor(X[:1], mesh, [pt.Shard(0)])
+        w, b = (pt.distribute_tensor(t, mesh).requires_grad_() for t in (W.t().contiguous(), W[0]))
+        F.linear(x, w, b).sum().backward()
+        F.linear(x, w, bias=b).sum().backward()
+        F.linear(x, bias=b, weight=w).sum().backward()
+        return w.grad.full_tensor(), b.grad.full_tensor()
+
+    with pt.ranks(a=2) as world:
+        for weight, bias in world.run(body):
+            assert torch.equal(weight, 3 * X[:1].expand(2, 3)) and bias.tolist() == [3.0, 3.0]

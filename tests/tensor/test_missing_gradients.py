@@ -155,6 +155,49 @@ def test_ranks_may_differ_in_what_a_function_on_pieces_returns():
             assert found.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
+UNUSED = {
+    "not read": (lambda x, w: x * 2, pt.Shard(0)),
+    "a share": (lambda x, w: x.sum(), pt.Partial()),
+    "no gradient": (lambda x, w: GradientForOne.apply(w, x), pt.Shard(0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("not read", True), ("not read", False), ("a share", True), ("no gradient", False)],
+)
+def test_an_operand_that_no_rank_gives_a_gradient_has_none_on_a_rank_without_rows(name, moved):
+    def body(mesh):
+        x = pt.distribute_tensor(V[:1], mesh, [pt.Shard(0)]).requires_grad_()
+        w = pt.distribute_tensor(V[0], mesh, [pt.Shard(0)] if moved else None).requires_grad_()
+        f, place = UNUSED[name]
+        placed = ([pt.Shard(0)], [pt.Replicate()])
+        pt.local_map(f, [place], placed, redistribute_inputs=True)(x, w).sum().backward()
+        torch.optim.SGD([x, w], 0.1).step()
+        return x.grad is None, w.grad is None
+
+    with pt.ranks(a=2) as world:
+        assert world.run(body) == [(False, True)] * 2
+
+
+def test_an_operand_that_is_read_where_there_are_rows_gets_zeros_elsewhere():
+    def body(mesh):
+        x = pt.distribute_tensor(V[:1], mesh, [pt.Shard(0)])
+        w = pt.distribute_tensor(V[0], mesh, [pt.Shard(0)]).requires_grad_()
+        rows = pt.local_map(
+            lambda x, w: x * w if len(x) else x.clone(),
+            out_placements=[pt.Shard(0)],
+            in_placements=([pt.Shard(0)], [pt.Replicate()]),
+            redistribute_inputs=True,
+        )
+        rows(x, w).sum().backward()
+        return w.grad.full_tensor()
+
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            assert torch.equal(found, V[0])
+
+
 # -- ranks without rows, in backward passes of backward passes -------------------------------------
 
 OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {

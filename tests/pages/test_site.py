@@ -26,6 +26,25 @@ def test_a_link_of_a_page_leads_to_a_file(page: Path):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def list_anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_an_anchor_of_a_link_is_a_heading_of_its_page(page: Path):
+    links = re.findall(r"\]\(([\w./]*\.md)?#([^)]+)\)", CODE.sub("", page.read_text()))
+    pages = [(page.parent / link if link else page, anchor) for link, anchor in links]
+    known = [(p, anchor) for p, anchor in pages if p.name != "api.md"]  # headings of docstrings
+    assert [(p.name, a) for p, a in known if a not in list_anchors(p)] == []
+
+
+def test_a_link_to_an_anchor_is_found():
+    assert "what-is-refused" in list_anchors(DOCS / "compile_reference.md")
+    assert "compile_reference.md#what-is-refused" in (DOCS / "limits.md").read_text()
+
+
 def test_every_error_is_in_the_catalogue():
     sources = "".join(path.read_text() for path in (ROOT / "partita").rglob("*.py"))
     errors = re.findall(r"^class ((?!_)\w+)\(\w*(?:Error|Errors)\b", sources, re.MULTILINE)

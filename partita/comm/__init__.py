@@ -24,7 +24,6 @@ from .agreement import BackgroundResult as BackgroundResult
 from .agreement import ControlPlane as ControlPlane
 from .agreement import Decide as Decide
 from .agreement import check_equal_on_ranks as check_equal_on_ranks
-from .agreement import check_equal_once as check_equal_once
 from .agreement import control_plane as control_plane
 from .agreement import digest_of_text as digest_of_text
 from .agreement import gather_texts as gather_texts

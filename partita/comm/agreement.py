@@ -5,9 +5,8 @@ ranks of the job make together.
     paths = control_plane().decide("saves", mine, lambda gathered: [gathered[0]] * len(gathered))
 
 `check_equal_on_ranks` exchanges a digest. If digests differ, it exchanges the texts, and every rank
-raises the same error, which names two ranks. The arguments of a call are compared the first time
-that a line of the program makes it (`check_equal_once`), and every time under `check_ranks()`.
-Later calls send nothing.
+raises the same error, which names two ranks. What ranks have compared they do not compare again,
+except under `check_ranks()`: a loop sends nothing from its second round on (`is_agreed`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from partita.layout import Fix, LayoutError
 
 from .groups import ControlGroup, barrier_in_store, hash_text
-from .ledger import call_site, user_line
+from .ledger import user_line
 from .ranks import RankWire, running_wire
 from .trace import TraceWire
 from .waiting import make_lost_rank_error
@@ -53,28 +52,10 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
     """
     if is_alone(wire):
         return
-    why = f"compares {what}"
-    if len(set(wire.exchange(why, hash_text(mine)))) > 1:
+    why, shown = f"compares {what}", f" {mine[:_SHOWN]}"
+    if len(set(wire.exchange(why, hash_text(mine), shown=shown))) > 1:
         texts = [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
         raise make_disagreement_error(what, texts, **message)
-
-
-def check_equal_once(
-    what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: Any
-) -> None:
-    """Call `check_equal_on_ranks` when this line of the program first runs, and under
-    `check_ranks()`.
-
-    Args:
-        where: identifies the argument, if one line compares several.
-        each: True compares each new text of a line; False compares only the first text.
-        message: the same as for `check_equal_on_ranks`.
-    """
-    key = (call_site(), what, *where, mine if each else None)
-    if is_agreed(wire, key):
-        return
-    check_equal_on_ranks(what, mine, wire, **message)
-    remember_agreed(wire, key)
 
 
 def is_alone(wire: Wire) -> bool:
@@ -85,20 +66,41 @@ def is_alone(wire: Wire) -> bool:
     return wire.mesh.size() == 1 or not wire.has_peers or isinstance(wire, TraceWire)
 
 
-def is_agreed(wire: Wire, key: object) -> bool:
-    """True if `key` need not be compared: it was compared before, or there are no other ranks."""
-    return is_alone(wire) or (wire.scope.check is None and key in wire.agreed)
+def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
+    """True if `key` need not be compared: it follows the last key of its series as it did before,
+    or there are no other ranks.
+
+    It does not suffice that `key` was compared before: ranks that know two keys may take a
+    different one each. At most one of these follows the last key as before, so a rank compares.
+
+    Args:
+        series: what a rank decides again and again: at a line of the program, the shapes there.
+        key: the decision. A series of one key is compared once.
+    """
+    if is_alone(wire):
+        return True
+    if wire.scope.check is not None or series not in wire.agreed:
+        return False
+    last = wire.agreed[series]
+    if wire.agreed.get((series, last), last) != key:
+        return False
+    wire.agreed[series] = key
+    return True
 
 
-def remember_agreed(wire: Wire, key: object) -> None:
-    """Make `is_agreed` return True for `key` from now on."""
+def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
+    """Record that all ranks have compared `key`, the next one of its series."""
     # A program has few lines, but one line may compare any number of different shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
-    wire.agreed.add(key)
+    if series in wire.agreed:
+        wire.agreed[series, wire.agreed[series]] = key
+    wire.agreed[series] = key
 
 
 _KEPT = 1 << 16
+_SHOWN = 200
+"""Characters of a text in the error of ranks that do not all compare it."""
 
 
 def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:

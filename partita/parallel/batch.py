@@ -20,7 +20,6 @@ from partita.comm import (
     Wire,
     call_site,
     check_equal_on_ranks,
-    check_equal_once,
     is_agreed,
     remember_agreed,
     user_line,
@@ -67,7 +66,8 @@ def distribute_batch(
         LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
         LayoutError: pieces whose sizes are not those of torch.chunk, or data that differ between
             ranks where they must be equal. Every rank raises it. Data are compared the first time
-            that a line of the program calls this, and every time under `check_ranks()`.
+            that a line of the program calls this, when it gets shapes in a new order, and every
+            time under `check_ranks()`.
     """
     wire = wire_of(device_mesh)
     if places is None:
@@ -90,12 +90,7 @@ def distribute_batch(
         specs = [_spec(t.shape, places, wire) for t in tensors]
         pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
-        check_equal_once(
-            "distribute_batch",
-            _describe_batch(batch, lambda t: f" of {t.dim()} dimensions"),
-            wire,
-            fact="the ranks' pieces are not of one batch",
-        )
+        _agree_kind(_describe_batch(batch, lambda t: f" of {t.dim()} dimensions"), wire)
         specs = _find_global_specs(tensors, places, wire)
         _agree_pieces(tensors, specs, wire)
         pieces = [t.detach() for t in tensors]
@@ -151,13 +146,21 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
         "fixes": fixes,
     }
     shapes = _describe_batch(batch, lambda t: str(list(t.shape)))
-    check_equal_once("distribute_batch", shapes, wire, **said)
-    key = (call_site(), "distribute_batch", "whole")
-    if is_agreed(wire, key):
+    line = (call_site(), "distribute_batch", "whole")
+    if is_agreed(wire, line, shapes):
         return
     sums = " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
     check_equal_on_ranks("distribute_batch", f"{shapes}, checksum {sums}", wire, **said)
-    remember_agreed(wire, key)
+    remember_agreed(wire, line, shapes)
+
+
+def _agree_kind(kind: str, wire: Wire) -> None:
+    """Raise on all ranks unless their pieces are tensors of the same dtypes and dimensions."""
+    line = (call_site(), "distribute_batch", "kind")
+    if not is_agreed(wire, line, kind):
+        fact = "the ranks' pieces are not of one batch"
+        check_equal_on_ranks("distribute_batch", kind, wire, fact=fact)
+        remember_agreed(wire, line, kind)
 
 
 def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:

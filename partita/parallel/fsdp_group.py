@@ -22,12 +22,13 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
-from partita.comm import user_line
+from partita.comm import check_equal_on_ranks, is_agreed, remember_agreed, user_line
 from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import copy_attributes, keep_attributes
 from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import BROKEN_OFF, refuse_copied_part
+from partita.tensor.origins import find_origin, is_beside_program
 from partita.tensor.tensor_state import (
     Spec,
     ZeroLayouts,
@@ -130,6 +131,29 @@ class ShardedState:
 
     def show_gradient(self) -> None:
         """Reduce kept gradients if necessary. Called when a gradient is read or cleared."""
+
+
+def agree_on_block(what: str, name: str, first: DTensor) -> None:
+    """Raise on all ranks unless they gather, or reduce, the same block now: `what` says where.
+
+    Blocks may be equally large. Compared unless this block followed the last one before.
+
+    Args:
+        first: a parameter of the block. Its origin tells blocks of equal names apart.
+    """
+    wire, made = first._spec.wire, find_origin(first)
+    key = name, made and made.number
+    if is_beside_program(wire) or is_agreed(wire, what, key):
+        return
+    check_equal_on_ranks(
+        what,
+        f"at block {name!r}, {made}",
+        wire,
+        fact="the ranks are at different blocks",
+        reason="all ranks gather a block's parameters, and reduce their gradients, together",
+        fixes=(Fix("the same branch on every rank", "where a condition reads this rank's data"),),
+    )
+    remember_agreed(wire, what, key)
 
 
 @contextmanager
@@ -839,6 +863,8 @@ class ZeroState(ShardedState):
                 self.release()
             group.gather()
             return
+        if not self.persistent:  # else a forward may need no gather, and be for one rank alone
+            agree_on_block("forward under zero", group.name, group.shards()[0])
         if self._last is not None and self._last is not group:
             self._next[self._last] = group
             self._before[group] = self._last
@@ -847,6 +873,8 @@ class ZeroState(ShardedState):
 
     def enter_backward(self, group: FsdpGroup, shards: Sequence[DTensor]) -> None:
         """Gather `shards` of `group`, and prefetch the group that came before it in forward."""
+        if not self.persistent:
+            agree_on_block("backward under zero", group.name, shards[0])
         self._gather_and_prefetch(group, self._find_needed_before, shards)
 
     def _find_needed_before(self, group: FsdpGroup) -> FsdpGroup | None:
@@ -987,6 +1015,7 @@ class ZeroState(ShardedState):
     ) -> None:
         """Wait for other groups' reductions, then begin to reduce gradients of one flat buffer."""
         params = [shards[i] for i in group.members[k]]
+        agree_on_block("gradients under zero", group.name, params[0])
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         sums = shares.sums.to(group.gradient_dtype(k, is_kept=False))
         for one in self._under_way:

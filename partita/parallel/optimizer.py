@@ -90,9 +90,9 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    params = [p for p in _list_parameters(parameters, "clip_grad_norm_") if p.grad is not None]
+    params = _list_parameters(parameters, "clip_grad_norm_")
     reduce_gradients(params)
-    grads: list[Any] = [p.grad for p in params]
+    grads: list[Any] = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)
     norm_type = float(norm_type)

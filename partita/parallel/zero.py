@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,7 +24,15 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
-from partita.comm import Wire, describe_saved_mesh, find_saved_wire, user_line, wire_of
+from partita.comm import (
+    Wire,
+    describe_saved_mesh,
+    find_saved_wire,
+    is_agreed,
+    remember_agreed,
+    user_line,
+    wire_of,
+)
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import (
     distribute_tensor,
@@ -51,7 +58,7 @@ from partita.tensor.uneven_pieces import with_room
 
 from .batch import find_data_axes, tensors_in
 from .flat_buffer import FlatBuffer
-from .fsdp_group import MixedPrecision, ShardedState, ZeroState
+from .fsdp_group import MixedPrecision, ShardedState, ZeroState, agree_on_block
 from .fsdp_hooks import register_hooks
 from .parameters import Blocks, ParameterSlot, find_blocks
 from .wrappers import refuse_wrapped
@@ -173,14 +180,12 @@ class _ForwardWatch:
     If forwards gather weights, a forward that only one rank runs would gather together with another
     forward, or the backward, of the other ranks. Such a forward differs from theirs in mode, or in
     the collective before it; or the next forward does. Kinds that repeat in a loop are compared
-    when the loop begins.
+    when the loop begins (`is_agreed`).
     """
 
     def __init__(self, axes: tuple[str, ...], wire: Wire, *, gathers: bool):
         self.axes = tuple(a for a in axes if wire.mesh.size(a) > 1)
         self.unwarned, self.wire, self.gathers = bool(self.axes), wire, gathers
-        self.last: object = None
-        self.changes: deque[object] = deque(maxlen=_CHANGES_KEPT)
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.axes or HERE.trace.is_tracing:
@@ -188,11 +193,10 @@ class _ForwardWatch:
         trains = model.training and torch.is_grad_enabled()
         if self.gathers and self.wire.ranks_to_wait_for:
             kind = model.training, torch.is_grad_enabled(), self.wire.last_begun(self.axes)
-            self.last, change = kind, (self.last, kind)
-            if kind != change[0] and change not in self.changes:
+            if not is_agreed(self.wire, "forwards under zero", kind):
                 text = f"{type(model).__name__}, training={kind[0]}, with gradients={kind[1]}"
                 self.wire.exchange("begins a forward under zero:", b"", None, str(kind), f" {text}")
-                self.changes.append(change)
+                remember_agreed(self.wire, "forwards under zero", kind)
         if self.unwarned and trains:
             self._warn_of_whole_batch(model, [*tensors_in((args, kwargs))])
 
@@ -220,10 +224,6 @@ def _make_forward_watch(
     axes: tuple[str, ...], mesh: tuple[Any, ...], gathers: bool
 ) -> _ForwardWatch:
     return _ForwardWatch(axes, find_saved_wire(mesh), gathers=gathers)
-
-
-_CHANGES_KEPT = 8
-"""Changes of the kind of forward that are part of a loop."""
 
 
 def _is_split(t: DTensor, axes: tuple[str, ...]) -> bool:
@@ -527,6 +527,7 @@ class GradReducer(ShardedState):
     def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
         with local_ops(), torch.no_grad():
             self.finish()
+            agree_on_block("gradients under zero", bucket.name, bucket.params[0])
             bucket.sent, bucket.writes = grads, _count_all_writes_of(grads)
             if self.stage == 2:
                 shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)

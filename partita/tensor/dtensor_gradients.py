@@ -813,15 +813,18 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     all_layouts = [state_of(p).zero_layouts for p in params]
     for owner in dict.fromkeys(layouts.owner for layouts in all_layouts if layouts is not None):
         owner.finish()
-    groups: dict[Any, list[DTensor]] = {}
     with local_ops():
         stored = [_grad.__get__(p) for p in params]
+    pending: dict[DTensor, DTensor] = {}
     for p, g in zip(params, stored, strict=True):
         if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
             continue
         grad: Any = p.grad  # as a DTensor
-        if not grad._spec.is_pending:
-            continue
+        if grad._spec.is_pending:
+            pending[p] = grad
+    _agree_on_gradients(params, pending)
+    groups: dict[Any, list[DTensor]] = {}
+    for p, grad in pending.items():
         if grad.requires_grad and not HERE.trace.is_tracing:
             _reduce_with_history(p, grad)
             continue
@@ -830,28 +833,33 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
         groups.setdefault(key, []).append(p)
-    _agree_on_gradients(params, groups)
     for (wire, partial, _, _), group in groups.items():
         for bucket in _split_into_buckets(group):
             _reduce_bucket(bucket, wire, partial)
 
 
-def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
+def _agree_on_gradients(params: list[DTensor], pending: dict[DTensor, DTensor]) -> None:
     """Raise on all ranks unless they have gradients of the same parameters, else their buckets
-    would differ. Compared the first time that these parameters have gradients."""
-    wires: dict[Wire, list[DTensor]] = {}
-    for key, group in groups.items():
-        wires.setdefault(key[0], []).extend(group)
+    would differ. Compared unless the last parameters were followed by these before."""
+    wires: dict[Wire, list[tuple[int, DTensor]]] = {}
+    for i, p in enumerate(params):
+        if p in pending:
+            wires.setdefault(pending[p]._spec.wire, []).append((i, p))
     for wire, group in wires.items():
-        # By positions and specs, which are equal on all ranks; ids of objects are not.
-        place = {id(p): i for i, p in enumerate(params)}
-        key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
-        if is_agreed(wire, key):
+        # By positions, specs and origins, which are equal on all ranks; ids of objects are not. A
+        # list of the parameters that have gradients gives other ones the same positions.
+        made = [find_origin(p) for _, p in group]
+        key = (
+            len(params),
+            *[(i, p._spec, o and o.number) for (i, p), o in zip(group, made, strict=True)],
+        )
+        if is_agreed(wire, "gradients", key):
             continue
-        descriptions = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
+        descriptions = ", ".join(f"{i}: {list(p._spec.shape)}" for i, p in group)
+        places = ", ".join(str(o) for o in made if o is not None)
         check_equal_on_ranks(
             "gradients",
-            f"of {len(descriptions)} of {len(params)} parameters: {', '.join(descriptions)}",
+            f"of {len(group)} of {len(params)} parameters: {descriptions}; {places}",
             wire,
             fact="the ranks have them for other parameters",
             reason="a parameter's gradient is a sum over ranks, each of which must have its share",
@@ -860,7 +868,7 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
                 Fix("the same branch on every rank", "if a condition reads this rank's data"),
             ),
         )
-        remember_agreed(wire, key)
+        remember_agreed(wire, "gradients", key)
 
 
 def _reduce_with_history(p: DTensor, grad: DTensor) -> None:

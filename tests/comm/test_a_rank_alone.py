@@ -166,6 +166,34 @@ def test_a_forward_that_one_rank_makes_alone_is_an_error_on_all(ranks):
         assert "rank 0     begins" in text and "rank 1     waits in " in text
 
 
+def trains_another_expert(rank, stage):
+    """Both ranks have trained both experts, one at a time; now each trains another one."""
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+    pt.parallelize(experts, mesh, {}) if stage is None else pt.zero(experts, mesh, stage=stage)
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    x = pt.distribute_tensor(torch.ones(2, 2), mesh, [pt.Shard(0)])
+    try:
+        for i in (0, 1, 0, 1, rank):
+            experts[i](x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except pt.LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_ranks_that_train_other_experts_are_refused():
+    stages = {None: "gradients of 1 of 2", 2: "gradients under zero", 3: "forward under zero"}
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        jobs = [
+            pool.submit(run_ranks, trains_another_expert, 2, stage, timeout=40) for stage in stages
+        ]
+        for job, compared in zip(jobs, stages.values(), strict=True):
+            for text in job.result():
+                assert f"compares {compared}" in text and HERE in text
+
+
 def validates_alone(rank, stage, persistent):
     """Where weights lie whole on every rank, a forward is for one rank alone."""
     mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

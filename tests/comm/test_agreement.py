@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import partita as pt
 from partita import LayoutError, Partial, Replicate, Shard
+from partita.comm import wire_of
 
 T = torch.arange(32.0).view(8, 4)
 
@@ -357,3 +360,78 @@ def test_pieces_that_lie_differently_in_memory_are_found_where_ranks_are_compare
 
     with pt.ranks(dp=2) as world:
         world.run(body)
+
+
+class Experts:
+    """Two equal experts. A step uses one of them."""
+
+    def __init__(self, mesh, shard, clip=None):
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+        shard(self.experts, mesh)
+        self.clip, self.x = clip, pt.distribute_tensor(T[:4, :2], mesh, [Shard(0)])
+        self.optimizer = torch.optim.SGD(self.experts.parameters(), 1.0)
+
+    def step(self, *used):
+        sum(self.experts[i](self.x).sum() for i in used).backward()
+        if self.clip is not None:
+            self.clip([p for p in self.experts.parameters() if p.grad is not None], 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+SHARDED = [partial(pt.zero, stage=stage) for stage in (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("shard", [partial(pt.parallelize, plan={}), *SHARDED])
+@pytest.mark.parametrize("clip", [None, torch.nn.utils.clip_grad_norm_, pt.clip_grad_norm_])
+@pytest.mark.parametrize("before", [[], [0, 1, 0, 1]], ids=["first", "after both were used"])
+def test_ranks_that_use_other_experts_are_refused(shard, clip, before):
+    def body(mesh):
+        model = Experts(mesh, shard, clip)
+        for i in before:
+            model.step(i)
+        model.step(mesh.get_rank())
+
+    assert all(isinstance(error, LayoutError) for error in each_rank(body, dp=2))
+
+
+@pytest.mark.parametrize("shard", [SHARDED[0], SHARDED[2], SHARDED[3]])
+def test_ranks_that_go_backward_through_other_experts_are_refused(shard):
+    def body(mesh):
+        model = Experts(mesh, shard)
+        model.step(0, 1)
+        losses = [expert(model.x).sum() for expert in model.experts]
+        losses[mesh.get_rank()].backward()
+        model.optimizer.step()
+
+    assert all(isinstance(error, LayoutError) for error in each_rank(body, dp=2))
+
+
+def test_a_loop_compares_nothing_from_its_second_round_on(monkeypatch):
+    def body(mesh, shard):
+        compared = []
+        wire = wire_of(mesh)
+        exchange = wire.exchange
+        monkeypatch.setattr(
+            wire, "exchange", lambda why, *a, **k: compared.append(why) or exchange(why, *a, **k)
+        )
+        model = Experts(mesh, shard)
+        for _ in range(3):
+            found = len(compared)
+            model.step(0)
+            model.step(1)
+            for rows in (8, 4):
+                pt.distribute_batch(T[:rows], mesh)
+        return found, len(compared)
+
+    for shard in (partial(pt.parallelize, plan={}), *SHARDED):
+        for early, late in each_rank(lambda mesh, shard=shard: body(mesh, shard), dp=2):
+            assert 0 < early == late
+
+
+def test_ranks_whose_loaders_part_after_both_shapes_were_read_are_refused():
+    def body(mesh):
+        sizes = [8, 4, 8, (8, 4)[mesh.get_rank()]]
+        return [pt.distribute_batch(T[:n], mesh).mean().item() for n in sizes]
+
+    assert all(isinstance(error, LayoutError) for error in each_rank(body, dp=2))

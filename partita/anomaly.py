@@ -65,8 +65,8 @@ class NanWatch:
     def check(self, loss: float | torch.Tensor, step: int | None = None) -> None:
         """Raise on every rank if the loss is not finite, or a gradient of this step is NaN.
 
-        Every rank calls this once per step, after backward and before the optimizer's step, which
-        would write the NaN into the parameters. It costs one small collective of all ranks.
+        Must be called on all ranks once per step, after backward and before the optimizer's step,
+        which would write the NaN into the parameters. It costs one small collective of all ranks.
 
         Args:
             step: the step's number, for the message; by default counted from 0.

@@ -6,7 +6,7 @@
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-One thing differs. An input is a DTensor that holds the rows of all ranks (`pt.distribute_batch`),
+One thing differs: an input is a DTensor that holds the rows of all ranks (`pt.distribute_batch`),
 and the loss is the mean over all these rows. If forward gets a plain tensor with one rank's rows,
 it raises an error that shows the line to write.
 

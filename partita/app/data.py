@@ -1,4 +1,4 @@
-"""Training data: the bytes of text files, in batches that depend only on the seed."""
+"""Training data: bytes of text files, in batches that depend only on the seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Text:
         """Returns the inputs and targets of a step: int64 tensors of shape (size, context).
 
         A target is the byte after its input. This is the whole batch, equal on every rank and every
-        mesh; the layout then decides which rows a rank computes.
+        mesh. Its layout decides which rows a rank computes.
         """
         # Steps of one seed, and equal steps of two seeds, must not share a generator's state.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

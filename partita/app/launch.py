@@ -107,8 +107,8 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
             the job ends early.
 
     Returns:
-        The exit code: 0, that of a rank, 1 if a rank was killed, or 130 after Ctrl-C. All ranks end
-        before the call returns, and also if the parent is killed.
+        The exit code: 0, the code of a failed rank, 1 if a rank was killed, or 130 after Ctrl-C.
+            All ranks end before the call returns, and also if the parent is killed.
     """
     children: list[_Child] = []
     saved: dict[str, Any] | None = None
@@ -332,7 +332,7 @@ def joined(show: Show) -> Iterator[Rank]:
     def end_of_signal(frame: FrameType | None) -> None:
         """Report why this rank ends at SIGTERM, and end.
 
-        torchrun sends it to the remaining ranks, often before they notice that another rank has
+        torchrun sends SIGTERM to the remaining ranks, often before they notice that a rank has
         ended.
         """
         place = user_line(frame) or "no line"

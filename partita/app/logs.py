@@ -102,7 +102,7 @@ class Logs:
         self._call_each(lambda log: log.record_event(event, facts))
 
     def end(self) -> None:
-        """Close all logs, when the run has ended in any way. May be called more than once."""
+        """Close all logs when the run has ended or failed. May be called more than once."""
         if self._begun:
             self._call_each(lambda log: log.end())
         self._logs = []
@@ -364,7 +364,7 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds since the last line. After long, a line shows that the run does not hang."""
+        """Seconds since the last line. If they are many, a line shows that the run does not hang."""
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:

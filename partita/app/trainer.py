@@ -44,9 +44,9 @@ _PROMPT = b"def "
 def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = None) -> list[float]:
     """Train a GPT and return the loss of each step (nats per byte, before its update).
 
-    Every rank of `options.mesh` calls this with equal options. It emits the events "ready" once,
-    "at" when a step enters another phase, "step" after each step, "saved" when a checkpoint is on
-    the disk, and "sample" at the end.
+    Must be called on all ranks of `options.mesh` with equal options. It emits the events "ready"
+    once, "at" when a step enters another phase, "step" after each step, "saved" when a checkpoint
+    is on the disk, and "sample" at the end.
 
     Args:
         emit: called with each event: `emit("step", step=3, loss=2.1, ...)`.
@@ -117,7 +117,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
 
 
 def build_model(options: Options, mesh: Any) -> GPT:
-    """Returns the model for `options`, on `mesh`; on one device if that is None."""
+    """Returns the model for `options`, on `mesh`; on one device if `mesh` is None."""
     torch.manual_seed(options.seed)
     model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
         layers=options.layers, width=options.width, heads=options.heads, context=options.context
@@ -248,7 +248,7 @@ def _zero_precision(options: Options) -> pt.MixedPrecision | None:
 def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
     """Train on the mesh, then without one, and compare the losses of each step.
 
-    Every rank calls this. The rank with `compare` makes the second run and emits the event
+    Must be called on all ranks. The rank with `compare` makes the second run and emits the event
     "verify". It returns True if all relative differences are at most 1e-5. The other ranks return
     True.
     """
@@ -280,8 +280,8 @@ def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
 def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
     """Returns `count` bytes that the model generates after `prompt`, equal on every rank.
 
-    Every rank calls this. The input always has the same length, padded at its end, which a causal
-    model does not read. So all calls use the cached plans of the first.
+    Must be called on all ranks. The input always has the same length: it is padded at its end,
+    which a causal model does not read. So all calls use the cached plans of the first call.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     tokens = list(prompt)

@@ -1,5 +1,5 @@
 """The benches of `partita bench`, each in a file of its own.
 
-In reading order: `place` (the device of a bench), `interleaved` (timing of several ways in turns),
+In reading order: `place` (the device of a bench), `interleaved` (timing of several steps in turns),
 `models` (the models that are timed), then one file for each bench.
 """

@@ -13,8 +13,8 @@ Ranks hold the shards of a few large weights. Each round times, one after the ot
 - `pt.load` and torch's `load`
 - the checksums alone of all bytes that a rank reads
 
-For an asynchronous save, only the time until the call returns counts. The difference to the copy is
-that to the copy of the same round.
+For an asynchronous save, only the time until the call returns counts. It is compared with the copy
+of the same round.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def run_trial(
 
     Args:
         after: the event to wait for: "start", "ready" (the ranks are about to train), "step".
-        delay: seconds to wait after it.
+        delay: seconds to wait after that event.
         compiled: True compiles the step.
         cache: the folder of compiled steps. None: a new folder.
     """

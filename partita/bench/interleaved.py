@@ -193,7 +193,7 @@ def in_turns(
 
     Args:
         warm: the number of calls of each step that are not timed.
-        together: waits for the other ranks.
+        together: a function that waits for the other ranks.
         calls: the number of calls in a turn; their mean counts. If a small step is called once,
             the code and data of other steps fill the processor's caches.
     """

@@ -1,13 +1,13 @@
-"""A bench of kernels: how many a training step launches on a GPU, and what they read and write.
+"""A bench of kernels: how many a training step launches on a GPU, and the bytes that they access.
 
-No GPU is needed. Each way is captured for a chip that is not there, and lowered by Inductor; the
-kernels of the generated code are counted, and none is run. A package `triton` has to stand beside
-torch: `pip install partita[gpu-lowering]`.
+No GPU is needed. Each step is captured for a simulated GPU and lowered by Inductor. The kernels of
+the generated code are counted, and not run. This needs the package `triton`: `pip install
+partita[gpu-lowering]`.
 
-The ways are the plain model by torch.compile, as its users run it (model and loss compiled, under
-autocast, so without the optimizer, which steps eagerly), and partita's compiled steps: plain, data
-parallel and ZeRO-3, with AdamW. Bytes are Inductor's: each operand and result of a kernel once.
-"a block" is what one block more adds.
+The steps are torch.compile's on the plain model (model and loss compiled under autocast; the
+optimizer steps eagerly) and partita's compiled steps (plain, data parallel and ZeRO-3, with AdamW).
+Bytes are Inductor's: each operand and result of a kernel counts once. "a block" is the increase for
+one more block.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Counts = Counter[tuple[str, str]]
 
 @contextmanager
 def counting_kernels(counts: Counts) -> Iterator[None]:
-    """Within, the kernels of the code that Inductor generates are added to `counts`.
+    """Add the kernels of the code that Inductor generates inside the block to `counts`.
 
     Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
     """
@@ -197,7 +197,7 @@ def _count_bytes(node: Any) -> int:
 
 
 def count(shape: StepShape, way: str, chip: str, optimizer: dict[str, bool]) -> Counts:
-    """The kernels of a step, in a process that believes in a GPU (`fake_gpu_environment`)."""
+    """Returns the kernels of a step, in a process with a simulated GPU (`fake_gpu_environment`)."""
     believe_in_autocast()
     if way == "torch":
         return _count_of_torch(shape, chip)
@@ -317,7 +317,7 @@ def lower_in_process(
     blocks: int,
     **options: str,
 ) -> dict[str, Counts]:
-    """The counts of a step, and of what one block more adds, from a process of its own.
+    """Returns the counts of a step, and their increase for one more block; runs in its own process.
 
     Args:
         options: `chip`, and `optimizer`, "foreach" or "fused".

@@ -32,9 +32,9 @@ _COLUMNS = {"eager": (1e6, "us"), "first": (1e6, "us"), "capture": (1e3, "ms")}
 def moves(options: argparse.Namespace) -> dict[str, Any]:
     """Print and return nodes and seconds by the number of ranks, and the ratio of most to fewest.
 
-    A move has three times: of the first eager one (which is planned), of a later one, and of its
-    capture with all passes. A layer has that of its capture. Each is the least of `--times` runs,
-    and meshes of all sizes take turns.
+    A move has three times: for the first eager move (which is planned), for a later move, and for
+    its capture with all passes. A layer has only the time of its capture. Each is the least of
+    `--times` runs, and meshes of all sizes take turns.
     """
     sizes = options.mesh_sizes
     torch.set_num_threads(1)

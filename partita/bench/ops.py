@@ -37,8 +37,8 @@ class Found:
     """The results of a sweep.
 
     Attributes:
-        results: for each op and class the worst outcome of its samples.
-        skipped: the reason for each op that was skipped.
+        results: the worst outcome of the samples of each op and class.
+        skipped: the reason for each skipped op.
         cases: the number of samples times classes that were run.
         refused: the number of samples for which one device raises.
     """

@@ -99,7 +99,7 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
 
 
 def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
-    """Returns the peaks of one setup. All ranks of the mesh call this."""
+    """Returns the peaks of one setup. Must be called on all ranks of the mesh."""
     step, again = make_warm_step(mesh, setup, **options)
     return Peaks(step.memory.peak, counted(again, device=mesh.device_type))
 

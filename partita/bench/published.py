@@ -2,7 +2,7 @@
 
 How close is the simulated speed of a run on GPUs to the published one? For each machine, one number
 is tuned: the efficiency of matrix products, so that the first run has its published speed. All
-other figures are those of the machine's file. The other runs are then predicted.
+other figures come from the machine's file. The other runs are then predicted.
 """
 
 from __future__ import annotations

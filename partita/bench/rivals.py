@@ -130,8 +130,8 @@ def shard_by_fsdp(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None)
     FSDP2 frees the gathered parameters of a block after its forward and prefetches the next block.
 
     Args:
-        dtype: the dtype of computation if it is not that of the parameters. Gradients are reduced
-            in float32 then.
+        dtype: the dtype of computation, if it differs from the parameters'. Gradients are then
+            reduced in float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

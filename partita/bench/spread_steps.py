@@ -53,14 +53,14 @@ class SpreadStep:
         return " ".join(filter(None, said))
 
     def make(self) -> tuple[Any, tuple[Tensor, ...], Any]:
-        """Returns the compiled step, its arguments and the mesh. All ranks call this."""
+        """Returns the compiled step, its arguments and the mesh. Must be called on all ranks."""
         names, sizes = tuple(self.mesh), tuple(self.mesh.values())
         mesh = pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=names)
         step, args, _ = self.make_on(mesh)
         return pt.compile(step, backend="graph"), args, mesh
 
     def make_on(self, mesh: Any) -> tuple[Any, tuple[Tensor, ...], torch.optim.Optimizer]:
-        """Returns the step on `mesh`, its arguments and the optimizer. All ranks call this."""
+        """Returns the step on `mesh`, its arguments and the optimizer. All ranks must call it."""
         torch.manual_seed(0)
         model, plan, batch = _MODELS[self.model](self)
         bench_device().place(model)

@@ -86,8 +86,9 @@ class StepShape:
         return list(bench_device().place(torch.randint(0, self.vocab, size)))
 
     def flops(self, parameters: int) -> float:
-        """The floating-point operations of a step: six for each parameter and token, and those of
-        causal attention, in which a token attends to half of the others."""
+        """The floating-point operations of a step: six for each parameter and token, plus attention
+        (causal: a token attends to half of the others).
+        """
         attention = 6 * self.layers * self.width * self.context
         return float((6 * parameters + attention) * self.batch * self.context)
 

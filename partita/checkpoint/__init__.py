@@ -2,9 +2,9 @@
 
 In reading order: `object_state` and `optimizer_state` (state dicts of objects, by name), `state`
 (the named tensors and values in a state), `folder` (atomic renaming; locks and checksums),
-`save_and_load` (saving, loading, and the list of mismatches), `dcp_format` (torch's file format,
-and which parts of the files a rank on another mesh must read), `full_state` (whole values, also for
-`save_pretrained` and for safetensors files).
+`save_and_load` (`save`, `load`, and mismatches), `dcp_format` (torch's file format, and the parts
+of the files that a rank must read), `full_state` (whole values, also for `save_pretrained` and for
+safetensors files).
 """
 
 from .folder import is_checkpoint

@@ -7,7 +7,8 @@ They trust the files, so these are checked first: unpickling the metadata create
 chunks cover each piece to be read, and each chunk is in a file of the folder. Ranks exchange
 messages, not pickles.
 
-Imported only where it is used: importing torch.distributed.checkpoint takes a second.
+This module is imported only where it is used, because torch.distributed.checkpoint takes a second
+to import.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Reader(FileSystemReader):
 
     Args:
         content: the content of `.metadata`, if it has been read already.
-        is_intact: True if the checksum of `content` was right.
+        is_intact: True if the checksum of `content` was correct.
 
     Raises:
         ValueError: `.metadata` is not the metadata of a checkpoint.
@@ -208,7 +209,7 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def describe(self) -> dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]]:
-        """Returns for each stored name: its path of keys, and size and dtype if it is a tensor."""
+        """Returns the path of keys of each stored name, and size and dtype if it is a tensor."""
         paths = self.metadata.planner_data or {}
         found: dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]] = {}
         for name, stored in self.metadata.state_dict_metadata.items():
@@ -245,7 +246,7 @@ class Reader(FileSystemReader):
         """Read the chunks of `plan`.
 
         Raises:
-            ValueError: a file is damaged or missing, or a value would run code. It is named.
+            ValueError: a file is damaged or missing, or a value would run code. The error names it.
             OSError: a file cannot be read.
         """
         by_file: dict[str, list[ReadItem]] = {}
@@ -483,7 +484,7 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Write some of this rank's offers into new files. Returns what was written."""
+        """Write some of this rank's offers into new files. Returns torch's write results."""
         # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
         written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()

@@ -1,10 +1,11 @@
 """Checkpoint folders: a checkpoint appears completely or not at all, and damage is detected.
 
-Everything is written to a folder beside it, `.NAME.saving-*`, and flushed to the disk. Then that
-folder is renamed to NAME. An existing checkpoint of this name is first renamed to `.NAME.previous`.
-If the process is killed at that moment, `find_checkpoint` finds it there. Two lock files serialize
-jobs: `.NAME.lock` those that save, and `.NAME.reading` a save with those that load. `.checksums`,
-which torch ignores, has the CRC-32 of `.metadata`, of each chunk in each file, and of itself.
+Everything is written to the folder `.NAME.saving-*` beside the checkpoint NAME, and flushed to the
+disk. Then that folder is renamed to NAME. An existing checkpoint of this name is first renamed to
+`.NAME.previous`. If the process is killed at that moment, `find_checkpoint` finds it there. Two
+lock files serialize jobs: `.NAME.lock` serializes saves, and `.NAME.reading` a save with loads.
+`.checksums`, which torch ignores, has the CRC-32 of `.metadata`, of each chunk in each file, and of
+itself.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Lock:
         return self._handle >= 0
 
     def acquire(self) -> None:
-        """Wait for the lock. If files cannot be locked here, return without it."""
+        """Wait for the lock. If files in this folder cannot be locked, return without it."""
         while fcntl is not None and not self.held:
             try:
                 handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -173,7 +174,7 @@ class Checksums:
         """Read these chunks and compare their checksums.
 
         Args:
-            places: for each chunk its place, and the name of its tensor or value.
+            places: the place of each chunk, and the name of its tensor or value.
 
         Raises:
             ValueError: a chunk has a wrong checksum, or its file is missing.
@@ -291,7 +292,7 @@ def begin_replacement(home: Path) -> Replacement:
 
 
 def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
-    """Returns the lock that a load of `home` holds shared, and its replacement exclusively."""
+    """Returns the lock that loads of `home` hold shared and a replacement holds exclusively."""
     return Lock(_make_sibling_path(home, "reading"), shared=shared)
 
 

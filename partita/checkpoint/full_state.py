@@ -1,10 +1,10 @@
 """Whole values of a model and its optimizer, and back: state dicts and safetensors files.
 
-They exchange weights with programs that have no layouts: files of other programs, a copy on one
-device, and `save_pretrained` of transformers, diffusers, peft and hub mixins, which writes the
-memory of a model's tensors. Tensors are gathered one after the other, so no rank holds more of the
-model than it returns. All ranks call `save_pretrained`. On one rank the model holds whole values in
-place of its pieces while the library's method runs. The others wait.
+They exchange weights with programs without layouts: files of other programs, a copy on one device,
+and `save_pretrained` of transformers, diffusers, peft and hub mixins (which writes the memory of a
+model's tensors). Tensors are gathered one after the other, so no rank holds more of the model than
+it returns. `save_pretrained` must be called on all ranks. While the library's method runs on one
+rank, the model holds whole values there instead of pieces, and the other ranks wait.
 
 A safetensors file is eight bytes with the length of a header, the header (JSON: for each name the
 dtype, the shape and the position of its bytes) and the bytes
@@ -83,7 +83,7 @@ def full_state_dict(
 ) -> Any:
     """Returns the state dict that the model would have on one device, with whole plain tensors.
 
-    Every rank calls this. Names are those of `model.state_dict()`, without prefixes that
+    Must be called on all ranks. Names are those of `model.state_dict()`, without prefixes that
     torch.compile adds. Parameters that share one tensor in the model share one in the result.
     Tensors are copies, gathered one after the other.
 
@@ -162,13 +162,13 @@ def stream_full(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             server.update_weight(name, weight)
 
     Every rank iterates to the end. A tensor is gathered when it is its turn, so that a rank holds
-    one whole tensor beside its pieces. It is on the model's device, and no copy where a rank has it
-    whole: do not change it. A tensor with several names is yielded under each of them. Names are
-    those of `model.state_dict()`, without prefixes that torch.compile adds. What is no tensor is
-    left out.
+    one whole tensor beside its pieces. It is on the model's device. If a rank has it whole, it is
+    not a copy, so do not change it. A tensor with several names is yielded under each of them.
+    Names are those of `model.state_dict()`, without prefixes that torch.compile adds. Entries that
+    are not tensors are skipped.
 
     Raises:
-        LayoutError: a parameter is on the meta device; ranks have other names or layouts.
+        LayoutError: a parameter is on the meta device; ranks have different names or layouts.
     """
     refuse_lazy(model, "stream_full")
     tensors = {n: x for n, x in collect_model_tensors(model).items() if torch.is_tensor(x)}
@@ -212,9 +212,9 @@ def load_full_state_dict(
 ) -> Loaded:
     """Load a state dict of whole tensors into a model, in place. The inverse of `full_state_dict`.
 
-    Every rank calls this, and keeps its pieces. Tensors of the model that are on the meta device
-    get memory first. Of a shared parameter's names `state` needs only one. An optimizer that has
-    not stepped yet gets the saved state.
+    Must be called on all ranks; each rank keeps its pieces. Tensors of the model that are on the
+    meta device get memory first. If a parameter has several names, `state` needs only one of them.
+    An optimizer that has not stepped yet gets the saved state.
 
     Args:
         state: the result of `full_state_dict`, or the state dict of a model on one device. With an
@@ -227,7 +227,8 @@ def load_full_state_dict(
         The names that were skipped.
 
     Raises:
-        LayoutError: one error that lists all that does not fit, on every rank. Nothing has changed.
+        LayoutError: one error that lists everything that does not fit, on every rank. Nothing has
+            changed.
     """
     ranks, line = control_plane(), user_line()
     decide = ranks.decide_on("loads whole values (pt.load_full_state_dict)")
@@ -590,8 +591,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write all tensors of `model`, whole, into the safetensors file `path`.
 
-    Every rank calls this; rank 0 writes. Tensors are gathered one after the other, so a rank holds
-    at most one whole tensor beside its own pieces. The file appears when it is complete.
+    Must be called on all ranks; rank 0 writes. Tensors are gathered one after the other, so a rank
+    holds at most one whole tensor beside its own pieces. The file appears when it is complete.
 
     Args:
         model: a module, or nested dicts of tensors. Keys of nested dicts are joined by dots.
@@ -640,12 +641,13 @@ def load_safetensors(
 ) -> Loaded:
     """Load tensors from safetensors files into `model`, in place. Each rank reads only its pieces.
 
-    Every rank calls this. Needs the package safetensors (`pip install safetensors`).
+    Must be called on all ranks. Needs the package safetensors (`pip install safetensors`).
 
-    Tensors of a module that are on the meta device get memory for this rank's pieces. Some may be
-    in no file: buffers that are not persistent and, with `strict=False`, missing parameters. They
-    are initialized by the first of these that exists: `init_fn`, called with the module that holds
-    them; that module's `reset_parameters`; `_init_weights` of a module that contains it.
+    Tensors of a module that are on the meta device get memory for this rank's pieces. Some tensors
+    may be in no file: buffers that are not persistent and, with `strict=False`, missing parameters.
+    They are initialized by the first of these functions that exists: `init_fn`, called with the
+    module that holds them; that module's `reset_parameters`; `_init_weights` of a module that
+    contains it.
 
     Args:
         model: a module, or nested dicts of tensors. Keys of nested dicts are joined by dots.
@@ -659,7 +661,8 @@ def load_safetensors(
         The names that were skipped.
 
     Raises:
-        LayoutError: one error that lists all that does not fit, on every rank. Nothing has changed.
+        LayoutError: one error that lists everything that does not fit, on every rank. Nothing has
+            changed.
         LayoutError: after everything else is loaded: tensors on the meta device that no file
             contains and nothing initialized.
         OSError: the file does not exist.

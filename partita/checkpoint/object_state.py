@@ -2,8 +2,9 @@
 
 A name in a checkpoint is a path of strings and indices. Such a path cannot express every container:
 a deque, a tuple of tensors, an empty dict, a dict with numbers as keys. These are packed into a
-dict of their items, with their kind under `KIND`. Some entries are created only when an object
-runs, such as an optimizer's state. A new object lacks them, so `grow_from_checkpoint` adds them.
+dict of their items, with the container's kind under `KIND`. Some entries are created only when an
+object runs, such as an optimizer's state. A new object lacks them, so `grow_from_checkpoint` adds
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Stored:
 
     Attributes:
         path: the keys that lead to the entry.
-        size, dtype: the tensor's shape and dtype; None if the entry is no tensor.
+        size, dtype: the tensor's shape and dtype; None if the entry is not a tensor.
     """
 
     path: KeyPath = ()
@@ -183,7 +184,7 @@ def grow_from_checkpoint(
         live: the packed state dict of the object.
         there: the entries of the checkpoint (`find_stored_tree`).
         allocate: makes the tensors that `live` lacks.
-        replace: True drops entries that only `live` has, and those with another size or dtype.
+        replace: True drops entries that only `live` has, and entries with another size or dtype.
     """
 
     def grow(part: Any, one: Any, key: str | int) -> Any:

@@ -4,7 +4,7 @@
 
 Parameters have their names in a module of the same state. An optimizer creates most of its state in
 its first step, so a new optimizer has none yet. As with `optimizer.load_state_dict`, a loaded
-optimizer has what the checkpoint has. Its own tensors are reused if size and dtype fit.
+optimizer has exactly the state of the checkpoint. Its own tensors are reused if size and dtype fit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Names = dict[int, str]
 
 
 def strip_wrapper_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns each name without the parts that torch.compile adds, by the name with them.
+    """Maps each name to the name without the parts that torch.compile adds.
 
     Raises:
-        ValueError: two names become one.
+        ValueError: two names become equal.
     """
     found = {name: name.replace("_orig_mod.", "") for name in names}
     first: dict[str, str] = {}
@@ -162,7 +162,7 @@ class OpenedOptimizer:
     """An optimizer's state by parameter names, packed.
 
     Attributes:
-        tree: the state, with the optimizer's own tensors and new ones for those that it lacks.
+        tree: the state, with the optimizer's own tensors and new ones for missing tensors.
         load_back: a function that loads the tree into the optimizer.
         missing: names of parameters that the checkpoint does not have.
         unexpected: names of parameters that only the checkpoint has.
@@ -183,8 +183,7 @@ def open_optimizer(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedOptimizer:
-    """Returns the state of `optimizer` by names, with the entries that a checkpoint has in
-    addition.
+    """Returns the state of `optimizer` by names, with additional entries of a checkpoint.
 
     Args:
         names: the names of its parameters (`name_parameters`).

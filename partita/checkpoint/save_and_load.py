@@ -2,8 +2,8 @@
 
 Saving: each rank copies the pieces that it may have to write (it stages them). Training waits only
 for that copy. If several ranks hold a piece, one of them writes it; each rank computes from the
-layouts which one. Rank 0 assigns the pieces, so that each is written once, and renames the folder
-when all ranks have written. For both steps ranks communicate by the control plane.
+layouts which rank that is. Rank 0 assigns the pieces, so that each is written once, and renames the
+folder when all ranks have written. For both steps ranks communicate through the control plane.
 
 Loading: each rank reads its pieces, in place. Before anything is changed, mismatches are found from
 the metadata, and damage by the checksums. They are raised as one error, the same on every rank.
@@ -83,7 +83,7 @@ Strict = bool | Literal["state"]
 def attempt(do: Callable[[], Any]) -> Any:
     """Returns the result of `do()`, or the exception that it raises.
 
-    A rank passes it to `decide`, so that all ranks raise the same exception.
+    A rank passes the exception to `decide`, so that all ranks raise it.
     """
     try:
         return do()
@@ -99,18 +99,18 @@ _memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write `state` as the checkpoint `path`, a folder that torch.distributed.checkpoint can read.
 
-    Every rank calls this with the same keys and the same path, on a shared file system. Each rank
-    writes its own pieces; nothing is gathered. If several ranks hold the same piece, one of them
-    writes it. An existing checkpoint at `path` is replaced only when the new one is completely on
-    disk.
+    Must be called on all ranks with the same keys and the same path, on a shared file system. Each
+    rank writes its own pieces; nothing is gathered. If several ranks hold the same piece, one of
+    them writes it. An existing checkpoint at `path` is replaced only when the new one is completely
+    on disk.
 
     Args:
         state: nested dicts and lists of tensors and values. It may contain modules, optimizers and
             other objects with `state_dict` and `load_state_dict`: their state is saved. An
             optimizer's state is saved by the parameter names of a module in `state`. Partial
             tensors are reduced first. Plain tensors and values, and pieces that several ranks
-            hold, must be equal on these ranks. They are compared, but for objects of other
-            classes than Python's, NumPy's, torch's and dataclasses: one rank's is saved.
+            hold, must be equal on these ranks. They are compared, except objects of other classes
+            than Python's, NumPy's, torch's and dataclasses; one rank's object is saved.
 
     Raises:
         LayoutError: ranks hold different values under the same name.
@@ -491,13 +491,13 @@ def load(
 ) -> Loaded:
     """Read the checkpoint `path` into `state`: tensors in place, values into its dicts.
 
-    Every rank calls this. Mesh, layouts and number of ranks may differ from those of the save. All
+    Must be called on all ranks. Mesh, layouts and number of ranks may differ from the save. All
     elements are restored bit for bit. Modules, optimizers and other objects with `state_dict` and
     `load_state_dict` get the state that was saved, including state that a new object does not have
-    yet. As with `optimizer.load_state_dict`, an optimizer then has what was saved and nothing else.
+    yet. As with `optimizer.load_state_dict`, an optimizer then has exactly the saved state.
 
     Args:
-        state: the same structure as was saved, by partita or by torch.distributed.checkpoint.
+        state: the same structure that was saved, by partita or by torch.distributed.checkpoint.
         strict: True: names that are only in `state` or only in the checkpoint are errors. "state":
             names that are only in `state` are errors, so a part of a checkpoint can be loaded.
             False: neither are errors.
@@ -508,9 +508,9 @@ def load(
         The names that were skipped.
 
     Raises:
-        LayoutError: one error that lists all that does not fit: missing or unexpected names,
-            different shapes or dtypes, tensors in place of values, or optimizer groups that
-            differ. Nothing has been changed.
+        LayoutError: one error that lists everything that does not fit: missing or unexpected names,
+            different shapes or dtypes, tensors in place of values, or optimizer groups that differ.
+            Nothing has been changed.
         ValueError: there is no checkpoint; a file is damaged or missing (the error names it); or a
             value needs `weights_only=False`. Nothing has been changed.
     """
@@ -644,7 +644,7 @@ class Mismatches:
         values: lines about tensors with another shape or dtype, and tensors in place of values.
         keys: lines about names that only the state or only the checkpoint has, one for each name
             or prefix. Empty if these are not errors.
-        skipped: the same names.
+        skipped: the names in `keys`.
         which: identifies the checkpoint, in case another one had the same path before.
     """
 
@@ -673,7 +673,7 @@ def find_mismatches(
     Args:
         held: the tensors and values of the state, by name.
         there: the metadata of the checkpoint's entries, by name.
-        strict: which missing and unexpected names are errors, as in `load`.
+        strict: decides which missing and unexpected names are errors (see `load`).
         which: identifies the checkpoint, in case another one had the same path before.
         gives_memory: True if tensors on the meta device get memory before they are loaded.
         tied: shared tensors, by name. The checkpoint needs only one of the names of each.
@@ -744,7 +744,8 @@ def agree_on_mismatches(
     """Returns the names that this rank skips, if all ranks can load.
 
     Raises:
-        LayoutError: some ranks found mismatches. Every rank raises it, with those of all ranks.
+        LayoutError: some ranks found mismatches. Every rank raises it, with the mismatches of all
+            ranks.
         ValueError: ranks have read different checkpoints at that path.
     """
 

@@ -1,8 +1,8 @@
 """States: the named tensors and values in nested dicts and lists of a checkpoint.
 
 An object with `state_dict` and `load_state_dict` (a module, an optimizer, a scheduler, a data
-loader) is represented by its state dict. Names and paths are those of torch.distributed.checkpoint:
-in `{"a": {"b": [x]}}` the name of x is "a.b.0".
+loader) is represented by its state dict. Names and paths are the same as in
+torch.distributed.checkpoint: in `{"a": {"b": [x]}}` the name of x is "a.b.0".
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class TrainableState:
     trainable parameters of such a checkpoint, too.
 
     Args:
-        model: its parameters may be frozen or not at each save; those that are trainable then are
-            saved. Buffers are not.
+        model: a module. Each save contains the parameters that are trainable at that time, and no
+            buffers.
     """
 
     def __init__(self, model: torch.nn.Module):

@@ -5,8 +5,8 @@
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The rest of a script for accelerate stays the same. Losses and gradients are those of the batch of
-all ranks.
+The rest of a script for accelerate stays the same. Losses and gradients refer to the batch of all
+ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
     `is_main_process` is True on the first rank.
 
     Args:
-        mesh: for models that `prepare` gets; all ranks of the job by default.
-        stage: of ZeRO, 0 to 3, for a model that is not on a mesh yet.
-        options: those of accelerate's class.
+        mesh: the mesh for models that `prepare` gets; all ranks of the job by default.
+        stage: the ZeRO stage, 0 to 3, for a model that is not on a mesh yet.
+        options: the options of accelerate's class.
     """
 
     _optimizers: list[Any]
@@ -80,7 +80,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns a scheduler that steps as accelerate's does: once for each rank's batch."""
+        """Returns a scheduler that steps like accelerate's: once for each rank's batch."""
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler) and not self.split_batches:
             prepared.__class__ = _SchedulerOfAllRanks

@@ -37,11 +37,11 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """A strategy for processes that torchrun has started. Lightning works as on one device.
 
     Args:
-        mesh: for the module; all ranks of the job by default.
-        stage: of ZeRO, 0 to 3, for a module that is not on a mesh yet.
+        mesh: the mesh for the module; all ranks of the job by default.
+        stage: the ZeRO stage, 0 to 3, for a module that is not on a mesh yet.
         device: this rank's device; by default the accelerator with the local rank's index, or the
             CPU.
-        options: those of Lightning's `SingleDeviceStrategy`.
+        options: the options of Lightning's `SingleDeviceStrategy`.
     """
 
     strategy_name = "partita"

@@ -1,8 +1,8 @@
 """A run of another package's training loop on a mesh: its model, its batches, its results.
 
 The loop runs on every rank as if it were the only process. It reads the whole batch of all ranks,
-and a hook before the model's forward keeps this rank's rows. So each plain tensor that the loop has
-is a whole value, and each DTensor a global one.
+and a hook before the model's forward keeps this rank's rows. So each plain tensor in the loop is a
+whole value, and each DTensor has a global shape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from partita.tensor.dtensor import DTensor
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """A mesh, and what a training loop on it needs.
+    """A training loop's mesh, and its methods for models, batches and results.
 
     Attributes:
         mesh: the mesh; None in a job of one process.
@@ -74,10 +74,8 @@ class ShardedRun:
         return model
 
     def join_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Returns a loader whose batches are those of all ranks together.
-
-        The batch size of a given loader is that of one rank. The last batch may be shorter; no row
-        is repeated.
+        """Returns a loader whose batches join the batches of all ranks. The batch size of a given
+        loader is the size on one rank. The last batch may be shorter; no row is repeated.
         """
         n = self.batches
         if n == 1:
@@ -155,9 +153,8 @@ def to_whole(value: Any) -> Any:
 
 
 def split_rows(value: Any, mesh: Any) -> Any:
-    """Returns a copy of `value` in which tensors with as many rows as the first are sharded.
-
-    The others stay plain, which means whole. The choice affects what is sent, but no value.
+    """Returns a copy of `value` in which tensors with as many rows as the first are sharded. Other
+    tensors stay plain, and count as whole. The choice affects communication, but no value.
     """
     given = [t for t in find_instances(value, torch.Tensor, Mapping) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):

@@ -1,4 +1,4 @@
-"""A `Trainer` of transformers that shards its model by ZeRO; and any subclass of it, as TRL's.
+"""A `Trainer` of transformers that shards its model by ZeRO, and subclasses such as TRL's.
 
     from partita.integrations.trainer import Trainer
 
@@ -39,8 +39,8 @@ def on_mesh(trainer: type[AnyTrainer]) -> type[AnyTrainer]:
 
         trainer = on_mesh(SFTTrainer)(model, args, train_dataset=rows)
 
-    It takes two more arguments: `mesh`, all ranks of the job by default, and `stage`, the stage of
-    ZeRO (default 3), for a model that is not on a mesh yet.
+    It takes two more arguments: `mesh` (by default all ranks of the job) and `stage`, the ZeRO
+    stage (default 3) for a model that is not on a mesh yet.
     """
     if trainer.__module__.startswith("trl."):
         from .trl import patch_output_layer

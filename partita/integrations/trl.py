@@ -1,7 +1,7 @@
-"""TRL's fused output layer, on the rows of a rank.
+"""A patch of TRL's fused output layer, so that it runs on a rank's rows.
 
 TRL's trainers compute log-probabilities by an `autograd.Function` that writes into plain buffers.
-With DTensors it runs on each rank's rows, with the whole weight.
+The patched layer runs on each rank's rows, with the whole weight.
 """
 
 from __future__ import annotations

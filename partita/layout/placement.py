@@ -95,7 +95,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placement:
-    """The way a tensor lies on one mesh axis: `Shard`, `Replicate`, `Partial` or `Invariant`."""
+    """How one mesh axis holds a tensor: `Shard`, `Replicate`, `Partial` or `Invariant`."""
 
     def dual(self) -> Placement:
         """Returns the placement of the gradient of a value with this placement.
@@ -119,7 +119,8 @@ class Placement:
     def is_invariant(self) -> bool:
         """True if every rank holds the whole value and does the same computation with it.
 
-        So its gradient is whole and equal on every rank. That of a Replicate value is Partial.
+        So its gradient is whole and equal on every rank. The gradient of a Replicate value is
+        Partial.
         """
         return False
 

@@ -1,11 +1,11 @@
 """Predictions of the time, memory and traffic of a step, before it runs.
 
 In reading order, for a simulation: `machine` (a rank's processor and links, and the times of
-collectives), `strategy` (models by name, and ways to distribute one), `transformers_model` (a model
-of transformers by its configuration), `simulate` (a graph played on streams, kernel by kernel).
-`calibrate` measures a machine. `autoplan` searches for the best way to distribute a model, with
-lower bounds. For code that is not run: `rehearsal` (a call that is only planned, and the memory of
-an eager step), `explain`. `show` draws layouts.
+collectives), `strategy` (models by name, and how one is distributed), `transformers_model` (a model
+of transformers by its configuration), `simulate` (a graph simulated on streams, kernel by kernel).
+`calibrate` measures a machine. `autoplan` searches for the fastest training configuration. For code
+that is only planned: `rehearsal` (a call, and the memory of an eager step), `explain`. `show` draws
+layouts.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

@@ -2,9 +2,9 @@
 
 Every rank runs this module as a program. It calls a list of kernels (the *deck*) in random order,
 and collectives between them, as in a step. The time of a kernel is the CPU time of its median call,
-times the ratio of elapsed time to CPU time of all calls. The time of a collective is that from when
-the last rank begins to when the first has ended. `straggling` is the time between two collectives
-in excess of the kernels. No part of a model is run.
+times the ratio of elapsed time to CPU time of all calls. The time of a collective is measured from
+when the last rank begins to when the first has ended. `straggling` is the time between two
+collectives in excess of the kernels. No part of a model is run.
 """
 
 from __future__ import annotations

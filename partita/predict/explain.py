@@ -1,7 +1,8 @@
-"""Explanations: `pt.explain`, which shows how each call is planned, and why not in another way.
+"""Explanations: `pt.explain`, which shows how each call is planned, and what other plans would
+cost.
 
 A *row* of a rule is one way to place an op's operands and results on a mesh axis, such as
-`S(1), S(0) -> P`. The function is run on tensors without memory (`rehearsal`). Dispatch plans each
+`S(1), S(0) -> P`. The function runs on tensors without memory (`rehearsal`). Dispatch plans each
 call anew and passes the rows that it priced to an `Explainer`, which also gets each move (step of a
 redistribution) from the dry wire. The result is an `Explanation`, which prints as a table.
 """
@@ -54,14 +55,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     For each call on DTensors it gives: the op's rule, the rows of the rule (ways to place the op on
     a mesh axis, such as `S(1), S(0) -> P`) with their prices, the redistributions of the chosen
     row, and the extra cost of the next best row. For a function or a module it gives all calls in
-    order, and totals. If `fn` runs backward, the redistributions of backward are included. One rank
-    can call this alone.
+    order, and totals. If `fn` runs backward, the redistributions of backward are included. A single
+    rank can call this.
 
     Args:
-        fn: a function of torch, a function of yours, or a module. Any mesh works, also a dry one
-            (`pt.dry_mesh`).
-        args: its positional arguments. DTensors may be on the device "meta".
-        kwargs: its keyword arguments.
+        fn: a function of torch, a function of yours, or a module. Any mesh works, including a dry
+            mesh (`pt.dry_mesh`).
+        args: the positional arguments of `fn`. DTensors may be on the device "meta".
+        kwargs: the keyword arguments of `fn`.
 
     Returns:
         An `Explanation`. Its `ops` have rows and prices, layouts, moves, bytes that a rank sends,
@@ -351,7 +352,8 @@ class ExplainedMove:
     Attributes:
         kind, axes: the move, such as "all_gather", and the mesh axes that it runs over.
         before, after: the layouts.
-        reason: as in the ledger: "explicit", "implicit", "gather" of a ZeRO block, "gradient", ...
+        reason: the reason in the ledger: "explicit", "implicit", "gather" of a ZeRO block,
+            "gradient", ...
         nbytes: bytes that the first rank sends.
         backward: the kind of the move of its gradient in backward; "" if there is no gradient.
         backward_nbytes: bytes that the first rank sends in that move.

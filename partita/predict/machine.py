@@ -1,4 +1,4 @@
-"""Machines: the speed of a rank's processor, memory and links, and the part that kernels reach.
+"""Machines: the speed of a rank's processor, memory and links, and the fraction that kernels reach.
 
 A machine is a TOML file. Three from public data sheets are included (`h100`, `h200`, `a100`).
 `partita calibrate` writes one for your own machine. Amounts are numbers in base units (bytes,
@@ -89,7 +89,7 @@ _CURVE = Kind("a MeasuredCurve", lambda value: isinstance(value, MeasuredCurve))
 
 
 def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind]) -> None:
-    """Raise `error` for the first attribute of `of` that does not have its kind.
+    """Raise `error` for the first attribute of `of` whose value is not allowed.
 
     Args:
         kinds: the kind of each attribute, or of several, whose names are separated by blanks.
@@ -221,14 +221,14 @@ class Machine:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
-        """Returns the peak operations per second for a dtype; of the slowest one if unknown."""
+        """Returns the peak operations per second for a dtype; the slowest peak if unknown."""
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns the name on this machine of a kernel that has `name` in the captured graph.
+        """Returns this machine's name of the kernel that is called `name` in the captured graph.
 
         If torch had no GPU during the capture, the graph has the CPU's fused attention. The GPU's
-        has the same operands and results.
+        kernel has the same operands and results.
         """
         return name.replace("_for_cpu", "") if self.overlaps else name
 

@@ -1,11 +1,11 @@
-"""Rehearsals: calls and steps over tensors without memory, which compute nothing and send nothing.
+"""Rehearsals: calls and steps on tensors without memory, which compute nothing and send nothing.
 
 A call is text, `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, or a function with its arguments. Fake
 tensors with the same layouts replace parameters, buffers and arguments. A dry wire, which sends
-nothing, replaces each wire. So the function plans as it would when it really runs. Everything is
+nothing, replaces each wire. So the function makes the same plans as in a real run. Everything is
 restored afterwards.
 
-For `pt.eager_memory` a step is made and run unchanged, with all its hooks, on a dry mesh. A
+For `pt.eager_memory` a step is created and run unchanged, with all its hooks, on a dry mesh. A
 schedule records each storage that a kernel allocates, that autograd frees or that ZeRO resizes. It
 has the same form as that of a compiled step.
 """
@@ -182,7 +182,7 @@ def make_refusal(
     """Returns the error for an impossible request, at `place` or by default the user's line.
 
     Args:
-        fixes: each is the code to write, or a tuple of that and an explanation.
+        fixes: the fixes; each is the code to write, or a tuple of the code and an explanation.
     """
     listed = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
     place = user_line() if place is None else place

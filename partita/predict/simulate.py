@@ -1,12 +1,12 @@
 """Simulations: `pt.simulate`, the time and memory of a step on a machine that you need not have.
 
 A step is captured and not run. Its memory comes from the graph's memory schedule. The graph is
-played as events on streams: one stream computes, and each set of mesh axes with collectives has one
-more. A collective begins when the graph issues it, its operands are ready and its stream is free.
-The compute stream continues until the collective's wait. If a machine does not overlap, sending
-occupies the processor as soon as a collective is issued, and each collective but a sum is waited
-for at once. A kernel takes the longer of the times of its operations and of its bytes, at the
-reachable fraction of the peaks, plus a fixed cost (Williams, Waterman and Patterson 2009,
+simulated as events on streams: one stream computes, and each set of mesh axes with collectives has
+another stream. A collective begins when the graph issues it, its operands are ready and its stream
+is free. The compute stream continues until the collective's wait. If a machine does not overlap
+communication, a collective occupies the processor when it is issued, and the wait for it follows at
+once (except for a sum). A kernel takes the longer of the times of its operations and of its bytes,
+at the reachable fraction of the peaks, plus a fixed cost (Williams, Waterman and Patterson 2009,
 "Roofline: an insightful visual performance model"). The result is a `Simulation`: numbers, a table,
 a timeline, a report.
 """
@@ -87,16 +87,16 @@ def simulate(
 
         print(pt.simulate("llama3-8b", {"dp": 64, "tp": 8}, "h100"))
 
-    The step is captured as a graph. The graph is then played on streams: kernels take the time of a
-    roofline model, and collectives that of rings and trees. Attention on meta tensors counts as one
-    fused kernel. The printed table and `Simulation` name the limits of each number.
+    The step is captured as a graph. The graph is then simulated on streams. Kernels take the time
+    of a roofline model, and collectives the time of rings and trees. Attention on meta tensors
+    counts as one fused kernel. The printed table and `Simulation` name the limits of each number.
 
     Args:
         step_or_model: one of: a step, compiled or not, that takes `args`; a module whose result for
             `args` is its loss (it is updated by AdamW); a name in `partita.predict.MODELS`; a
             `ModelShape`.
-        mesh: for a step: the mesh of its tensors (`pt.dry_mesh(dp=64)`), or the mesh that contains
-            theirs. Sizes by axis also work, as a dictionary or as "dp=64,tp=8". None: one rank.
+        mesh: for a step: the mesh of its tensors (`pt.dry_mesh(dp=64)`), or a mesh that contains
+            it. Sizes by axis also work, as a dictionary or as "dp=64,tp=8". None: one rank.
         machine: the name of a machine, the path of its TOML file, or a `Machine`.
         args: the arguments of the step, in a list or a tuple. A compiled step that has run needs
             none: its last program is simulated.
@@ -186,7 +186,7 @@ def _name_of_step(step: Any) -> str:
 
 
 def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str]) -> Machine:
-    """Returns the machine with these links in place of its own.
+    """Returns the machine with these links instead of its own.
 
     Raises:
         MachineError: names a link whose axes are not all among `axes`.
@@ -238,7 +238,7 @@ def simulate_program(
     tokens: int | None = None,
     unread: int = 0,
 ) -> Simulation:
-    """Simulate a captured program, as `simulate`.
+    """Simulate a captured program, like `simulate`.
 
     Args:
         unread: bytes of parameters and buffers that a rank holds and the step does not read.
@@ -394,15 +394,15 @@ _COMPUTE = "compute"
 
 @dataclass
 class SimulatedStep:
-    """The result of playing a step's graph.
+    """The result of simulating a step's graph.
 
     Attributes:
         seconds: the time until the last stream has ended.
         events: the events, in the order of the graph.
-        exposed: for each stream of links, the seconds in which the processor waits for it.
-        busy: for each stream, the seconds in which it works.
+        exposed: the seconds in which the processor waits for each stream of links.
+        busy: the seconds in which each stream works.
         flops: operations of matrix products and attention, including recomputation.
-        model_flops: without recomputation.
+        model_flops: `flops` without recomputation.
         dtype: the dtype of most of these operations.
     """
 
@@ -418,12 +418,12 @@ class SimulatedStep:
 def simulate_graph(
     program: Program, machine: Machine, mesh: Mapping[str, int] | None = None
 ) -> SimulatedStep:
-    """Play a program's graph: compute when each kernel and collective runs.
+    """Simulate a program's graph: compute when each kernel and collective runs.
 
     Args:
         mesh: the sizes of the axes, outermost first, of the mesh that contains the program's
-            meshes. It determines which links ranks use. None: the program's meshes are no part of
-            a larger one.
+            meshes. It determines which links ranks use. None: the program's meshes are not part of
+            a larger mesh.
     """
     return _Player(program, machine, mesh or {}).run()
 
@@ -797,11 +797,11 @@ class Simulation:
         machine: the machine.
         seconds: duration of a step.
         compute_seconds: seconds in which the processor computes.
-        exposed: by axes of collectives, seconds in which the processor waits for them. A collective
-            takes the time of a ring or a tree over one link. It is assumed that collectives over
-            different axes do not slow each other.
-        link_seconds: by axes, seconds in which the links are busy.
-        nbytes: by axes, bytes that a rank sends. Equal to what `pt.ledger` counts for the step.
+        exposed: the seconds in which the processor waits for collectives, by their axes. A
+            collective takes the time of a ring or a tree over one link. It is assumed that
+            collectives over different axes do not slow each other.
+        link_seconds: the seconds in which the links are busy, by axes.
+        nbytes: the bytes that a rank sends, by axes, as `pt.ledger` counts them.
         flops: operations of matrix products and attention on a rank, recomputation included.
         model_flops: `flops` without recomputation.
         dtype: the dtype of most of these operations.
@@ -809,7 +809,7 @@ class Simulation:
         peak: the most bytes allocated at once, if the graph runs node by node. A compiler that
             fuses needs less. Fragmentation of the allocator and the workspace of GPU kernels are
             not included.
-        classes: bytes of `peak` by class. "gradients" are tensors that an optimizer reads or a
+        classes: the bytes of `peak` by class. "gradients" are tensors that an optimizer reads or a
             collective reduces. Activations are results of forward. Other results of backward are
             workspace.
         holders: the buffers that are alive at the peak.

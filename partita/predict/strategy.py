@@ -36,7 +36,7 @@ from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, c
 class StrategyError(ValueError):
     """Raised for a wrong model, strategy, mesh or argument.
 
-    It is unknown, of a wrong type, without effect, or not divisible by the mesh.
+    The value is unknown, has a wrong type or no effect, or the mesh does not divide it.
     """
 
 
@@ -53,7 +53,7 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raise StrategyError if not `is_right`. It shows the argument, and what is allowed."""
+    """Raise StrategyError unless `is_right`. It shows the argument, and what is allowed."""
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
@@ -87,8 +87,8 @@ class ModelShape:
         has_blocks: True if its `blocks` can be recomputed in backward.
         has_sequence: True if sequences can be split over tp.
         sums: the least number of reductions over tp per block in forward.
-        code: the call of a class of `partita.app.models` that makes it, with "{layers}" and
-            "{context}" in it; "" for your own.
+        code: the constructor call of a class in `partita.app.models`, with "{layers}" and
+            "{context}" in it; "" for your own model.
 
     Raises:
         StrategyError: a count is not valid, or a function cannot be called. The error names it.
@@ -159,7 +159,7 @@ et al., arXiv 2307.09288) and Llama 3 (Grattafiori et al., arXiv 2407.21783, tab
 
 @dataclass(frozen=True)
 class Strategy:
-    """The way a model is distributed and trained.
+    """How a model is distributed and trained.
 
     Attributes:
         zero: the ZeRO stage over the axis "dp".
@@ -211,7 +211,7 @@ def make_step(
 
     Args:
         mesh: the sizes of "dp" and "tp".
-        on: the mesh of these sizes on which it will run. None: a dry mesh, with meta tensors.
+        on: the mesh of these sizes on which the step will run. None: a dry mesh, with meta tensors.
 
     Returns:
         The step, its arguments, and the tokens of a step on all ranks together.

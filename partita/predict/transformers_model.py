@@ -4,7 +4,7 @@
 
     print(pt.autoplan(shape_of_config("path/to/config.json"), ranks=8, memory="80GB"))
 
-Nothing is downloaded. The model is made on the device of the caller, as `ModelShape.make` says.
+Nothing is downloaded. The model is made on the caller's device (see `ModelShape.make`).
 """
 
 from __future__ import annotations

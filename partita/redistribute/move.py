@@ -15,12 +15,12 @@ S is Shard, R Replicate, P Partial, I Invariant. The last column follows from th
 transpose goes from the dual of the placement after the move to the dual of the placement before it,
 and `KINDS` names that move. The axes that split one dimension form a stack: only the innermost can
 leave it, and a new one becomes the innermost. A move over several axes is one collective over all
-their ranks, even if they split different dimensions. Each rank then cuts out its pieces, or puts
-them in their places.
+their ranks, even if they split different dimensions. Each rank then cuts out its pieces, or joins
+them.
 
 Each pair of placements has one kind. CONTRIBUTING.md says how to add one.
 
-Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
+Bytes are counted for ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:
 
     all_gather      (n - 1) x shard = (n - 1)/n x whole
@@ -28,7 +28,7 @@ Communication Operations in MPICH", section 4), over a group of n ranks:
     all_reduce      2 (n - 1)/n x whole
     all_to_all      (n - 1)/n x what the rank holds
 
-All sizes are those of the mesh's first rank, which holds the largest piece of an uneven split.
+All sizes are the sizes on the mesh's first rank, which holds the largest piece of an uneven split.
 
 Seconds only serve to compare plans. A collective takes `LATENCY` plus its bytes divided by
 `BANDWIDTH`; an all-to-all takes `LATENCY` once for each `AT_ONCE` other ranks. A local copy takes
@@ -303,8 +303,8 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
     """Estimates the seconds of a redistribution, forward and backward, without a search.
 
-    Exact if one move is enough. Otherwise axes with the same change count as one move, those with
-    small results first, as if every axis could change at any time.
+    It is exact if one move is enough. Otherwise axes with the same change count as one move (small
+    results first), as if every axis could change at any time.
 
     Args:
         itemsize: bytes per element.

@@ -1,9 +1,9 @@
 """Redistribution plans: the cheapest path of moves from one layout to another.
 
-A single move is tried first. Nearly all redistributions need just one, and then no path is cheaper,
-unless uneven pieces are padded so much that two moves send less. Otherwise a uniform-cost search
-goes from layout to layout, one legal move at a time. Four rules keep the search small. They also
-make the moves independent of the tensor's size, as a reader expects:
+A single move is tried first. Nearly all redistributions need just one move. Then no path is
+cheaper, unless uneven pieces are padded so much that two moves send less. Otherwise a uniform-cost
+search goes from layout to layout, one legal move at a time. Four rules keep the search small. They
+also make the moves independent of the tensor's size, as a reader expects:
 
 - An axis that needs no change (same placement, same outer part of its stack) is not touched.
 - An axis becomes Partial, or is sliced or scattered, only if that is its final placement.
@@ -47,7 +47,7 @@ class Plan:
     """A path of moves. It is empty if the layouts are equal.
 
     Attributes:
-        moves: each starts from the layout with which the previous one ends.
+        moves: the moves; each starts from the layout with which the previous move ends.
     """
 
     moves: tuple[Move, ...] = ()

@@ -1,6 +1,6 @@
 """Report pages: self-contained HTML about one run or several, with figures by plotly.
 
-All text from outside is escaped. That the output files can be written is checked before any work.
+Text from other sources is escaped. Before any work, output files are checked to be writable.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ class DimPiece:
     """A piece of one dimension, and the ranks that hold it.
 
     Attributes:
-        offset, length: in elements.
-        at: for each axis that splits the dimension, the coordinate of its ranks.
-        left_out: 0 for a piece that is drawn. Otherwise this represents so many pieces that are
-            not drawn, because there are too many.
+        offset, length: the position of the piece, in elements.
+        at: the coordinate of its ranks on each axis that splits the dimension.
+        left_out: 0 for a piece that is drawn; otherwise the number of pieces that it represents,
+            which are not drawn because there are too many.
     """
 
     offset: int
@@ -34,7 +34,7 @@ class DimPiece:
     left_out: int = 0
 
     def __str__(self) -> str:
-        """`0:4`, as a slice says it."""
+        """`0:4`, in the notation of slices."""
         if self.left_out:
             return f"{self.left_out} more"
         return f"{self.offset}:{self.offset + self.length}"
@@ -47,8 +47,8 @@ class PictureCell:
     Attributes:
         ranks: "0, 1": Replicate on these ranks. "0 = 1": Invariant. "0 + 1": Partial sum.
             "max(0 1)": Partial max. "": not drawn.
-        color: the index of its color.
-        pending: True if it is Partial.
+        color: the index of the cell's color.
+        pending: True if the piece is Partial.
     """
 
     ranks: str

@@ -29,21 +29,21 @@ class RunFacts:
         name: the name in the report.
         options: the options of the run, by flag.
         about: facts about its model and data, reported when it was ready.
-        steps: for each step its "step", "loss", "seconds", "tokens_per_second" and "nbytes", and
-            "mfu" if the machine's peak is known.
-        layouts: for each parameter its name, its layout and its mesh as text, and its bytes on a
+        steps: "step", "loss", "seconds", "tokens_per_second" and "nbytes" of each step, and "mfu"
+            if the machine's peak is known.
+        layouts: the name of each parameter, its layout and its mesh as text, and its bytes on a
             rank.
         moves: for each line of the program that sends in a step: "source", "kind", "axes",
             "reason", "nbytes" of a rank, "count".
-        memory: of a captured step: "places", "held" (bytes by class), "live" (by class, the bytes
-            at each place), "holders" (at the peak: "source", "name", "kind", "nbytes").
+        memory: the memory of a captured step: "places", "held" (bytes by class), "live" (by class,
+            the bytes at each place), "holders" (at the peak: "source", "name", "kind", "nbytes").
         passes: for each pass "name", "promise", "did", and (before, after) of "collectives",
             "sent" and "peak".
         timeline: the events of a step on one rank, by stream.
         timeline_source: where the timeline comes from, and what it leaves out.
         figures: other numbers: names, amounts, and a remark on each.
         sample: text that the model generated.
-        began: when it was last started, in seconds since 1970; None if unknown.
+        began: the time of the last start, in seconds since 1970; None if unknown.
         stopped: the reason why it ended before its last step, if reported.
         notes: remarks on its log, such as a line that is cut off.
     """
@@ -351,7 +351,7 @@ class HasTimeline(Protocol):
 
     Attributes:
         events: the events of a step on one rank.
-        source: a sentence: where they come from, and what they leave out.
+        source: a sentence on where the events come from, and what they leave out.
     """
 
     @property

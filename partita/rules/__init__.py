@@ -1,16 +1,16 @@
 """Rules: in which layouts an op can take its operands, and the layouts of its results.
 
-A rule is a *sentence* in the manner of einsum, such as `"... i * o i -> ... o"`. From it follow the
-*rows*: each is a legal way to place the op on one mesh axis, such as `S(1), S(0) -> P`.
+A rule is a *sentence* in a notation like einsum's, such as `"... i * o i -> ... o"`. From it follow
+the *rows*: each is a legal way to place the op on one mesh axis, such as `S(1), S(0) -> P`.
 
 In reading order: `sentence` (the notation, its rows, and the work of an op), `rule` (a sentence and
 its functions; kernels for a rank's piece), `table/` (all rules), `decompositions` (ops written as
 other ops).
 
-To add an op, add a line to a file of `table/`. If it reduces and is not linear, also say in
-`table/reduction_identity` which values padding gets. If it returns a view or draws random numbers,
-say so in `tensor/op_facts`. Add samples of its calls to `testing/samples/`: the prover
-(`python -m partita.testing.prove`) checks the rule with them.
+To add an op, add a line to a file of `table/`. If it reduces and is not linear, add the values for
+padding to `table/reduction_identity`. If it returns a view or draws random numbers, add that to
+`tensor/op_facts`. Add samples of its calls to `testing/samples/`: the prover (`python -m
+partita.testing.prove`) checks the rule with them.
 """
 
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule

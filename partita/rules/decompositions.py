@@ -1,4 +1,4 @@
-"""Decompositions: ops that need other ranks' results midway, written as other ops.
+"""Decompositions: ops that need intermediate results of other ranks, written as other ops.
 
 For example, a softmax over a sharded dimension needs the maximum and the sum of all pieces midway.
 Such ops are written here as other ops, which are called on DTensors and have their own rules. Where
@@ -37,7 +37,7 @@ def _reduced_sentence(x: Arg) -> str:
 
 @own_op
 def subtract_reduced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns x - y. A Partial y, which is small, is reduced first, so that x stays as it is."""
+    """Returns x - y. A Partial y, which is small, is reduced first, so that x keeps its layout."""
     return x - y
 
 

@@ -152,7 +152,7 @@ class Rule:
         """Returns the rule for these declared arguments, by calling the rule's function.
 
         Raises:
-            LayoutError: as `check_given`.
+            LayoutError: see `check_given`.
         """
         assert self.derive is not None
         self.check_given(len(args), kwargs)
@@ -290,7 +290,7 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorate a function that computes `functions` by other ops.
+    """Decorate a function that computes the functions with other ops.
 
     `takes` lists the parameters on which plans depend.
     """

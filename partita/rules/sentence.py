@@ -9,8 +9,8 @@ that the op is linear in its single term. After a name, `!` keeps the dimension 
 allows only even splits. `a=3` gives a name its size, if the shapes do not determine it. A term in
 `[ ]` is
 an index or a divisor: it is multiplied or added like any other, but must not be Partial. Names that
-an output lacks are summed. If the output begins with `max` or `min`, they are reduced by that. With
-`sum` they are summed although the op is not linear (a loss, a norm).
+an output lacks are summed. If the output begins with `max` or `min`, they are reduced by max or
+min. With `sum` they are summed although the op is not linear (a loss, a norm).
 
 A *row* places the op on one mesh axis. These rows are legal:
 
@@ -460,11 +460,11 @@ class Bound:
     """A sentence that is bound to the shapes of a call.
 
     Attributes:
-        operands: for each term the global shape of its operand; `NUMBER` for a Python number; None
-            if it is absent.
-        inputs: for each term the `Dim`s of its operand, which name its dimensions; None if it is
+        operands: the global shape of each term's operand; `NUMBER` for a Python number; None if it
+            is absent.
+        inputs: the `Dim`s of each term's operand, which name its dimensions; None if the operand is
             absent or a number.
-        outputs: each output's dimensions.
+        outputs: the dimensions of each output.
         sizes: the size of each name that an operand has or the sentence gives. The size of a name
             that only an output has is known only from the local result.
         rows: every legal row. Whether an axis can split a name depends on its size (`can_split`).
@@ -642,9 +642,9 @@ def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
     """Returns the work of an op's products; empty if it has none, or an operand has no elements.
 
     Args:
-        said: for each product a text with its names, and numbers as factors: `"... q k d"`. The
+        said: a text for each product with its names, and numbers as factors: `"... q k d"`. The
             operations are the product of their sizes. A name in `[ ]` distributes the work, but is
-            no factor. If empty, products are those of the sentence.
+            not a factor. If empty, the sentence's products are used.
     """
     terms = bound.sentence.terms
     products = [p for group in bound.sentence.groups for p in group.products if len(p) > 1]

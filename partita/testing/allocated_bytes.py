@@ -1,4 +1,4 @@
-"""Allocated bytes: the most that an allocator of torch had allocated at once.
+"""Allocated bytes: the most bytes that torch's allocator had allocated at once.
 
 An accelerator's allocator counts this itself. On the CPU every allocation counts: those of ops, of
 kernels that Inductor compiled, and of collectives. torch's profiler reports them, in this thread
@@ -35,7 +35,8 @@ def counted(
             exists.
         times: the number of runs; the smallest peak is returned.
         device: the type of the device, such as "cuda".
-        before: called before each run, and not counted. It frees memory that the step would free.
+        before: a function that is called before each run, and not counted. It frees memory that the
+            step would free.
     """
     count = counts_of if Device(device).is_host else _count_on_accelerator
     found = []

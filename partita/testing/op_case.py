@@ -203,7 +203,7 @@ def _run_backward(
 
 
 def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str) -> Outcome:
-    """Run one case as one rank of `mesh`, and compare it. Every rank calls this."""
+    """Run one case as one rank of `mesh`, and compare it. Must be called on all ranks."""
 
     def convert(i: int, t: torch.Tensor) -> torch.Tensor:
         return distribute_argument(t, mesh, klass, number + i, first=i == 0)

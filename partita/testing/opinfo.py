@@ -129,7 +129,7 @@ def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
 
     Args:
         variants: True returns the names of other forms (methods, in-place, `out=`) instead.
-        autocast: True returns those of ops under autocast instead.
+        autocast: True returns the names of ops under autocast instead.
     """
     if autocast:
         return [f"{name}:autocast" for name in _load_database()]

@@ -50,7 +50,7 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """Returns the arguments that are not tensors and for which the rule has no parameter."""
+        """Returns the non-tensor arguments for which the rule has no parameter."""
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
         rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]

@@ -1,4 +1,4 @@
-"""Decoders: the trunk and the blocks that the models here have in common, and rotary positions.
+"""Decoders: the trunk and the blocks that the models share, and rotary positions.
 
 Ordinary PyTorch, without any code for ranks.
 """

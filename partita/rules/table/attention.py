@@ -1,9 +1,9 @@
 """Attention, sharded over samples, heads and queries.
 
 Queries that are sharded along the sequence stay so, and keys and values are gathered (Llama Team,
-"The Llama 3 Herd of Models", 2024, section 3.3.2). So each rank does its part of the work with any
-mask, and with grouped heads keys and values are the smaller tensors. A causal mask has an offset:
-the position of the rank's first query in the sequence.
+"The Llama 3 Herd of Models", 2024, section 3.3.2). So each rank does its part of the work for any
+mask. With grouped heads, keys and values are smaller than queries. A causal mask has an offset: the
+position of the rank's first query in the sequence.
 """
 
 from __future__ import annotations

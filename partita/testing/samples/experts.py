@@ -1,7 +1,7 @@
 """Samples of grouped products.
 
-torch's kernel supports no dtype that is exact enough for a proof. So a kernel of our own replaces
-it, with the same rule, alignment, and rows that are left unchanged.
+torch's kernel supports no dtype that is exact enough for a proof. So partita's own kernel replaces
+it, with the same rule, the same alignment, and the same unchanged rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samples of ops that move values to other positions: shapes, joins, indices."""
+"""Samples of ops that move elements to other positions: shapes, joins, indices."""
 
 from __future__ import annotations
 

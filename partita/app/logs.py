@@ -364,7 +364,7 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds since the last line. If they are many, a line shows that the run does not hang."""
+        """Seconds since the last line, after which another line shows that the run goes on."""
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:

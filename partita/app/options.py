@@ -32,7 +32,7 @@ def read_mesh(text: str) -> Mesh:
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in ("dp", "tp") or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"{part!r} is no axis: write dp=N, tp=N or dp=N,tp=N")
+            raise ValueError(f"{part!r} is not an axis: write dp=N, tp=N or dp=N,tp=N")
         axes.append((name, int(size)))
     if len({name for name, _ in axes}) < len(axes):
         raise ValueError(f"{text!r} names an axis twice")

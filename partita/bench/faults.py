@@ -128,7 +128,7 @@ class RunningJob:
         until = time.monotonic() + 300
         while not self._reached[what].wait(0.05):
             if self.process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"the job did not come to its {what}:\n{self._said()}")
+                raise RuntimeError(f"the job did not reach {what}:\n{self._said()}")
 
     def pid_of(self, rank: int) -> int:
         """Wait until the process of a rank exists, and return its id."""

@@ -327,7 +327,7 @@ def _check_sizes(content: bytes) -> None:
     for code, value, _ in pickletools.genops(content):
         is_size = code.name in ("PUT", "BINPUT", "LONG_BINPUT", "FRAME")
         if code.name == "BYTEARRAY8" or (is_size and int(value) > len(content)):
-            raise ValueError(f"{code.name} {value if is_size else ''} has no place in it".strip())
+            raise ValueError(f"{code.name} {value if is_size else ''} is not allowed in it".strip())
 
 
 class _Unpickler(pickle.Unpickler):

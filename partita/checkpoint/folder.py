@@ -188,7 +188,7 @@ class Checksums:
                 crcs = compute_crcs(folder / name, [(at, size) for _, at, size in wanted])
             except FileNotFoundError:
                 what = next(iter(wanted.values()))
-                raise ValueError(f"{folder / name} is gone, which has {what}") from None
+                raise ValueError(f"{folder / name} is missing, which has {what}") from None
             for (place, what), crc in zip(wanted.items(), crcs, strict=True):
                 if crc != self.chunks.get(place):
                     _, at, size = place

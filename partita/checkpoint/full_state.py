@@ -334,10 +334,10 @@ def _refuse_different(given: dict[str, Leaf], decide: Decide, line: str) -> None
             for name in dict.fromkeys((*gathered[0], *theirs)):
                 if theirs.get(name) != gathered[0].get(name):
                     raise LayoutError(
-                        f"load_full_state_dict: ranks 0 and {rank} bring another {name}",
+                        f"load_full_state_dict: ranks 0 and {rank} pass different values of {name}",
                         place=line,
-                        reason="each rank keeps its piece of a value that all of them have whole",
-                        fixes=(Fix("rank0_only=True", "takes rank 0's and sends it"),),
+                        reason="every rank must pass the same whole value, and keeps its piece",
+                        fixes=(Fix("rank0_only=True", "sends rank 0's value to the others"),),
                     )
         return [None] * len(gathered)
 
@@ -721,7 +721,7 @@ def _open_files(path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> 
         try:
             file = safe_open(os.fspath(one), framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{one} is no safetensors file: {error}") from None
+            raise ValueError(f"{one} is not a safetensors file: {error}") from None
         has = list(file.keys())
         lost = [name for name in names or () if name not in has]
         if lost:
@@ -758,7 +758,9 @@ def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
         for name, file in placed.items():
             names.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is no index of safetensors files: no weight_map") from None
+        raise ValueError(
+            f"{path} is not an index of safetensors files: it has no weight_map"
+        ) from None
     for file in names:
         if Path(file).name != file:  # an index may only name files in its own folder
             raise ValueError(f"{path}: {file!r} is not the name of a file beside it")

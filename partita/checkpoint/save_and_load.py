@@ -238,7 +238,7 @@ def _compute_checksums(folder: Path, rows: list[Any]) -> list[int]:
     (name,) = {name for *_, name, _, _ in rows}
     found = compute_crcs(folder / name, [(at, size) for *_, at, size in rows])
     if None in found:
-        raise OSError(f"{folder / name} is shorter than what was written to it")
+        raise OSError(f"{folder / name} is shorter than the data that was written to it")
     return found  # type: ignore[return-value]
 
 
@@ -553,7 +553,9 @@ class _LoadJob:
             checksums.check_metadata(path, content)
         self._reader = reader = Reader(folder, content, is_intact=checksums is not None)
         if reader.has_checksums and checksums is None:
-            raise ValueError(f"{folder / NAME} is missing: without it the rest cannot be checked")
+            raise ValueError(
+                f"{folder / NAME} is missing: without it the other files cannot be checked"
+            )
         there = {name: Stored(*parts) for name, parts in reader.describe().items()}
         lists = [name for name, one in there.items() if is_list_of_parameters(one)]
         self._read_values(folder, lists, checksums)
@@ -757,7 +759,7 @@ def agree_on_mismatches(
             fixes.append(Fix("load into the shapes and dtypes that were saved, then cast"))
         if keys:
             if not any(rank.skipped.missing_keys for rank in gathered):
-                fixes.append(Fix('strict="state"', "loads what the state has, and no more"))
+                fixes.append(Fix('strict="state"', "loads only what the state has"))
             fixes.append(Fix("strict=False", "loads the names that both have"))
         if fixes:
             raise LayoutError(

@@ -121,7 +121,7 @@ def open_state(
         else:
             name = ".".join(map(str, path))
             if name in out.leaves:
-                raise ValueError(f"two things in the state are called {name}")
+                raise ValueError(f"two entries of the state have the name {name}")
             out.leaves[name] = Leaf(path, holder, key)
 
     for key, value in state.items():
@@ -206,7 +206,9 @@ class TrainableState:
         own = self.state_dict()
         if own.keys() != state.keys():
             other = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"one side alone has the trainable parameters {', '.join(other)}")
+            raise ValueError(
+                f"only the model or only the state has the trainable parameters {', '.join(other)}"
+            )
         for name, parameter in own.items():
             parameter.copy_(state[name])
 

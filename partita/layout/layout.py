@@ -61,7 +61,7 @@ class Layout:
         object.__setattr__(self, "invariant", tuple(sorted(self.invariant)))
         axes = self.axes
         if len(set(axes)) != len(axes):
-            raise LayoutError(f"one mesh axis does two things in layout {self}")
+            raise LayoutError(f"one mesh axis has two roles in layout {self}")
 
     # -- from and to placements ---------------------------------------------------------------
 

@@ -246,7 +246,7 @@ def read_bytes(text: float | str) -> float:
         return read_amount("bytes")("memory", text)
     except MachineError:
         said = describe_value(text)
-        raise StrategyError(f"{said} is no amount of memory: write 80GB or 64GiB") from None
+        raise StrategyError(f"{said} is not an amount of memory: write 80GB or 64GiB") from None
 
 
 # -- the search ------------------------------------------------------------------------------------

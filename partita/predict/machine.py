@@ -354,7 +354,7 @@ def read_link(text: str) -> tuple[str, Link]:
     axes, _, figures = text.partition("=")
     amounts = figures.split(",")
     if not axes.strip() or len(amounts) != 2:
-        raise MachineError(f"{text!r} is no link: write dp=10us,50GB/s")
+        raise MachineError(f"{text!r} is not a link: write dp=10us,50GB/s")
     table = dict(zip(("latency", "bandwidth"), (a.strip() for a in amounts), strict=True))
     try:
         return " ".join(axes.split()), _read_link(axes.strip(), table)
@@ -434,7 +434,7 @@ def _read_link(key: str, found: Any) -> Link:
 
 def _check_dtype(key: str, name: str) -> None:
     if str(getattr(torch, name, None)) != f"torch.{name}":  # torch.half says float16
-        raise MachineError(f"{key} is no dtype of torch: bfloat16, float32")
+        raise MachineError(f"{key} is not a dtype of torch: bfloat16, float32")
 
 
 def _check_collective(key: str, name: str) -> None:

@@ -331,10 +331,10 @@ def _check_mesh(
             is_by_sizes and not in_order  # neighbours share hosts: the order has a meaning
         ):
             said, is_so = _format_mesh(sizes), _format_mesh(of_step)
-            raise StrategyError(f"the mesh is said to be {said}, and the step's is {is_so}")
+            raise StrategyError(f"the argument mesh is {said}, and the step's is {is_so}")
     if sizes.keys() <= held.keys():
         return
-    said = f"the mesh is said to be {_format_mesh(sizes)}, and no tensor of the step lies"
+    said = f"the argument mesh is {_format_mesh(sizes)}, and no tensor of the step lies"
     how = "spread them (pt.parallelize, pt.zero), or simulate one rank with mesh=None"
     refuse_if(not held, f"{said} on a mesh: {how}")
     more = " ".join(axis for axis in sizes if axis not in held)
@@ -362,7 +362,7 @@ def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
             is_tensor = isinstance(loss, torch.Tensor)
             given = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else describe_value(loss)
             how = "simulate a step of your own, def step(x): ..."
-            raise StrategyError(f"the model gives {given}, not its loss: {how}")
+            raise StrategyError(f"the model returns {given}, not its loss: {how}")
         loss.backward()
         optimizer.step()
         return loss

@@ -282,7 +282,7 @@ def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) ->
     """
     for name, size in mesh.items():
         is_known = name in ("dp", "tp")
-        refuse_if(not is_known, f"{name}={size} is no axis of a named model: dp=N, tp=N")
+        refuse_if(not is_known, f"{name}={size} is not an axis of a named model: dp=N, tp=N")
         refuse_if(size < 1, f"{name}={size}: an axis has at least one rank")
     refuse_if(not mesh, "a mesh has at least one axis: dp=N, tp=N")
     tp, context = mesh.get("tp", 1), of.context or shape.context

@@ -74,11 +74,11 @@ def _read_config(config: Any) -> Any:
     check_argument("config", config, isinstance(config, (str, Path)), "a path or a configuration")
     path = Path(config)
     file = path / "config.json" if path.is_dir() else path
-    refuse_if(not file.is_file(), f"{file} is no file: the config.json of a model is needed")
+    refuse_if(not file.is_file(), f"{file} is not a file: the config.json of a model is needed")
     try:
         return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
-        raise StrategyError(f"{file} is no configuration of transformers: {error}") from error
+        raise StrategyError(f"{file} is not a configuration of transformers: {error}") from error
 
 
 def _read_size(text: Any, whole: Any, name: str) -> int:

@@ -119,14 +119,14 @@ def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
         layout.check_axes(mesh)
         if len({op for _, op in layout.partial}) > 1:
             raise LayoutError(
-                f"shares of two kinds are pending at once in {layout.brief()}",
+                f"two reduce ops are pending at once in {layout.brief()}",
                 operands=operands,
                 reason="a maximum of sums is not a sum of maxima, and a layout has no order",
             )
     for axis, op in after.partial:
         if op != "sum" and (axis, op) not in before.partial:
             raise LayoutError(
-                f"nothing makes a pending {op} on axis {axis} of {before.brief()}",
+                f"no move makes a pending {op} on axis {axis} of {before.brief()}",
                 operands=operands,
                 reason=f"only an op makes a pending {op}; a redistribution makes only sums pending",
             )

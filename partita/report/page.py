@@ -578,4 +578,4 @@ def check_written_folder(path: Path, option: str) -> None:
         what = "is no folder" if above == path.absolute() else f"is in no folder: {above} is a file"
         raise ValueError(f"{option}: {path} {what}")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"{option}: in {above} this user may make no files")
+        raise ValueError(f"{option}: this user may not create files in {above}")

@@ -169,9 +169,9 @@ class Rule:
             is_required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
             if is_required and p.name not in names:
                 raise LayoutError(
-                    f"{self.name}: its rule takes {p.name}, which this call does not give",
+                    f"{self.name}: its rule takes {p.name}, which this call does not pass",
                     reason="a rule has the parameters of its function, with their defaults",
-                    fixes=(Fix(f"{p.name}=None", "or what the function has, in the rule"),),
+                    fixes=(Fix(f"{p.name}=None", "or the function's own default, in the rule"),),
                 )
 
 

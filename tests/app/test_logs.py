@@ -340,7 +340,7 @@ def test_a_folder_that_cannot_be_is_refused(option, tmp_path, monkeypatch, capsy
     assert f"{option}: file/in/it is in no folder: " in capsys.readouterr().err
     monkeypatch.setattr("partita.report.page.os.access", lambda path, mode: False)
     assert main(["train", option, "new/folder"]) == 2
-    assert "this user may make no files" in capsys.readouterr().err
+    assert "this user may not create files" in capsys.readouterr().err
 
 
 def test_a_simulation_is_printed_also_where_its_files_cannot_be_written(

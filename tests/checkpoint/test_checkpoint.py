@@ -378,7 +378,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(saved, monkeypatch):
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"a.b": 1, "a": {"b": 2}}, "two things in the state are called a.b"),
+        ({"a.b": 1, "a": {"b": 2}}, "two entries of the state have the name a.b"),
         (torch.ones(2), "a state is a dict"),
         ({"f": lambda: 0}, "f cannot be saved"),
     ],

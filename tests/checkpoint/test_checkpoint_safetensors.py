@@ -122,6 +122,6 @@ def test_what_a_safetensors_file_cannot_hold_is_refused(state, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         pt.save_safetensors(state, tmp_path / "m.safetensors")
     (tmp_path / "no.safetensors").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="is not a safetensors file"):
         pt.load_safetensors({}, tmp_path / "no.safetensors")
     assert len(list(tmp_path.iterdir())) == 1

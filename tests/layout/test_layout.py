@@ -150,7 +150,7 @@ def test_placements_that_do_not_fit_are_refused(shape, placements, fact):
 
 
 def test_an_axis_does_one_thing_to_a_tensor():
-    with pytest.raises(LayoutError, match="one mesh axis does two things"):
+    with pytest.raises(LayoutError, match="one mesh axis has two roles"):
         Layout((4, 4), (("dp",), ("dp",)))
 
 

@@ -286,9 +286,9 @@ def test_what_does_not_fit_is_one_error_that_names_the_least_that_it_takes():
     ("asked", "says"),
     [
         ({"model": "llama5"}, "no model 'llama5'"),
-        ({"model": "gpt", "memory": "80 cups"}, "no amount of memory"),
+        ({"model": "gpt", "memory": "80 cups"}, "not an amount of memory"),
         *(
-            ({"model": "gpt", "memory": memory}, "no amount of memory")
+            ({"model": "gpt", "memory": memory}, "not an amount of memory")
             for memory in (".", "0", "-1GB", "80 gb of it", 0, -1, math.nan, math.inf)
         ),
         ({"model": "gpt", "ranks": 7, "batch": 3}, "no mesh of 7 ranks"),
@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_one_error_that_names_the_least_that_it_takes():
         ({"model": "gpt", "memory": True}, "memory is True: bytes as a number, or text"),
         ({"model": "gpt", "memory": [80]}, "memory is a list: bytes as a number, or text"),
         ({"model": "gpt", "memory": b"80GB"}, "memory is b'80GB': bytes as a number"),
-        ({"model": "gpt", "memory": 10**400}, "no amount of memory"),
+        ({"model": "gpt", "memory": 10**400}, "not an amount of memory"),
         ({"model": "gpt", "ranks": "2"}, "ranks is '2': a whole number"),
         ({"model": "gpt", "ranks": None}, "ranks is None: a whole number"),
         ({"model": "gpt", "batch": torch.ones(2)}, "batch is a Tensor: a whole number"),

@@ -123,8 +123,8 @@ def test_the_shipped_machines_are_read_and_name_their_sources():
         ('"80 GB"', '"8.0.0 GB"', "memory_bytes is '8.0.0 GB', which has no number"),
         ("[host]", "[hosts]", "host is missing"),
         ("fuses = true", "fuses = ", "Invalid"),
-        ("bfloat16 =", "bf16 =", "flops.bf16 is no dtype of torch"),
-        ("\nfloat16 = ", "\nhalf = ", "flops.half is no dtype of torch"),
+        ("bfloat16 =", "bf16 =", "flops.bf16 is not a dtype of torch"),
+        ("\nfloat16 = ", "\nhalf = ", "flops.half is not a dtype of torch"),
         ("[host]", "[kernels.gemm]\namounts=[0]\nseconds=[1]\n[host]", "kernels.gemm is not known"),
         (
             "[host]",
@@ -599,7 +599,7 @@ def test_a_model_that_gives_no_tensor_gives_no_loss(given):
     mesh = pt.dry_mesh(dp=2)
     model = pt.parallelize(Silent(4, 4), mesh)
     x = pt.zeros(2, 4, device_mesh=mesh, placements=[pt.Shard(0)])
-    with pytest.raises(StrategyError, match=r"the model gives (None|a tuple), not its loss"):
+    with pytest.raises(StrategyError, match=r"the model returns (None|a tuple), not its loss"):
         pt.simulate(model, mesh, UNIT, [x])
 
 
@@ -844,7 +844,7 @@ def test_the_command_prints_the_table(capsys):
             "simulate --model gpt --mesh dp=2 --trace nowhere/x.json",
             "is not a file in an existing folder",
         ),
-        ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is no link: write dp=10us"),
+        ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is not a link: write dp=10us"),
         ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', no amount"),
         ("simulate --model gpt --mesh dp=2 --link pp=1s,1B/s", "a link of 'pp': the mesh has"),
         ("simulate --model gpt --mesh tp=2 --zero 3", "--zero has no effect on tp=2"),

@@ -118,7 +118,7 @@ def test_the_command_reads_a_folder(tmp_path):
 
 def test_what_is_no_configuration_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(StrategyError, match="is no configuration of transformers"):
+    with pytest.raises(StrategyError, match="is not a configuration of transformers"):
         shape_of_config(tmp_path)
     with pytest.raises(StrategyError, match="task is 'chat'"):
         shape_of_config(CONFIGS["dense"](), "chat")

@@ -319,8 +319,8 @@ def test_a_plan_says_what_it_does():
         ("[8]", "[8@z]", "no axis 'z' on mesh a=2 b=2"),
         ("[8]", "[8] {max a}", "nothing makes a pending max on axis a"),
         ("[8] {sum a}", "[8] {min a}", "nothing makes a pending min on axis a"),
-        ("[8@a] {max b}", "[8] {sum a, max b}", "shares of two kinds"),
-        ("[8] {sum a, max b}", "[8]", "shares of two kinds"),
+        ("[8@a] {max b}", "[8] {sum a, max b}", "two reduce ops"),
+        ("[8] {sum a, max b}", "[8]", "two reduce ops"),
     ],
 )
 def test_what_no_move_can_do_is_refused(before, after, fact):

@@ -370,7 +370,7 @@ class TestCommand:
             ("linear", "dp=2", "no function 'linear'"),
             ("no_module:f(f32[8])", "dp=2", "No module named 'no_module'"),
             ("torch.exp(f32[8@tp])", "dp=2", "no axis 'tp' on mesh dp=2"),
-            ("torch.exp(f32[8@dp, 4@dp])", "dp=2", "does two things"),
+            ("torch.exp(f32[8@dp, 4@dp])", "dp=2", "has two roles"),
             ("torch.exp(q9[8])", "dp=2", "cannot read the dtype 'q9'"),
             ("torch.exp(f32[8@])", "dp=2", "cannot read '8@'"),
             ("torch.exp(spam)", "dp=2", "cannot read 'spam'"),
@@ -421,7 +421,7 @@ class TestCommand:
 @pytest.mark.parametrize("mesh", ["dp=²", "dp=0", "dp=99999999999999999999", "dp", ""])
 def test_a_mesh_that_cannot_be_simulated_is_one_clear_error(mesh, capsys):
     assert main(["simulate", "--model", "gpt", "--mesh", mesh]) == 2
-    assert "is no axis of a named model" not in capsys.readouterr().err
+    assert "is not an axis of a named model" not in capsys.readouterr().err
 
 
 def test_an_amount_of_memory_without_a_unit_is_refused(capsys):

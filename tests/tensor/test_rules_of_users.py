@@ -80,7 +80,7 @@ def test_a_parameter_of_a_rule_without_the_functions_default_is_named():
     def program(mesh):
         return torch.trapezoid(pt.ones(4, 6, device_mesh=mesh, placements=[pt.Shard(0)]))
 
-    said = "trapezoid: its rule takes x, which this call does not give"
+    said = "trapezoid: its rule takes x, which this call does not pass"
     with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=said):
         world.run(program)
 

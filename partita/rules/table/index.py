@@ -377,7 +377,7 @@ def _by_kind(input: Any, index: Any) -> Any:
         masked = e.dtype in (torch.bool, torch.uint8)
         if masked and e.ndim == 0:
             if len(entries) > 1:
-                raise NotImplementedError("a mask of no dimensions beside other indices")
+                raise NotImplementedError("a mask without dimensions beside other indices")
             input, e = input.unsqueeze(0), e.reshape(1)
         found = e.nonzero(as_tuple=True) if masked else (e,)
         tensors += found

@@ -238,7 +238,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(text):
     ("arguments", "said"),
     [
         (["--mesh", "dp=2", "--ranks", "3"], "--mesh dp=2 has 2 ranks, but there are 3"),
-        (["--mesh", "pp=2"], "'pp=2' is no axis"),
+        (["--mesh", "pp=2"], "'pp=2' is not an axis"),
         (["--width", "30", "--heads", "4"], "--width 30 does not divide into --heads 4"),
         (["--data", "/nowhere"], "--data: there is no /nowhere"),
     ],

@@ -93,9 +93,7 @@ def test_what_was_frozen_since_is_no_longer_saved_and_is_missed_at_a_load(tmp_pa
             pt.load({"model": pt.TrainableState(model)}, tmp_path / "c")
         assert all(torch.equal(before[name], x) for name, x in values(model).items())
         state = pt.TrainableState(model)
-        with pytest.raises(
-            ValueError, match=r"only the model or only the state has .* down\.weight"
-        ):
+        with pytest.raises(ValueError, match=r"or only the state has .* down\.weight"):
             state.load_state_dict({})
 
     with pt.ranks(dp=2) as world:

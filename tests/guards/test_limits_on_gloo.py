@@ -53,7 +53,7 @@ def test_a_rank_that_captures_while_another_runs_is_named_on_both_when_the_job_i
         assert "rank 1 waited 3 s for rank 0" in text and "rank 0     runs compiled sums" in text
         assert why in text and "argument[1]: 4 became 3" in text
         assert "pt.check_ranks()" in text
-    assert len(warned) == 1 and "rank 0 has not come yet" in warned[0] and why in warned[0]
+    assert len(warned) == 1 and "rank 0 has not arrived yet" in warned[0] and why in warned[0]
 
 
 def test_under_check_ranks_that_is_an_error_on_both_at_once():

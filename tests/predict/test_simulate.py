@@ -518,7 +518,7 @@ WITHOUT_BLOCKS = ModelShape(
 @pytest.mark.parametrize(
     ("mesh", "options", "says"),
     [
-        ({"dp": 64}, {}, "the mesh is said to be dp=64, and the step's is dp=2"),
+        ({"dp": 64}, {}, "the argument mesh is dp=64, and the step's is dp=2"),
         ({"dp": 2.7}, {}, "dp is 2.7: a whole number"),
         ("dp=two", {}, "cannot read 'dp=two'"),
         ("dp=2", {"tokens": -5}, "tokens is -5"),
@@ -540,7 +540,7 @@ class TestTheMeshOfAStep:
 
     def test_its_axes_are_said_in_their_order_which_tells_neighbours(self):
         step, args = one_step(pt.dry_mesh(dp=2, tp=3))
-        with pytest.raises(ValueError, match="said to be tp=3,dp=2, and the step's is dp=2,tp=3"):
+        with pytest.raises(ValueError, match="mesh is tp=3,dp=2, and the step's is dp=2,tp=3"):
             pt.simulate(step, "tp=3,dp=2", UNIT, args)
         assert pt.simulate(step, "dp=2,tp=3", UNIT, args).mesh == {"dp": 2, "tp": 3}
 
@@ -804,7 +804,7 @@ def test_a_name_that_a_table_shows_is_one_line_and_moves_no_cursor(tmp_path):
     [
         ("llama4", {"dp": 2}, SMALL, "no model 'llama4': gpt"),
         ("gpt", {"tp": 3}, SMALL, "tp=3 does not divide the 4 heads of gpt"),
-        ("gpt", {"pp": 2}, SMALL, "pp=2 is no axis"),
+        ("gpt", {"pp": 2}, SMALL, "pp=2 is not an axis"),
         ("gpt", {}, SMALL, "at least one axis"),
         ("gpt", {"dp": 2}, pt.Strategy(zero=4), "stages 0 to 3, not 4"),
         ("gpt", {"dp": 2}, pt.Strategy(precision="int8"), "precision is 'int8'"),

@@ -62,11 +62,13 @@ def made(rank, sizes):
     return str(error), mesh_of(rank, fitting).size()
 
 
-@pytest.mark.parametrize(("sizes", "said"), [((2, 3), "2 x 3 has 6"), ((3,), "3 has 3")], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "said"), [((2, 3), "2 x 3 needs 6"), ((3,), "3 needs 3")], ids=str
+)
 def test_a_mesh_that_does_not_match_the_world_is_refused_on_every_rank(sizes, said):
     results = run_ranks(made, 4, sizes)
     assert len({text for text, _ in results}) == 1
-    assert f"a mesh of {said} places, and the job 4 ranks" in results[0][0]
+    assert f"a mesh of {said} ranks, and the job has 4" in results[0][0]
     assert all(fitted == 4 for _, fitted in results)
 
 

@@ -49,7 +49,7 @@ from .waiting import (
     wait_longer,
     wait_with_others,
 )
-from .wire import Wire
+from .wire import Wire, hidden_from_modes
 
 _SMALL_READ = 1 << 13
 """Bytes up to which a value that the program reads is sent over the control group."""
@@ -336,12 +336,14 @@ class ControlGroup:
         answers = None if gathered is None else answer(gathered)
         return self._scatter_from_first(answers, wait)
 
+    @hidden_from_modes
     def _gather(self, mine: bytes, wait: Callable[[Any], None]) -> list[bytes]:
         x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         out = new_empty(x, (len(self._ranks), len(mine)))
         wait(self._group._allgather_base(out.view(-1), x))
         return [copy_bytes(row) for row in out.unbind()]
 
+    @hidden_from_modes
     def _gather_to_first(
         self, mine: bytes, sizes: list[int], wait: Callable[[Any], None]
     ) -> list[bytes] | None:
@@ -354,6 +356,7 @@ class ControlGroup:
         wait(self._group.gather([rows] if rows else [], [_bytes_tensor(mine, longest)], options))
         return [copy_bytes(r[:n]) for r, n in zip(rows, sizes, strict=True)] if rows else None
 
+    @hidden_from_modes
     def _scatter_from_first(self, rows: list[bytes] | None, wait: Callable[[Any], None]) -> bytes:
         """Returns the bytes that the first rank has for this rank."""
         longest = max(map(len, rows or [b""])) + _LENGTH.size

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction  # also disables modes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
@@ -201,7 +202,7 @@ class World:
                     for group in dict.fromkeys(c.group for c in calls):
                         # The last rank runs the move for all ranks, so its own modes (such as a
                         # checkpoint's, which counts ops) must not see it.
-                        with _disable_current_modes():
+                        with _disable_current_modes(), DisableTorchFunction():
                             action([by_rank[m] for m in group])
             except Exception as error:
                 verdict = _Verdict(

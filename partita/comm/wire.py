@@ -9,6 +9,7 @@ A dry mesh has only one rank that runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
 import threading
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 import torch
+from torch._C import DisableTorchFunction  # also disables modes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Coordinate, Fix, Layout, LayoutError, Mesh
@@ -69,6 +71,20 @@ def _begin_wires() -> None:
         for act in _waiting or ():
             act()
         _waiting = None
+
+
+def hidden_from_modes(run: Callable[..., Any]) -> Any:
+    """Returns a function whose calls of torch no `TorchFunctionMode` intercepts.
+
+    They are a part of a message, and not of the program that a mode records or reruns.
+    """
+
+    @functools.wraps(run)
+    def run_hidden(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return run(*args, **kwargs)
+
+    return run_hidden
 
 
 class Reading(NamedTuple):
@@ -341,6 +357,7 @@ class Wire(Transport):
             self.check(f"{why} at {user_line()}")
         return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
 
+    @hidden_from_modes
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Broadcast the `x` of rank `src`, an index in mesh order.
 

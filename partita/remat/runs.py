@@ -228,20 +228,29 @@ class _RegionRun:
         within this one."""
         if self._event is not None or is_internal(function):
             return run()
-        key, tensors = self._make_key(function, args, kwargs)
-        event = self._enter_call(key, tensors)
-        return self._note_outputs(event, self._run_opaque(event, tensors, run), tensors)
+        with watching(None):
+            return self._run_as_one(*self._make_key(function, args, kwargs), run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """Run a function marked by `one_call`: as one call if it is kept, else its inner calls."""
         run = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None:
             return run()
-        key, tensors = self._make_key(function, args, kwargs)
-        if not self._is_one_call(key):
-            return run()
+        with watching(None):
+            key, tensors = self._make_key(function, args, kwargs)
+            if self._is_one_call(key):
+                return self._run_as_one(key, tensors, run)
+        return run()
+
+    def _run_as_one(self, key: Key, tensors: list[torch.Tensor], run: Callable[[], Any]) -> Any:
+        """Run a call as a whole. This run watches only what `run` calls, and not its own work."""
+
+        def run_watched() -> Any:
+            with watching(self):
+                return run()
+
         event = self._enter_call(key, tensors)
-        return self._note_outputs(event, self._run_opaque(event, tensors, run), tensors)
+        return self._note_outputs(event, self._run_opaque(event, tensors, run_watched), tensors)
 
     def _note_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
         self.producers.note_outputs(out, event.number, tensors)

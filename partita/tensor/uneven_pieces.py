@@ -57,9 +57,12 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
 
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns a contiguous copy of the local tensor, with room for its padding."""
-    if not _has_room(spec, local.device):
-        return local.clone(memory_format=torch.contiguous_format)
-    return empty_padded(spec, local.dtype, local.device).copy_(local)
+    # A call of the program on every rank, also for a mode that records calls (remat).
+    copy = local.clone(memory_format=torch.contiguous_format)
+    if _has_room(spec, local.device):
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            _data.__set__(copy, empty_padded(spec, local.dtype, local.device).copy_(copy))
+    return copy
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
 from partita.comm import Wire
 from partita.remat import Call, is_recomputing
+from tests.programs.gloo_ranks import run_ranks
 
 Function = Callable[..., Any]
 
@@ -405,6 +407,93 @@ def test_a_tensor_of_equal_values_may_stand_in_the_place_of_another(nan: bool) -
         return block.linear.weight.grad
 
     torch.testing.assert_close(gradient(True), gradient(False), equal_nan=True)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, m: Tensor) -> Tensor:
+        ctx.save_for_backward(m)
+        return x * m
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (m,) = ctx.saved_tensors
+        return g * m, None
+
+
+def test_a_function_may_read_a_new_tensor_of_equal_values_and_a_policy_gets_calls_of_the_program():
+    seen: list[str] = []
+
+    def region(x: Tensor) -> Tensor:
+        return Times.apply(x.sin(), torch.from_numpy(numpy)).cos()
+
+    def policy(call: Call) -> bool:
+        seen.append(call.op)
+        return False
+
+    numpy = torch.arange(3.0).numpy()
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    pt.remat(region, policy=policy)(x).sum().backward()
+    region(y).sum().backward()
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+    assert seen == ["sin", "Times", "cos"]
+
+
+def test_a_policy_may_be_unhashable_and_is_freed() -> None:
+    class Never:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, call: Call) -> bool:
+            return False
+
+    for make in (Never, lambda: lambda call: False):
+        policy = make()
+        x = torch.ones(3, requires_grad=True)
+        pt.remat(torch.sin, policy=policy)(x).sum().backward()
+        freed = weakref.ref(policy)
+        del policy
+        gc.collect()
+        assert freed() is None
+
+
+MAKERS: dict[str, Function] = {
+    "distribute": lambda m, mesh: pt.distribute_tensor(m, mesh, [pt.Shard(0)]),
+    "ones": lambda m, mesh: pt.ones(3, device_mesh=mesh, placements=[pt.Shard(0)]),
+    "replicate": lambda m, mesh: pt.distribute_tensor(m, mesh),
+    "batch": lambda m, mesh: pt.distribute_batch(m, mesh),
+    "piece": lambda m, mesh: pt.distribute_batch(
+        m[: 2 - mesh.get_local_rank()], mesh, each_rank_has="piece"
+    ),
+    "checked": lambda m, mesh: pt.DTensor.from_local(
+        m[: 2 - mesh.get_local_rank()], mesh, [pt.Shard(0)], run_check=True, shape=(3,)
+    ),
+    "local_map": lambda m, mesh: pt.local_map(lambda t: t * 2, [pt.Shard(0)])(
+        pt.distribute_tensor(m, mesh, [pt.Shard(0)])
+    ),
+}
+
+
+def compare_makers(mesh: Any) -> None:
+    x = pt.distribute_tensor(torch.arange(3.0), mesh, [pt.Shard(0)]).requires_grad_()
+    m = torch.arange(1.0, 4.0)
+    for name, make in MAKERS.items():
+        region = lambda x, make=make: (x.sin() * make(m, mesh)).cos()  # noqa: E731
+        found = [torch.autograd.grad(f(x).sum(), x)[0] for f in (region, pt.remat(region))]
+        wanted, again = (g.full_tensor() for g in found)
+        assert torch.equal(wanted, again), name
+
+
+def compare_makers_on_gloo(rank: int) -> None:
+    compare_makers(init_device_mesh("cpu", (2,), mesh_dim_names=("a",)))
+
+
+def test_a_region_may_distribute_tensors_and_exchange_what_they_are() -> None:
+    with pt.ranks(a=2) as world:
+        world.run(compare_makers)
+
+
+def test_messages_of_a_region_on_gloo_are_not_its_calls() -> None:
+    run_ranks(compare_makers_on_gloo, 2)
 
 
 def test_a_mask_that_dies_after_its_forward_is_freed_with_the_graph() -> None:

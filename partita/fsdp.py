@@ -62,7 +62,7 @@ class MixedPrecisionPolicy:
         reduce_dtype: the dtype in which gradients are sent and summed. None: `param_dtype`.
         output_dtype: the dtype to which the module's floating-point outputs are cast. None: they
             are not cast.
-        cast_forward_inputs: True casts each block's floating-point inputs to `param_dtype`.
+        cast_forward_inputs: True casts the module's floating-point inputs to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -138,7 +138,18 @@ def fully_shard(
             "offload_policy": offload_policy,
             "ignored_params": ignored_params,
         }
-        return [fully_shard(m, **options) for m in module]
+        own = [set(m.parameters()) for m in module]
+        for i, m in enumerate(module):
+            if own[i] and own[i] <= set().union(*own[:i]):  # tied to modules before it
+                _take_names(m, reshard_after_forward, mp_policy)
+            else:
+                fully_shard(m, **options)
+        return module
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(module):
+        raise ValueError(
+            f"fully_shard: a {type(module).__name__} has no forward; "
+            "apply fully_shard to the modules in it"
+        )
     _refuse_other_options(
         module, reshard_after_forward, shard_placement_fn, offload_policy, ignored_params
     )
@@ -154,10 +165,18 @@ def fully_shard(
     zero(module, whole, shard, precision=mp_policy._to_partita(), persistent=keeps)
     wire = wire_of(whole)
     wire.data_axes = (*wire.data_axes, *(a for a in replicate if a not in wire.data_axes))
+    return _take_names(module, reshard_after_forward, mp_policy)
+
+
+def _take_names(module: Any, reshard_after_forward: Any, mp_policy: MixedPrecisionPolicy) -> Any:
+    """Give a sharded module the class and the hooks of an `FSDPModule`. Returns the module."""
     if not isinstance(module, FSDPModule):
         kind: Any = type(module)
         module.__class__ = _derive_class(kind)
         module.register_forward_pre_hook(_refuse_rows_of_one_rank, prepend=True, with_kwargs=True)
+    if mp_policy.param_dtype is not None and mp_policy.cast_forward_inputs:
+        cast = partial(_cast_inputs, mp_policy.param_dtype)
+        module.register_forward_pre_hook(cast, with_kwargs=True)
     if mp_policy.output_dtype is not None:
         module.register_forward_hook(partial(_cast_output, mp_policy.output_dtype))
     module._keeps_gathered = reshard_after_forward is False
@@ -170,10 +189,14 @@ def get_mesh(model: nn.Module) -> Any:
     Raises:
         ValueError: no parameter of the model is a DTensor.
     """
-    for p in model.parameters():
-        if isinstance(p, DTensor):
-            return p.device_mesh
-    raise ValueError("get_mesh: no parameter of the model is a DTensor; call fully_shard first")
+    mesh = _find_mesh(model)
+    if mesh is None:
+        raise ValueError("get_mesh: no parameter of the model is a DTensor; call fully_shard first")
+    return mesh
+
+
+def _find_mesh(model: nn.Module) -> Any:
+    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -197,6 +220,12 @@ class FSDPModule:
     """
 
     _keeps_gathered = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # A slice of a container is made by calling its class. It is a plain container.
+        made: Any = _plain_class(cls).__new__(_plain_class(cls), *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -269,6 +298,27 @@ class FSDPModule:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect: partita allocates the buffers of collectives itself."""
 
+    def set_symm_mem_for_comm(self, backend: Any = None) -> None:
+        """No effect: partita allocates the buffers of collectives itself."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """No effect: partita chooses process groups itself."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """No effect: partita reduces the gradients of one block at a time."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """No effect: a gradient that only some ranks have counts as zeros on the others."""
+
+    def reset_iter_state(self) -> None:
+        """No effect: a forward or backward pass that raised an error leaves no state behind."""
+
     def set_post_optim_event(self, event: Any) -> None:
         """No effect: gathers wait for the stream on which the optimizer ran."""
 
@@ -297,8 +347,12 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made here, so that pickle does not find it by name.
-        plain = next(k for k in type(self).__mro__ if not issubclass(k, FSDPModule))
+        plain = _plain_class(type(self))
         return (_make_empty, (plain,), *super().__reduce_ex__(protocol)[2:])
+
+
+def _plain_class(kind: type) -> Any:
+    return next(k for k in kind.__mro__ if not issubclass(k, FSDPModule))
 
 
 @cache
@@ -307,8 +361,7 @@ def _derive_class(kind: Any) -> Any:
 
 
 def _make_empty(kind: type) -> Any:
-    derived = _derive_class(kind)
-    return derived.__new__(derived)
+    return object.__new__(_derive_class(kind))
 
 
 def _state_of(module: Any) -> ZeroState | None:
@@ -358,8 +411,13 @@ def _refuse_other_options(
             f"fully_shard: {len(ignored_params)} ignored_params: partita shards all parameters of "
             "a model; apply fully_shard to modules without them"
         )
-    for name, p in module.named_parameters() if shard_placement_fn is not None else ():
-        wanted = shard_placement_fn(p)
+    for name, p in module.named_parameters():
+        if hasattr(p, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"fully_shard: {name} has fsdp_pre_all_gather, an all-gather of its own: partita "
+                "gathers parameters itself; make it a plain parameter"
+            )
+        wanted = None if shard_placement_fn is None else shard_placement_fn(p)
         if wanted is not None and getattr(wanted, "dim", None) not in (0, -p.ndim):
             raise ValueError(
                 f"fully_shard: shard_placement_fn wants {wanted} for {name}: partita shards "
@@ -367,11 +425,23 @@ def _refuse_other_options(
             )
 
 
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(dtype, (args, kwargs))
+
+
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(dtype, output)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype) if x.is_floating_point() else x
 
-    return replace_instances(output, torch.Tensor, cast)
+    return replace_instances(value, torch.Tensor, cast)
 
 
 def _check_modules(method: str, modules: Any) -> None:
@@ -388,8 +458,8 @@ def _make_scale_error(method: str) -> NotImplementedError:
 
 def _refuse_rows_of_one_rank(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise where a sharded model gets plain tensors: each rank's rows would differ unseen."""
-    state = _state_of(module)
-    if state is None or not any(wire_of(get_mesh(module)).mesh.size(a) > 1 for a in state.axes):
+    state, mesh = _state_of(module), _find_mesh(module)
+    if state is None or mesh is None or not any(wire_of(mesh).mesh.size(a) > 1 for a in state.axes):
         return
     given = [t for t in find_instances((args, kwargs), torch.Tensor) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):

@@ -5,8 +5,9 @@
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 Two things differ. Activations stay DTensors with the global shape, so a model keeps its global
-number of heads. A plain tensor that is passed to a module counts as the whole value, whatever
-`input_layouts` says. The ranks check that it is equal on all of them.
+number of heads. A plain tensor counts as the whole value. The ranks check that it is equal on all
+of them. Where a style says that plain tensors are pieces, as `input_layouts=Shard(0)` does, a plain
+tensor is an error.
 """
 
 from __future__ import annotations
@@ -14,14 +15,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
-from partita.comm import find_root_mesh, init_mesh_of_all_ranks, sizes_of_mesh, user_line, wire_of
+from partita.comm import (
+    find_context_mesh,
+    find_root_mesh,
+    init_mesh_of_all_ranks,
+    sizes_of_mesh,
+    user_line,
+    wire_of,
+)
 from partita.layout import Fix, LayoutError, Replicate, Shard, own_placement
 from partita.parallel.parallelize import Inputs, Outputs, parallelize
+from partita.tensor.dtensor import DTensor
 
 __all__ = [
     "ColwiseParallel",
@@ -53,6 +64,9 @@ class _Layouts(ParallelStyle):
     def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
         return []
 
+    def _list_plain(self) -> _Plain:
+        return _Plain()
+
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         (axis,) = _names_of(device_mesh)
         plan: dict[str, Any] = {
@@ -61,14 +75,65 @@ class _Layouts(ParallelStyle):
         whole = find_root_mesh(device_mesh)
         parallelize(module, whole, {k: v for k, v in plan.items() if _has_attribute(module, k)})
         boundaries = self._list_boundaries(module, axis)
-        return parallelize(module, whole, {"": boundaries}) if boundaries else module
+        if boundaries:
+            parallelize(module, whole, {"": boundaries})
+        if wire_of(whole).mesh.size(axis) > 1:
+            self._list_plain().register_hooks(module)
+        return module
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """What torch takes plain tensors for at the boundary of a module: whole values or pieces."""
+
+    inputs: Sequence[Any] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[Any] = ()
+
+    def register_hooks(self, module: nn.Module) -> None:
+        """Register hooks that refuse plain tensors where torch takes them for pieces."""
+        if any(_is_piece(p) for p in (*self.inputs, *self.named.values())):
+            module.register_forward_pre_hook(self.check_inputs, prepend=True, with_kwargs=True)
+        if any(map(_is_piece, self.outputs)):
+            module.register_forward_hook(self.check_outputs, prepend=True)
+
+    def check_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [*zip(args, self.inputs, strict=False)]
+        given += [(kwargs.get(name), placement) for name, placement in self.named.items()]
+        _refuse_pieces(f"an input of {type(module).__name__}", given)
+
+    def check_outputs(self, module: nn.Module, args: Any, out: Any) -> None:
+        each = out if isinstance(out, (tuple, list)) else [out]
+        given = [*zip(each, self.outputs, strict=False)]
+        _refuse_pieces(f"a result of {type(module).__name__}", given)
+
+
+def _is_piece(placement: Any) -> bool:
+    return placement is not None and not placement.is_replicate()
+
+
+def _refuse_pieces(what: str, given: Sequence[tuple[Any, Any]]) -> None:
+    for x, placement in given:
+        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and _is_piece(placement):
+            raise LayoutError(
+                f"{what} is a plain tensor, where the style says {placement!r}",
+                place=user_line(),
+                operands=(f"plain tensor of shape {tuple(x.shape)}",),
+                reason="torch takes it for each rank's piece; here a plain tensor is a whole value",
+                fixes=(
+                    Fix(
+                        f"pt.DTensor.from_local(x, mesh, [{placement!r}])", "each rank's own piece"
+                    ),
+                    Fix(f"pt.distribute_tensor(x, mesh, [{placement!r}])", "one whole value"),
+                ),
+            )
 
 
 class _Linear(_Layouts):
     """A style of nn.Linear and nn.Embedding.
 
     Args:
-        input_layouts: ignored, because an input DTensor has its own layout.
+        input_layouts: a DTensor has its own layout. If this is a Shard, a plain tensor is an error.
         output_layouts: the placement of the result. None: the style's default.
         use_local_output: ignored; the result is always a DTensor.
     """
@@ -85,8 +150,12 @@ class _Linear(_Layouts):
         output_layouts: Any = None,
         use_local_output: bool = True,
     ):
+        self.input_layouts = own_placement(input_layouts)
         self.output_layouts = own_placement(output_layouts)
         self.use_local_output = use_local_output
+
+    def _list_plain(self) -> _Plain:
+        return _Plain([self.input_layouts])
 
     def _list_parameters(self, module: nn.Module) -> dict[str, Any]:
         if isinstance(module, nn.Linear):
@@ -145,6 +214,9 @@ class SequenceParallel(_Layouts):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 
+    def _list_plain(self) -> _Plain:
+        return _Plain([Shard(self.sequence_dim)])
+
     def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
         return [Inputs({axis: Shard(self.sequence_dim)})]
 
@@ -153,7 +225,8 @@ class PrepareModuleInput(_Layouts):
     """Redistribute the inputs of a module.
 
     Args:
-        input_layouts, input_kwarg_layouts: ignored, because a DTensor has its own layout.
+        input_layouts, input_kwarg_layouts: a DTensor has its own layout. Where these have a Shard,
+            a plain tensor is an error.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
         desired_input_kwarg_layouts: a placement for each keyword argument, by name.
         use_local_output: ignored; the inputs are always DTensors.
@@ -170,9 +243,13 @@ class PrepareModuleInput(_Layouts):
     ):
         _check_lengths(input_layouts, desired_input_layouts)
         _check_lengths(input_kwarg_layouts or {}, desired_input_kwarg_layouts or {})
+        self.plain = _Plain(_make_list(input_layouts), _make_dict(input_kwarg_layouts))
         self.wanted = _make_list(desired_input_layouts)
-        self.named = {k: own_placement(p) for k, p in (desired_input_kwarg_layouts or {}).items()}
+        self.named = _make_dict(desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
+
+    def _list_plain(self) -> _Plain:
+        return self.plain
 
     def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
         each = [None if p is None else {axis: p} for p in self.wanted]
@@ -183,7 +260,8 @@ class PrepareModuleOutput(_Layouts):
     """Redistribute the outputs of a module.
 
     Args:
-        output_layouts: ignored, because a DTensor has its own layout.
+        output_layouts: a DTensor has its own layout. Where this has a Shard, a plain tensor is an
+            error.
         desired_output_layouts: a placement for each output. None leaves it unchanged.
         use_local_output: ignored; the outputs are always DTensors.
     """
@@ -192,7 +270,11 @@ class PrepareModuleOutput(_Layouts):
         self, *, output_layouts: Any, desired_output_layouts: Any, use_local_output: bool = True
     ):
         _check_lengths(output_layouts, desired_output_layouts)
+        self.plain = _Plain(outputs=_make_list(output_layouts))
         self.wanted, self.use_local_output = _make_list(desired_output_layouts), use_local_output
+
+    def _list_plain(self) -> _Plain:
+        return self.plain
 
     def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
         return [Outputs(*[None if p is None else {axis: p} for p in self.wanted])]
@@ -224,6 +306,9 @@ class PrepareModuleInputOutput(_Layouts):
         )
         self.use_local_output = use_local_output
 
+    def _list_plain(self) -> _Plain:
+        return replace(self.before.plain, outputs=self.after.plain.outputs)
+
     def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
         before = self.before._list_boundaries(module, axis)
         return before + self.after._list_boundaries(module, axis)
@@ -242,7 +327,8 @@ def parallelize_module(
     Replicate.
 
     Args:
-        device_mesh: a mesh of one dimension, such as `mesh["tp"]`. None: all ranks.
+        device_mesh: a mesh of one dimension, such as `mesh["tp"]`. None: the mesh of `with mesh:`
+            around the call, or all ranks.
         parallelize_plan: a style for `module`, or styles by the names of modules in it. In a name
             each part between dots is an `fnmatch` pattern. A style may also be one of the strings
             that Hugging Face transformers uses in `config.base_model_tp_plan`.
@@ -252,7 +338,8 @@ def parallelize_module(
         LayoutError: a mesh of several dimensions, or a name that no module has.
         ValueError: a string that names no style.
     """
-    mesh = init_mesh_of_all_ranks() if device_mesh is None else device_mesh
+    mesh = find_context_mesh() if device_mesh is None else device_mesh
+    mesh = init_mesh_of_all_ranks() if mesh is None else mesh
     axes = _names_of(mesh)
     if len(axes) > 1:
         raise LayoutError(
@@ -361,6 +448,10 @@ def _has_attribute(module: nn.Module, name: str) -> bool:
 def _make_list(given: Any) -> list[Any]:
     each = given if isinstance(given, Sequence) else [] if given is None else [given]
     return [own_placement(p) for p in each]
+
+
+def _make_dict(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: own_placement(p) for name, p in (given or {}).items()}
 
 
 def _check_lengths(given: Any, wanted: Any) -> None:

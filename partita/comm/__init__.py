@@ -59,6 +59,7 @@ from .meshes import LOOPBACK as LOOPBACK
 from .meshes import MEETING as MEETING
 from .meshes import count_ranks as count_ranks
 from .meshes import describe_saved_mesh as describe_saved_mesh
+from .meshes import find_context_mesh as find_context_mesh
 from .meshes import find_root_mesh as find_root_mesh
 from .meshes import find_saved_wire as find_saved_wire
 from .meshes import init_device_mesh as init_device_mesh

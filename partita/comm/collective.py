@@ -277,7 +277,7 @@ class Transport:
             if get is not None and send is not None:
                 get, send = (splits.times(x.element_size()) for splits in (get, send))
                 request = Request(kind, move, op, get=get, send=send)
-            self._perform(_view_as_bytes(out), _view_as_bytes(x), axes, request)
+            self._perform(view_as_bytes(out), view_as_bytes(x), axes, request)
 
     def _widen_for_reduction(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
         if x.is_complex():
@@ -318,7 +318,8 @@ def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg() if x.is_neg() else x
 
 
-def _view_as_bytes(x: torch.Tensor) -> torch.Tensor:
+def view_as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor as a flat view of its bytes."""
     return x.reshape(-1).view(torch.uint8)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -253,6 +253,15 @@ def find_root_mesh(part: Any) -> Any:
         return part.root
     root = part._get_root_mesh() if isinstance(part, DeviceMesh) else part
     return root if is_part_of_mesh(part, root) else part
+
+
+def find_context_mesh() -> Any:
+    """Returns the mesh of the innermost `with mesh:` around the call, or None.
+
+    Private torch: nothing public tells whether there is one.
+    """
+    stack = _mesh_resources.mesh_stack
+    return stack[-1] if stack else None
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from .collective import (
     Request,
     Transport,
     shares_memory,
+    view_as_bytes,
     without_lazy_bits,
 )
 from .device import HOST
@@ -217,6 +218,8 @@ class Wire(Transport):
             if out is not x:
                 out.view(-1).copy_(x.view(-1))
             return PendingList()
+        if move.kind == "all_gather" and x.dtype not in self.moved_dtypes:
+            out, x = view_as_bytes(out), view_as_bytes(x)
         return self.begin_collective(out, x, axes, Request(move.kind, move, op))
 
     def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:

@@ -250,6 +250,12 @@ class FlatBuffer:
         if self.here or self._arriving is not None:
             return False
         with local_ops(), torch.no_grad():
+            if shards[0].is_meta and self.device.type != "meta":
+                raise LayoutError(
+                    f"parameters of {self.name or 'the model'} are still on the meta device",
+                    place=user_line(),
+                    fixes=(Fix('model.to_empty(device="cpu")', "then initialize or load them"),),
+                )
             if self._arrives_in_place:
                 self._allocate_storage()
                 out = self._full[: self.n * self.length]

@@ -39,6 +39,7 @@ from partita.tensor.tensor_state import (
     saving_hooks,
     was_written_since,
 )
+from partita.tensor.transforms import outside_transforms
 
 from .batch import replace_instances, tensors_in
 from .fsdp_group import (
@@ -107,7 +108,7 @@ class _BlockHooks:
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         in_inference = torch.is_inference_mode_enabled()
         # Hidden from an enclosing remat region, which would record these calls as the program's.
-        with DisableTorchFunction(), counting_versions():
+        with DisableTorchFunction(), counting_versions(), outside_transforms():
             group.zero.enter_forward(group)
             group.depth = 1
             # Also where nothing that is seen here has a gradient: the block may read other tensors.
@@ -168,7 +169,7 @@ class _BlockHooks:
         if group.depth:
             return
         note_end_of_forward()
-        with DisableTorchFunction(), counting_versions():
+        with DisableTorchFunction(), counting_versions(), outside_transforms():
             try:
                 written = group.write_back()
                 if forward is not None:

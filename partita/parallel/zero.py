@@ -268,10 +268,12 @@ def _take_over(
         layouts = state_of(p).zero_layouts
         if layouts is not None and layouts.owner not in owners:
             raise LayoutError(
-                f"zero: {name} is sharded already, as a part of an enclosing model",
+                f"zero: {name} is sharded already, with another module that holds it",
                 place=user_line(),
+                reason="each parameter is gathered with one module, or with one model around all",
                 fixes=(
                     Fix("zero(module, mesh) first, and zero(model, mesh) after", "inner to outer"),
+                    Fix("zero(model, mesh) alone", "for modules that share a parameter"),
                 ),
             )
     wanted = (axes, stage, precision or MixedPrecision())

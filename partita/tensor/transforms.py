@@ -33,7 +33,7 @@ from partita.comm.agreement import is_alone
 from partita.comm.device import default_generator
 from partita.comm.ranks import RankWire
 from partita.comm.torch_distributed import wrap_in_place
-from partita.layout import Fix, LayoutError
+from partita.layout import Fix, Layout, LayoutError
 
 from .arguments import check_plain_tensor, spec_of_plain
 from .dtensor import DTensor, as_dtensor, move_local
@@ -47,6 +47,7 @@ from .tensor_state import (
     make_layout_error,
     make_two_meshes_error,
     next_node,
+    spec_of,
 )
 from .torch_patches import holds_dtensor
 
@@ -60,6 +61,11 @@ _FORWARD_MODE = ("hessian", "jacfwd", "jvp", "linearize")
 """The transforms that use forward-mode AD. Torch counts its levels for all threads together."""
 _FORWARD_LOCK = threading.RLock()
 _PATIENCE = 60.0  # seconds
+
+
+def outside_transforms() -> Any:
+    """Suspend the transforms of torch.func inside the block: none applies to a redistribution."""
+    return temporarily_clear_interpreter_stack()
 
 
 class _Active(threading.local):
@@ -145,10 +151,11 @@ class WholeValues(TorchFunctionMode):
         if self._holds_lock and wire.mesh.size() > 1:
             raise _make_closure_error(self.name)
         self.wire, self._is_gathering = wire, True
+        # `x.shape` would be that of the piece where DTensor's own methods read a tensor.
+        whole = spec_of(Layout(x._spec.layout.shape, invariant=wire.mesh.names), wire)
         try:
-            # The transform does not apply to a redistribution.
-            with temporarily_clear_interpreter_stack():
-                return move_local(x, x._spec, spec_of_plain(x, wire), self.name, "implicit")
+            with outside_transforms():
+                return move_local(x, x._spec, whole, self.name, "implicit")
         finally:
             self._is_gathering = False
 

@@ -362,12 +362,5 @@ def test_every_name_of_fsdp2_is_here_or_differs_knowingly():
     lacking = {"DataParallelMeshDims"}
     assert {n for n in names if not hasattr(fsdp, n)} <= lacking
     methods = {n for n in vars(theirs.FSDPModule) if not n.startswith("_")}
-    tuning = {
-        "reset_iter_state",
-        "set_reduce_scatter_unused_params",
-        "set_reduce_scatter_max_input_buffers",
-        "set_separate_reduce_scatter_group",
-        "set_symm_mem_for_comm",
-    }
-    assert {n for n in methods if not hasattr(FSDPModule, n)} <= tuning
+    assert {n for n in methods if not hasattr(FSDPModule, n)} == set()
     assert MixedPrecisionPolicy(torch.bfloat16) == MixedPrecisionPolicy(param_dtype=torch.bfloat16)

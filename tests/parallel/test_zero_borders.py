@@ -916,7 +916,7 @@ def test_a_part_of_what_is_sharded_another_way_and_a_sub_mesh_are_refused():
 
     with pt.ranks(dp=2, tp=2) as world:
         within, otherwise, elsewhere = world.run(run)[0]
-    assert "is sharded already, as a part of an enclosing model" in within
+    assert "is sharded already, with another module that holds it" in within
     assert "a Part in the model was sharded with other options" in otherwise
     assert "blocks.0.a.weight is on another mesh" in elsewhere
     assert "zero(model, mesh, 'dp')" in elsewhere

@@ -1127,12 +1127,15 @@ def test_fakes_of_torch_still_lie_otherwise_than_what_a_kernel_makes():
 
 def test_a_sub_mesh_knows_the_mesh_that_it_was_taken_from():
     """`comm/meshes.py` finds the whole mesh where a user names a part of it."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import _mesh_resources, init_device_mesh
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         whole = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         assert whole["dp"]._get_root_mesh() is whole
         assert whole._get_root_mesh() is whole
+        assert _mesh_resources.mesh_stack == []
+        with whole:
+            assert _mesh_resources.mesh_stack[-1] is whole
     finally:
         dist.destroy_process_group()

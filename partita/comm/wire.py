@@ -218,8 +218,9 @@ class Wire(Transport):
             if out is not x:
                 out.view(-1).copy_(x.view(-1))
             return PendingList()
-        if move.kind == "all_gather" and x.dtype not in self.moved_dtypes:
-            out, x = view_as_bytes(out), view_as_bytes(x)
+        if x.dtype not in self.moved_dtypes:
+            view = view_as_bytes if move.kind == "all_gather" else _view_as_real
+            out, x = view(out), view(x)
         return self.begin_collective(out, x, axes, Request(move.kind, move, op))
 
     def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:
@@ -424,6 +425,10 @@ _number = itertools.count()
 _known: weakref.WeakValueDictionary[int, MeshHandle] = weakref.WeakValueDictionary()
 
 MakeWire = Callable[["MeshHandle", tuple[int, ...]], Wire]
+
+
+def _view_as_real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x).view(-1)
 
 
 class MeshHandle:

@@ -1906,6 +1906,26 @@ def a_frozen_parameter_may_have_another_dtype(mesh):
     check_equal(model.high.grad, plain.high.grad, "gradient", 1e-5)
 
 
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.polar(make_rows(0, 6, 6).abs(), make_rows(1, 6, 6)))
+
+    def forward(self, x):
+        return (x.to(self.turn.dtype) @ self.turn).abs()
+
+
+@claim()
+def a_parameter_of_complex_numbers_trains(mesh):
+    for stage in (0, 2, 3):
+        model = Rotation()
+        if stage == 3:
+            fully_shard(model, mesh=mesh)
+        else:
+            pt.zero(model, mesh, stage=stage)
+        check_same_training(Rotation(), model, lambda i: make_rows(i, 4, 6), steps=1)
+
+
 # -- tests of torch that make no claim for a user of another implementation ------------------------
 
 NO_CLAIM = {

@@ -218,7 +218,7 @@ def _share(step: Any, batch: Any, rounds: int) -> dict[str, float]:
     guards, call = step.program.guards, step.call_guard
     return {
         "guards": len(guards),
-        "check": _median(lambda: guards.hold((), are_the_same=True), 20 * rounds),
+        "check": _median(lambda: guards.hold((), ((), {}), are_the_same=True), 20 * rounds),
         "call": _median(lambda: step(*batch), rounds),
         "all": _median(lambda: call.tensors(batch, {}), 20 * rounds),
     }

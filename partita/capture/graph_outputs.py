@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -109,7 +109,8 @@ class GraphOutputs:
 
     def add_slot(self, slot: Slot, value: Any) -> None:
         """Add the value that a slot has after the step."""
-        self._add_value("slot", value, slot=slot)
+        given = self._inputs.input_of(value)
+        self._add_value("slot", value, slot=slot, index=-1 if given is None else given.index)
 
     def add_left_gradients(self) -> None:
         """Add the gradients that the step leaves in inputs and in tensors that it has computed."""
@@ -194,6 +195,7 @@ class GraphOutputs:
             more["retains_grad"] = _retains_gradient(value)
         elif "gradient" not in kind:
             more["asks_gradient"] = asks_gradient(value)
+            more["is_parameter"] = isinstance(value, nn.Parameter)
         self.all.append(Output(kind, _untraced_spec(spec), **more))
         self.values.append(value)
 

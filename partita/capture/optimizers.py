@@ -336,7 +336,9 @@ class CapturedOptimizers:
                 called = f"{name}.{path[0]}[{index}]{within}"
                 return number(called, value, ParamGroup(self.optimizers[name], index), path)
             if type(value) in (tuple, list):
-                return type(value)(stand_in_for(v, *path, i) for i, v in enumerate(value))
+                parts = [stand_in_for(v, *path, i) for i, v in enumerate(value)]
+                is_same = all(v is part for v, part in zip(value, parts, strict=True))
+                return value if is_same else type(value)(parts)
             return stand_in(value)
 
         return {key: stand_in_for(value, key) for key, value in group.items()}

@@ -425,7 +425,7 @@ class CompiledStep:
                 raise make_lazy_parameter_error()
             return None, [], None
         signature = call.find_signature(tensors)
-        key, why = self._find_kept_program(signature, tensors, others)
+        key, why = self._find_kept_program(signature, tensors, (args, kwargs), others)
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
@@ -448,9 +448,9 @@ class CompiledStep:
         return self._state
 
     def _find_kept_program(
-        self, signature: Any, tensors: list[Any], others: OtherAnswers | None
+        self, signature: Any, tensors: list[Any], call: Any, others: OtherAnswers | None
     ) -> tuple[tuple[Any, int] | None, str]:
-        """Returns the key of a kept program for such a call, or None.
+        """Returns the key of a kept program for `call`, its (args, kwargs), or None.
 
         Also returns the condition that does not hold, or "".
         """
@@ -458,7 +458,7 @@ class CompiledStep:
         for key, program in reversed(self._programs.items()):
             if key[0] != signature:
                 continue
-            if program.guards is not None and not program.guards.hold(tensors):
+            if program.guards is not None and not program.guards.hold(tensors, call):
                 continue
             if others is not None and not others.agrees_with(program.answers.values):
                 continue

@@ -174,6 +174,11 @@ class Input:
             return found
         return id(self.home.now), self.path[0]
 
+    @property
+    def place_read(self) -> tuple[int, Any]:
+        """The identity of the place that code reads to get the number."""
+        return (id(self.home.optimizer), "param_groups") if self.path else self.place
+
     def number(self, tensors: Sequence[Any]) -> Any:
         """Returns the Python value of a "number" input, given the leaves of a call."""
         if self.index >= 0:
@@ -200,7 +205,8 @@ class Output:
         spec: the spec of a DTensor; None for a plain tensor.
         slot: the slot whose new value the output is.
         index: for a gradient, the index of its tensor among the leaves of a call; for a left
-            gradient the `tensor` of the output whose gradient it is.
+            gradient the `tensor` of the output whose gradient it is; for a slot that gets a tensor
+            of the call itself, the index of that tensor.
         number: for a result or slot with a history, its number among all of these; for a cotangent,
             the number of its result. Otherwise -1.
         part: for a value with a history, the part of backward that its gradient enters; for a
@@ -212,6 +218,7 @@ class Output:
         asks_gradient: True if the output requires grad but has no history, such as a view of a
             parameter made under `no_grad`.
         retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
+        is_parameter: True if the step made the output an `nn.Parameter`.
     """
 
     kind: str
@@ -225,6 +232,7 @@ class Output:
     tensor: int = -1
     asks_gradient: bool = False
     retains_grad: bool = False
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True)

@@ -350,7 +350,7 @@ class ValuesWanted(BaseException):
 
 
 class StepRaises(Exception):
-    """The step raises with the true answers of the call: it runs eagerly, to raise with values.
+    """The step raises an error of its own: the call runs eagerly, to write and raise as in eager.
 
     Attributes:
         error: what the step raised while it was captured.

@@ -63,6 +63,36 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
         _HERE.made.clear()
 
 
+def objects_of_call(call: Any) -> list[Any]:
+    """Returns the containers and the leaves of (args, kwargs), each as often as it occurs."""
+    found: list[Any] = []
+    pytree.tree_leaves(call, is_leaf=found.append)  # type: ignore[arg-type]
+    return found
+
+
+def repeats_any(call: Any) -> bool:
+    """True if a container, which `unflatten_call` makes anew, occurs twice in (args, kwargs)."""
+    ids = [id(v) for v in objects_of_call(call) if not pytree.tree_is_leaf(v)]
+    return len({*ids}) < len(ids)
+
+
+def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
+    """Returns `made`, made of `call` by `unflatten_call`, with one object for a repeated container.
+
+    Args:
+        known: by id of a container of the call, the one that was made of it.
+    """
+    if pytree.tree_is_leaf(call):
+        return made
+    if id(call) not in known:
+        parts, structure = pytree.tree_flatten(call, is_leaf=lambda v: v is not call)
+        were = pytree.tree_leaves(made, is_leaf=lambda v: v is not made)
+        now = [share_repeated(v, m, known) for v, m in zip(parts, were, strict=True)]
+        is_made = all(m is n for m, n in zip(were, now, strict=True))
+        known[id(call)] = made if is_made else pytree.tree_unflatten(now, structure)
+    return known[id(call)]
+
+
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
     """Returns the classes of objects that `flatten_call` has taken apart."""
     within = [kind for child in structure.children() for kind in classes_of_call(child)]

@@ -67,6 +67,7 @@ from .arguments import (
     flatten_call,
     is_taken_apart,
     refuse_closed,
+    share_repeated,
     unflatten_call,
 )
 from .bytecode import asks_which_object, compares_objects
@@ -131,7 +132,7 @@ def capture_step(
         ValuesWanted: more values must be computed, for another capture.
         CaptureError: the step does what a graph cannot express; names the user's line.
         NewStateFound: a run has read state that is missing in `state`.
-        StepRaises: the step raises with the true answers of the call.
+        StepRaises: the step raises an error of its own, or any with the true answers of the call.
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
@@ -172,16 +173,15 @@ def capture_step(
             has_symbols = run.numbers.traced or run.questions.reads
             is_final = isinstance(error, LayoutError) and not is_of_number(error.__cause__)
             if is_final or plain.why or not has_symbols:
-                if run.raised and guesses.certain:
+                if run.raised and (guesses.certain or not isinstance(error, LayoutError)):
                     raise StepRaises(error) from error
                 raise error
             # Symbolic numbers cannot do all that Python's can: try once more with plain floats.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             tried_guesses, first_failure = guesses, None
             continue
-        if (run.meets_unknown_tensors or run.other_tensors) and (
-            more := state.find_more(run.record.places.values())
-        ) is not None:
+        is_more = run.meets_unknown_tensors or run.other_tensors or run.record.reaches_optimizers()
+        if is_more and (more := state.find_more(run.record.places.values())) is not None:
             run.undo()
             raise more
         run.check_other_tensors()
@@ -239,7 +239,7 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> bool:
     """
     run.undo()
     program.guards = run.guards()
-    if run.numbers.keep_plain(program.guards.find_shared_numbers()):
+    if run.numbers.keep_plain(program.guards.shared_numbers):
         return False
     for write in run.writes:
         write.redo()
@@ -549,7 +549,8 @@ class CaptureRun:
             else:
                 refuse_closed(f"argument[{i}]", leaf)
                 leaves[i] = self.inputs.stand_in(leaf)
-        made = unflatten_call(leaves, structure)
+        call = self.args, self.kwargs
+        made = share_repeated(call, unflatten_call(leaves, structure), {})
         self._made_for_arguments = {id(leaf) for leaf in pytree.tree_leaves(made)}
         return made
 
@@ -596,7 +597,7 @@ class CaptureRun:
         Args:
             refused: True if capture failed. All tensors then count as equal.
         """
-        numbers = [given for given, _ in self.numbers.met if given.home is not None]
+        numbers = [i for i, _ in self.numbers.met if not refused or i.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
         if not refused:
             leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
@@ -606,7 +607,9 @@ class CaptureRun:
             written = frozenset(map(id, (*homes, *filter(is_container, left))))
         inputs = ReadInputs(leaves, slots, numbers, written)
         with without_function_modes():  # which would intercept reads of tensors
-            return self.record.make_guards(inputs, self.state.guarded_places())
+            places = self.state.guarded_places()
+            call = None if refused else (self.args, self.kwargs)
+            return self.record.make_guards(inputs, places, self.inputs.leaves, call)
 
     def check_other_tensors(self) -> None:
         """Raise CaptureError if one of `other_tensors` is an input, or a result is unknown."""

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.block_choice import BlocksTraced
@@ -159,8 +159,10 @@ class CapturedProgram(Program):
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
                 value = as_dtensor(value, output.spec)
-                if output.spec.has_noted_origin:
-                    note_origin(value, output.spec.wire)
+            if output.is_parameter:
+                value = nn.Parameter(value, output.asks_gradient)
+            if output.spec is not None and output.spec.has_noted_origin:
+                note_origin(value, output.spec.wire)
             if output.scalar and isinstance(value, torch.Tensor):  # else a constant of the step
                 value = value.item()
             if output.retains_grad and value.requires_grad:  # else its history was used up
@@ -174,7 +176,7 @@ class CapturedProgram(Program):
                 made[output.index].grad = value
             elif output.kind == "slot":
                 assert output.slot is not None
-                output.slot.put(value)
+                output.slot.put(value if output.index < 0 else tensors[output.index])
         for write in self.writes:
             write.redo()
         self.holds_writes = False

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
@@ -37,7 +38,7 @@ from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import state_of
 
-from .arguments import flatten_call
+from .arguments import flatten_call, objects_of_call, repeats_any
 from .record import count_own_attributes
 from .values import (
     INSIDE,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from .inputs import State
 
 _INSIDE = frozenset(INSIDE)
+_read_bases = vars(type)["__bases__"].__get__
 
 # -- guards of what was read -----------------------------------------------------------------------
 
@@ -86,13 +88,16 @@ class Guards:
         types: (object, type) of objects whose type was read.
         inputs: the values that are inputs of the graph.
         huge: containers whose entries are compared by identity.
-        classes: classes whose number of attributes is guarded: a new one may hide another.
+        classes: classes whose bases are guarded, and whose number of attributes: a new one may hide
+            another.
         namespaces: (name, variables, read names or None for all) of modules, functions and
             objects: none of the read names may be added or removed.
         owners: (name, object) of objects whose attributes were read: each must keep its `__dict__`,
             which is the home of the places.
         compared: identities of the places whose values code may compare by `is` or `id`; None if no
             code does.
+        leaves, call: those of the captured call, and its (args, kwargs), whose objects code may
+            compare, too; call is None if the step has no program.
     """
 
     def __init__(
@@ -105,6 +110,8 @@ class Guards:
         namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str] | None]] = (),
         owners: Sequence[tuple[str, Any]] = (),
         compared: Set[tuple[int, Any]] | None = None,
+        leaves: Sequence[Any] = (),
+        call: Any = None,
     ):
         self._arguments = (places, types, inputs, huge, classes, namespaces, owners, compared)
         self._compared = compared
@@ -119,6 +126,7 @@ class Guards:
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
         self._class_sizes = [*map(count_own_attributes, classes)]
+        self._class_bases = [*map(_read_bases, classes)]
         self._owner_names, self._owners = [name for name, _ in owners], [o for _, o in owners]
         self._dicts = [*self._read_dicts()]
         modules = [held for held in self._dicts if held.keys() >= _INSIDE]
@@ -144,7 +152,9 @@ class Guards:
         self._choose_comparisons()
         self._expect_objects(found, walk, set())
         self._sharing, self._first_met = self._find_sharing({})
-        self._shared_by_numbers = self._find_shared_by_numbers()
+        self._compares_call = call is not None and (compared is not None or repeats_any(call))
+        self._shared_beside = self._find_shared_beside(leaves, call)
+        self.shared_numbers = self._find_shared_numbers(leaves, call)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -162,18 +172,20 @@ class Guards:
         """True if all tensors that were read are among the first `count` leaves of the call."""
         return self._last_leaf < count
 
-    def hold(self, leaves: Sequence[Any] = (), are_the_same: bool = False) -> bool:
+    def hold(
+        self, leaves: Sequence[Any] = (), call: Any = None, are_the_same: bool = False
+    ) -> bool:
         """Returns True if all places hold the expected values, and then stores their current
         objects. The next call compares identities with these objects. Each tensor that was read
         must be the same leaf of the call as at capture.
 
         Args:
-            leaves: the leaves of the call.
+            leaves, call: as for `Guards`.
             are_the_same: True if the leaves that were read are the tensors of the last call.
         """
         moved = self._find_moved()
         if not moved and are_the_same and self._have_same_names():
-            return self._find_shared_by_numbers() == self._shared_by_numbers
+            return self._find_shared_beside(leaves, call) == self._shared_beside
         if self._list_other_names():
             return False
         walk = self._make_walk(find_first_leaves(leaves))
@@ -187,7 +199,12 @@ class Guards:
             found[at] = self._look_at(at, walk)
             if found[at].key != self._keys[at]:
                 return False
-        if not self._holds_sharing(found if moved else {}):
+        if moved:
+            sharing, first_met = self._find_sharing(found)
+            if sharing != self._sharing:
+                return False
+            self._first_met = first_met
+        if self._find_shared_beside(leaves, call) != self._shared_beside:
             return False
         self._expect_objects(found, walk, {at for at in moved if found[at].parts})
         return True
@@ -198,45 +215,58 @@ class Guards:
         walk.compared = None if self._compared is None else []
         return walk
 
-    def _holds_sharing(self, found: Mapping[int, PlaceContent]) -> bool:
-        """True if places share objects as at capture; `found` has new contents of some places."""
-        sharing, first_met = (
-            self._find_sharing(found) if found else (self._sharing, self._first_met)
-        )
-        if sharing != self._sharing:
-            return False
-        self._first_met = first_met
-        return self._find_shared_by_numbers() == self._shared_by_numbers
+    def _list_beside(
+        self, leaves: Sequence[Any], call: Any
+    ) -> Iterator[tuple[Any, Input | None, bool]]:
+        """Yields (object, number input, True if the step reads it) of objects beside the places.
 
-    def _find_shared_by_numbers(self) -> list[int]:
-        """Returns for each number input what else is the same Python object.
-
-        That is an object's number in `_find_sharing`; or -2 - i for the variable of the number i,
-        if the step reads both; -1 if there is none.
+        These are the number inputs, the settings of optimizers that contain such, and the objects
+        of the call.
         """
-        if self._compared is None:
-            return []
+        containers = set()
+        for given in self._inputs.numbers if self._compared is not None else ():
+            read = given.index >= 0 or given.place_read in self._compared  # type: ignore[operator]
+            try:
+                value = given.number(leaves)
+                within = given.home[given.path[0]] if len(given.path) > 1 else value
+            except (LookupError, AttributeError, ValueError):  # its place is gone
+                value = within = MISSING
+            yield value, given, read
+            if within is not value and given.place not in containers:
+                containers.add(given.place)
+                yield within, given, read
+        for value in objects_of_call(call) if self._compares_call else ():
+            if not isinstance(value, (bool, float, types.NoneType, torch.Tensor)):
+                yield value, None, True
+
+    def _find_shared_beside(self, leaves: Sequence[Any], call: Any) -> list[int]:
+        """Returns for each object of `_list_beside` what else is the same Python object.
+
+        That is an object's number in `_find_sharing`; or -2 - i for the object i of that list, if
+        the step reads both; -1 if there is none.
+        """
         first: dict[int, int] = {}
         found = []
-        for i, given in enumerate(self._inputs.numbers):
-            try:
-                value = given.number(())
-            except (LookupError, AttributeError, ValueError):  # its place is gone
-                found.append(-1)
-                continue
-            shared = self._first_met.get(id(value), -1)
-            if shared < 0 and not given.path and given.place in self._compared:
+        for i, (value, _, read) in enumerate(self._list_beside(leaves, call)):
+            shared = -1 if value is MISSING else self._first_met.get(id(value), -1)
+            if shared < 0 and read and value is not MISSING:
                 other = first.setdefault(id(value), i)
                 shared = -1 if other == i else -2 - other
             found.append(shared)
         return found
 
-    def find_shared_numbers(self) -> list[Input]:
-        """Returns the number inputs that code may compare with another place of the same object."""
-        numbers = self._inputs.numbers
-        found = {i: None for i, shared in enumerate(self._shared_by_numbers) if shared != -1}
-        found |= {-2 - shared: None for shared in self._shared_by_numbers if shared < -1}
-        return [numbers[i] for i in found]
+    def _find_shared_numbers(self, leaves: Sequence[Any], call: Any) -> list[Input]:
+        """Returns the number inputs that code may compare with another name of the same object."""
+        inputs = [given for _, given, _ in self._list_beside(leaves, call)]
+        shared = self._shared_beside
+        found = [inputs[i] for i, at in enumerate(shared) if at != -1]
+        found += [inputs[-2 - at] for at in shared if at < -1]
+        places = {given.place for given in found if given is not None and given.path}
+        return [
+            given
+            for given in self._inputs.numbers
+            if given in found or (given.path and given.place in places)
+        ]
 
     def _find_sharing(
         self, found: Mapping[int, PlaceContent]
@@ -286,6 +316,9 @@ class Guards:
         for kind, size in zip(self._classes, self._class_sizes, strict=True):
             if (there := count_own_attributes(kind)) != size:
                 found.append(f"{kind.__name__}: {size} attributes became {there}")
+        for kind, bases in zip(self._classes, self._class_bases, strict=True):
+            if _read_bases(kind) is not bases:
+                found.append(f"{kind.__name__}.__bases__ is another tuple")
         for name, held, names, known in self._namespaces:
             found += [f"{name}.{key} is new" for key in sorted(_select_names(held, names) - known)]
         for name, held, now in zip(self._owner_names, self._dicts, self._read_dicts(), strict=True):
@@ -322,6 +355,7 @@ class Guards:
         return (
             all(map(is_, map(type, self._objects), self._types))
             and [*map(len, self._class_dicts)] == self._class_sizes
+            and all(map(is_, map(_read_bases, self._classes), self._class_bases))
             and self._read_ends() == self._namespace_ends
             and all(map(is_, self._read_dicts(), self._dicts))
             and all(map(is_, map(dict.get, self._modules, cycle(INSIDE)), self._inside))
@@ -450,7 +484,7 @@ class ReadInputs:
     Attributes:
         leaves: the first index of each tensor among the leaves of the captured call, by id.
         slots: the identities of the places whose tensors `TensorGuard` compares.
-        numbers: the number inputs that are in a slot or an optimizer's group.
+        numbers: the number inputs: arguments, or in a slot or an optimizer's group.
         written: the ids of the containers that the program writes.
     """
 
@@ -464,7 +498,8 @@ class ReadInputs:
         found = {}
         for i, given in enumerate(self.numbers):
             with suppress(LookupError):  # an optimizer may have fewer groups now
-                found[given.place] = i
+                if given.home is not None:
+                    found[given.place] = i
         return found
 
 

@@ -31,7 +31,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -231,6 +231,13 @@ class ReadRecord(PlaceRecord):
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
+    def reaches_optimizers(self) -> bool:
+        """True if an optimizer was reached that was not found before the run."""
+        owners = [known.value for known in self._objects.values()]
+        return any(
+            has_type(o, torch.optim.Optimizer) for o in owners if id(o) not in self._given_names
+        )
+
     @property
     def sees_calls(self) -> bool:
         """True if functions are recorded when they run; False if they are recorded when they are
@@ -248,12 +255,15 @@ class ReadRecord(PlaceRecord):
             for value in items_of(huge)[1]:
                 yield value, f"an entry of a {type(huge).__name__}"
 
-    def make_guards(self, inputs: ReadInputs, extra: Iterable[Place]) -> Guards:
+    def make_guards(
+        self, inputs: ReadInputs, extra: Iterable[Place], leaves: Sequence[Any], call: Any
+    ) -> Guards:
         """Returns guards that expect the current values of all places that were read.
 
         Args:
             inputs: the values that are inputs of the graph.
             extra: more places to guard.
+            leaves, call: as for `Guards`.
         """
         spaces = [(o, name) for o, name in self._namespaces.values() if not has_type(o, type)]
         asked = frozenset(self._names_asked | {"__getattr__"})
@@ -272,6 +282,8 @@ class ReadRecord(PlaceRecord):
             ],
             [(name, o) for name, o in objects if dict_of(o) is not None],
             self._list_compared(),
+            leaves,
+            call,
         )
 
     @property
@@ -286,12 +298,14 @@ class ReadRecord(PlaceRecord):
         """
         if not self.asks_which_object:
             return None
-        defaults = {
-            (id(dict_of(known.value)), "defaults")
-            for known in self._objects.values()
-            if has_type(known.value, torch.optim.Optimizer) and not known.names.get("defaults")
-        }
-        return frozenset(self.places.keys() - defaults)
+        found = {*self.places}
+        for known in self._objects.values():
+            if has_type(known.value, torch.optim.Optimizer):
+                if not known.names.get("defaults"):
+                    found.discard((id(dict_of(known.value)), "defaults"))
+                if known.names.get("param_groups"):
+                    found.add((id(known.value), "param_groups"))
+        return frozenset(found)
 
     def _names_asked_of(self, space: Any, asked: frozenset[str]) -> frozenset[str] | None:
         """Returns the names that code may read from a namespace; None for all."""

@@ -179,3 +179,65 @@ def test_what_a_step_makes_is_refused_each_time_and_not_left(way, make):
 def test_a_lazy_object_is_asked_for_what_the_step_asks():
     lazy = Lazy(lambda: 1)
     assert pt.compile(lambda: torch.ones(3).sum() * lazy.made, backend="graph")().item() == 3
+
+
+class Trained:
+    """A model that a step trains, with a count that the step may not change in a graph."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.calls = [0]
+
+    def train(self, x):
+        self.optimizer.zero_grad()
+        self.model(x).mean().backward()
+        self.optimizer.step()
+
+
+def count_and_raise(held, x, bad):
+    held.calls[0] += 1
+    held.train(x)
+    raise KeyError("always")
+
+
+def raise_if_told(held, x, bad):
+    held.train(x)
+    if bad:
+        raise ValueError("told to")
+    return x * 2
+
+
+def raise_by_a_shape(held, x, bad):
+    held.train(x)
+    return x.view(7) if bad else x * 2
+
+
+def raise_on_a_float(held, x, bad):
+    held.train(x)
+    assert x.shape[0] * float(bad) < 1
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    "body", [count_and_raise, raise_if_told, raise_by_a_shape, raise_on_a_float]
+)
+def test_what_a_step_writes_before_its_own_error_is_kept(body):
+    def run(wrap):
+        held = Trained()
+        step = wrap(lambda x, bad: body(held, x, bad))
+        found = []
+        for bad in (True, False, True, False):
+            try:
+                found.append(step(torch.ones(2, 3), bad))
+            except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+                found.append(repr(error))
+            found += [held.model.weight.detach().clone(), held.calls[0]]
+        return found
+
+    for want, got in zip(run(lambda f: f), run(pt.compile(backend="graph")), strict=True):
+        if isinstance(want, torch.Tensor):
+            torch.testing.assert_close(got, want)
+        else:
+            assert got == want

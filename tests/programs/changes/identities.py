@@ -71,6 +71,149 @@ for kind in KINDS:
     compared(kind, False)
 
 
+# -- an argument that is another argument, or is in a place ----------------------------------------
+
+
+def compared_arguments(kind: str) -> None:
+    """Two arguments, or an argument and an attribute, that are compared by `is`."""
+    make = KINDS[kind]
+    one, other = make(), make()
+    others = [other, one, other, one]
+
+    def two_arguments() -> Change:
+        step = lambda x, a, b: x * (2 if a is b else 3)  # noqa: E731
+        return Change(step, lambda: None, arguments=lambda i: (one, others[i]))
+
+    def within_an_argument() -> Change:
+        step = lambda x, pair: x * (2 if pair[0] is pair[1] else 3)  # noqa: E731
+        return Change(step, lambda: None, arguments=lambda i: ([one, others[i]],))
+
+    def with_an_attribute() -> Change:
+        held = Plain(a=one)
+        step = lambda x, a: x * (2 if a is held.a else 3)  # noqa: E731
+        return Change(step, lambda: None, arguments=lambda i: (others[i],))
+
+    CHANGES[f"{kind}_in_two_arguments"] = two_arguments
+    CHANGES[f"{kind}_within_an_argument"] = within_an_argument
+    if kind not in ("tuples", "lists", "dicts"):  # which arrive as copies, and are refused
+        CHANGES[f"{kind}_in_an_argument_and_an_attribute"] = with_an_attribute
+
+
+for kind in ("floats", "ints", "texts", "tuples", "frozen_sets", "lists", "dicts", "objects"):
+    compared_arguments(kind)
+
+
+@change
+def a_list_that_is_given_twice_with_floats():
+    one = [2.0]
+    return Change(
+        lambda x, a, b: x * a[0] - b[0],
+        lambda: None,
+        arguments=lambda i: (one, one if i < 2 else [3.0 + i]),
+    )
+
+
+# -- classes with other bases ----------------------------------------------------------------------
+
+
+class First:
+    pass
+
+
+class Second:
+    pass
+
+
+@change
+def the_bases_of_a_class():
+    class Child(First):
+        pass
+
+    child = Child()
+    return Change(
+        lambda x: x * (2 if isinstance(child, First) else 3),
+        lambda: setattr(Child, "__bases__", (Second,)),
+    )
+
+
+@change
+def the_bases_of_a_base():
+    class Parent(First):
+        pass
+
+    class Child(Parent):
+        pass
+
+    return Change(
+        lambda x: x * (2 if issubclass(Child, First) else 3),
+        lambda: setattr(Parent, "__bases__", (Second,)),
+    )
+
+
+# -- a name that a step binds to another name's tensor ---------------------------------------------
+
+
+def bound(name: str, make: Callable[[Any], Any], bind: Callable[[Any], None]) -> None:
+    """Tensors `a` and `b` of an object that the step binds anew, and that others hold, too."""
+
+    def build() -> Change:
+        held = make([torch.ones(3), torch.ones(3) * 2])
+        before = [held.a, held.b]
+
+        def step(x):
+            bind(held)
+            return x * held.a + held.b
+
+        def change():
+            with torch.no_grad():
+                before[0].add_(3)
+
+        def seen():
+            pairs = [(now is was, type(now)) for now in (held.a, held.b) for was in before]
+            return [held.a.detach(), held.b.detach(), *pairs]
+
+        return Change(step, change, seen)
+
+    CHANGES[name] = build
+
+
+def parameters(tensors: Any) -> nn.Module:
+    module = nn.Module()
+    module.a, module.b = map(nn.Parameter, tensors)
+    return module
+
+
+def buffers(tensors: Any) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in zip("ab", tensors, strict=True):
+        module.register_buffer(name, tensor)
+    return module
+
+
+def exchange(held: Any) -> None:
+    held.a, held.b = held.b, held.a
+
+
+def make_one(held: Any) -> None:
+    held.a = held.b
+
+
+def make_new(held: Any) -> None:
+    held.a = nn.Parameter(held.b.detach() * 2)
+
+
+def attributes(tensors: Any) -> Plain:
+    return Plain(a=tensors[0], b=tensors[1])
+
+
+bound("attributes_that_a_step_exchanges", attributes, exchange)
+bound("buffers_that_a_step_exchanges", buffers, exchange)
+bound("parameters_that_a_step_exchanges", parameters, exchange)
+bound("attributes_that_a_step_makes_one", attributes, make_one)
+bound("parameters_that_a_step_makes_one", parameters, make_one)
+bound("a_parameter_that_a_step_makes", parameters, make_new)
+
+
 # -- tensors and settings in objects of libraries --------------------------------------------------
 
 
@@ -323,3 +466,57 @@ def a_rate_that_a_scheduler_gives():
     return Change(
         lambda x: x * schedule.get_last_lr()[0], lambda: setattr(schedule, "_last_lr", rate)
     )
+
+
+def two_groups(name: str, read: Callable[[Any], Any], key: str, value: Any) -> None:
+    """A setting that both groups of an optimizer have, as one object or as two."""
+
+    def build() -> Change:
+        layer = nn.Linear(3, 3)
+        groups = [{"params": [p], key: value} for p in layer.parameters()]
+        one = torch.optim.Adam(groups, lr=0.25)
+        step = lambda x: x * (2 if read(one)[0] is read(one)[1] else 3)  # noqa: E731
+        return Change(step, lambda: one.param_groups[1].update({key: copied(value)}))
+
+    CHANGES[name] = build
+
+
+def copied(value: Any) -> Any:
+    return (*[*value],) if isinstance(value, tuple) else type(value)(repr(value))
+
+
+def of_groups(key: str) -> Callable[[Any], Any]:
+    return lambda optimizer: [group[key] for group in optimizer.param_groups]
+
+
+two_groups("a_rate_of_two_groups", of_groups("lr"), "lr", float("0.125"))
+two_groups("betas_of_two_groups", of_groups("betas"), "betas", (*[0.5, 0.75],))
+
+
+@change
+def a_rate_that_is_an_argument():
+    rate = float("0.125")
+    one = optimizer(lr=rate)
+    return Change(
+        lambda x, v: x * (2 if one.param_groups[0]["lr"] is v else 3),
+        lambda: None,
+        arguments=lambda i: (rate if i % 2 else float("0.125"),),
+    )
+
+
+@change
+def an_optimizer_that_only_a_hook_of_a_tensor_knows():
+    model = nn.Linear(3, 3)
+    one = torch.optim.SGD(model.parameters(), 0.125)
+
+    def update(p):
+        one.step()
+        one.zero_grad()
+
+    model.weight.register_post_accumulate_grad_hook(update)
+
+    def step(x):
+        model(x).square().mean().backward()
+        return x * 2
+
+    return Change(step, lambda: None, lambda: model.weight.detach())

@@ -216,7 +216,8 @@ def raise_by_a_shape(held, x, bad):
 
 def raise_on_a_float(held, x, bad):
     held.train(x)
-    assert x.shape[0] * float(bad) < 1
+    if x.shape[0] * float(bad) > 1:
+        raise RuntimeError("too large")
     return x * 2
 
 
@@ -231,7 +232,7 @@ def test_what_a_step_writes_before_its_own_error_is_kept(body):
         for bad in (True, False, True, False):
             try:
                 found.append(step(torch.ones(2, 3), bad))
-            except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+            except (KeyError, ValueError, RuntimeError) as error:
                 found.append(type(error))
             found += [held.model.weight.detach().clone(), held.calls[0]]
         return found

@@ -275,7 +275,7 @@ class FSDPModule:
         self.set_reshard_after_forward(reshard_after_backward, recurse)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """No effect: parameters are DTensors of the full shape, gathered where they are used."""
+        """No effect: parameters are DTensors of the full shape, gathered when they are used."""
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:

@@ -332,7 +332,7 @@ def parallelize_module(
         parallelize_plan: a style for `module`, or styles by the names of modules in it. In a name
             each part between dots is an `fnmatch` pattern. A style may also be one of the strings
             that Hugging Face transformers uses in `config.base_model_tp_plan`.
-        src_data_rank: as in `pt.parallelize`.
+        src_data_rank: the same as in `pt.parallelize`.
 
     Raises:
         LayoutError: a mesh of several dimensions, or a name that no module has.

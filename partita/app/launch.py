@@ -314,7 +314,7 @@ def joined(show: Show) -> Iterator[Rank]:
     """Join the job of the environment variables; leave it when all ranks have ended the block.
 
     Args:
-        show: called with rank 0's events if no parent reads them, as under torchrun.
+        show: a function that gets rank 0's events if no parent reads them, as under torchrun.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -49,7 +49,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
     is on the disk, and "sample" at the end.
 
     Args:
-        emit: called with each event: `emit("step", step=3, loss=2.1, ...)`.
+        emit: a function that gets each event: `emit("step", step=3, loss=2.1, ...)`.
         text: the training data; by default read from `options.data`.
         mesh: the mesh, if it exists already (that of `pt.ranks`).
 
@@ -323,7 +323,7 @@ class _CheckpointSchedule:
     position in the data. Does nothing if `options.save` is None.
 
     Args:
-        emit: called with "saved", and the step with which a run would resume.
+        emit: a function that gets "saved", and the step with which a run would resume.
     """
 
     def __init__(
@@ -420,9 +420,9 @@ class _StepTimeline:
     """The measured timeline of one rank's step. The profiler slows the step down.
 
     Attributes:
-        events: of the step, when it has run. Streams: "phase"; "compute", the outermost calls of
-            torch's operators; "waiting", calls of collectives; "links", their other work. On a GPU
-            its kernels are "compute" and "links", and calls of the processor are "calls".
+        events: the events of the step, when it has run. Streams: "phase"; "compute", the outermost
+            calls of torch's operators; "waiting", calls of collectives; "links", their other work.
+            On a GPU its kernels are "compute" and "links", and calls of the processor are "calls".
     """
 
     source = (

@@ -125,8 +125,8 @@ class KindTimes:
     """The times of one kind of DTensor.
 
     Attributes:
-        ops: for each op the microseconds of a call, plain and on DTensors; nan if it raised.
-        steps: for each part of a step its time divided by that on plain tensors.
+        ops: the microseconds of a call of each op, plain and on DTensors; nan if it raised.
+        steps: the time of each part of a step divided by the time on plain tensors.
         plain_steps: milliseconds of each part on plain tensors.
     """
 

@@ -207,12 +207,12 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Returns the median over rounds of a way's time divided by that of `base`."""
+    """Returns the median over rounds of a way's time divided by the time of `base`."""
     return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns a line for each way: its milliseconds, and its time divided by that of `base`."""
+    """Returns a line for each way: its milliseconds, and its time divided by the time of `base`."""
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
         over, best = ratio(seconds, name, base), min(times) / min(seconds[base])

@@ -1,7 +1,7 @@
 """Models of benches, written in ordinary PyTorch for one device, with a factor for their width.
 
-A model is called with its batch (tensors whose dimension 0 is that of samples) and returns its
-scalar loss.
+A model is called with its batch (tensors whose dimension 0 is the sample) and returns its scalar
+loss.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CNN(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net with two levels and skip connections; the loss is that of a mask."""
+    """A U-Net with two levels and skip connections; the loss compares with a mask."""
 
     def __init__(self, wide: int = 1):
         super().__init__()

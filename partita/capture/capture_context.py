@@ -57,8 +57,11 @@ class FakeRunHooks(TraceHooks):
         """Raise CaptureError for `no_sync` under ZeRO-3."""
         raise not_captured(
             "no_sync under stage 3 of ZeRO",
-            "in a graph the transpose of a gather reduce-scatters the gradient at once",
-            Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
+            "in a graph, ZeRO-3 reduce-scatters each gradient as soon as it is computed",
+            Fix(
+                "leave no_sync out",
+                "each micro-batch then reduces its gradients, and the shards accumulate",
+            ),
         )
 
     def end_block(self, gather: Any) -> bool:

@@ -456,7 +456,7 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 
 
 def fake_mode() -> FakeTensorMode:
-    """Returns a fake mode in which shapes are static and strides are those of kernels.
+    """Returns a fake mode in which shapes are static, and strides are the same as from kernels.
 
     A new shape needs a new capture. The shape environment traces Python numbers. Without a shape
     environment, Inductor would bypass its cache.

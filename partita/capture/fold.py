@@ -251,9 +251,9 @@ class StepBlocks:
                 elif run in sharing:
                     run.reason = "a neighbour gathers the same weight"
                 elif not regions.isdisjoint(run.regions):
-                    run.reason = "a region that is computed again holds more than this block"
+                    run.reason = "a remat region contains more than this block"
                 elif not moves.isdisjoint(run.moves):
-                    run.reason = "a move belongs to this block and to something else"
+                    run.reason = "a redistribution belongs to this block and to other nodes"
                 else:
                     run.reason = self._find_foreign_write(run) or self._find_order(run)
             for runs in _split_by_use([run for run in equal if not run.reason]):
@@ -270,13 +270,13 @@ class StepBlocks:
             try:
                 return _EqualRuns(runs, self._make_program(runs[0], varying), varying)
             except (UnsureOfWrites, CaptureError):
-                reason = "no graph without writes computes the same"
+                reason = "it cannot be expressed by a graph without in-place writes"
         for run in runs:
             run.reason = reason
         return None
 
     def _drop_overlapping(self, groups: Sequence[_EqualRuns]) -> None:
-        """Leave a block flat if its nodes alternate with those of another block to replace.
+        """Leave a block flat if its nodes alternate with another block's nodes to replace.
 
         Either alone could be one call, but each may need a part of the other.
         """
@@ -292,13 +292,13 @@ class StepBlocks:
             if run.reason:
                 continue
             if first < end:
-                run.reason = "its nodes alternate with those of another block"
+                run.reason = "its nodes alternate with another block's nodes"
             else:
                 end = last
         for group in groups:
             group.runs = [run for run in group.runs if not run.reason]
             if len(group.runs) == 1:
-                group.runs.pop().reason = "the calls that are equal to it were left flat"
+                group.runs.pop().reason = "the calls that equal it were left flat"
 
     def _find_sharing_neighbours(self) -> set[_BlockRun]:
         """Returns blocks that gather one weight near each other, or keep it gathered."""
@@ -316,7 +316,8 @@ class StepBlocks:
         """Returns the regions or moves with nodes of several blocks, or of a block and of none.
 
         Args:
-            number_of: returns the number of the region or move of a note; 0 for none.
+            number_of: a function that returns the number of a note's region or move; 0 if it has
+                none.
         """
         holders: defaultdict[int, set[Any]] = defaultdict(set)
         for node in self.graph.nodes:
@@ -507,7 +508,9 @@ class StepBlocks:
             reads = node.all_input_nodes
             if node in own:
                 if any(n in later for n in reads):
-                    raise _OrderMatters("it needs what others compute from a part of it")
+                    raise _OrderMatters(
+                        "nodes outside it use a part of it and compute values for another part"
+                    )
                 continue
             effect = node.op == "call_function" and has_effect(node)
             if effect:
@@ -516,9 +519,13 @@ class StepBlocks:
                     touched = {memory[n] for n in both if n in memory}
                 written = {memory.get(n) for n in operands_written(node)}
                 if not touched.isdisjoint(written):  # type: ignore[arg-type]
-                    raise _OrderMatters("others write, between its nodes, memory that it uses")
+                    raise _OrderMatters(
+                        "nodes outside it write memory that it uses, between its own nodes"
+                    )
                 if draws and _draws_random_numbers(node):
-                    raise _OrderMatters("others draw random numbers between its own draws")
+                    raise _OrderMatters(
+                        "nodes outside it draw random numbers between its own draws"
+                    )
             if any(n in own or n in later for n in reads) or (later and effect) or has_late_effect:
                 later[node] = None
                 has_late_effect |= effect
@@ -579,9 +586,9 @@ class _BlockRun:
         taken: the nodes outside the block ("foreign") that it reads, in the order of first use.
         early_count: how many of these forward reads; the others only backward does.
         floats: the numbers among its operands that may vary, in order.
-        homes: for each of these the node whose operand it is.
+        homes: the node of which each of these is an operand.
         labels: the distinct labels of its redistributions.
-        moves, regions: by the number in the step's notes, the number within the block.
+        moves, regions: map the number in the step's notes to the number within the block.
         key: equal for blocks that compute the same, except for labels and floats.
         reason: why it is left flat; "" if it is folded.
         later: the foreign nodes between its nodes of forward that have to come after them, and
@@ -863,7 +870,7 @@ def _put_numbers(
 
     Args:
         floats: counts the floats that may vary, in the order of `_BlockRun.describe`.
-        numbers: by the position of a float, its node.
+        numbers: the node of each float, by the float's position.
     """
 
     def put(value: Any, place: int | str) -> Any:

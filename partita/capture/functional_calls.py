@@ -437,7 +437,7 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
 
     Args:
         tree: the structure of the call's value.
-        kinds: for each leaf of it its type: a tensor, `Scalar` or NoneType.
+        kinds: the type of each leaf: a tensor, `Scalar` or NoneType.
     """
     drop_unused(graph)
     operands = tuple(graph.find_nodes(op="placeholder"))

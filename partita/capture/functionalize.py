@@ -293,13 +293,14 @@ class _Rewrite:
     """The rewrite of one graph.
 
     Attributes:
-        of: by old node, its value in the new graph: a node, a `Scalar` of one, or a list.
-        memory: for old nodes whose memory is written, the number of that memory.
-        written: by memory, how often it has been written so far.
-        made_at: by old node, `written` of its memory when `of` was made.
-        latest: by memory and part of it, the count at which that part was written, and its value.
+        of: the value of each old node in the new graph: a node, a `Scalar` of one, or a list.
+        memory: the number of the memory of each old node whose memory is written.
+        written: how often each memory has been written so far.
+        made_at: `written` of each old node's memory when its value in `of` was made.
+        latest: the count at which a part of a memory was last written, and its value, by memory and
+            part.
         other_strides: new nodes whose strides differ from those of the old ones.
-        shared: by node of `makers`, its value at the end.
+        shared: the final value of each node of `makers`.
         closed: memory that a subgraph has written, and that must not be used any more.
     """
 
@@ -403,7 +404,7 @@ class _Rewrite:
         """Add the call of a subgraph. Memory that it writes must not be used later.
 
         Raises:
-            UnsureOfWrites: it writes what is no input, or was written before.
+            UnsureOfWrites: it writes a value that is not an input, or that was written before.
         """
         args: Any = fx.node.map_arg(node.args, lambda n: unwrap_scalar(self.current_value(n)))
         self.of[node] = new = self._add_call(node.target, args, {}, node)

@@ -53,10 +53,10 @@ class GraphOutputs:
     """The outputs of one capture.
 
     Args:
-        inputs: of the graph.
+        inputs: the inputs of the graph.
 
     Attributes:
-        all: in the graph's order.
+        all: the outputs, in the graph's order.
         values: the traced tensor or number of each output.
         result, constants, cleared: as in a `Program`.
         differentiable: the results that have a history, by index.
@@ -326,9 +326,9 @@ def _select_outputs(
     """Drop outputs that are not needed; returns the others, and the admitted (node, wire) pairs.
 
     Args:
-        given: by node, the input.
+        given: the graph's inputs, by node.
         marked: indices of tensors that had no gradient; the step has not read their marks.
-        cleared: gets the indices of tensors whose gradients are dropped.
+        cleared: a list to which the indices of tensors with dropped gradients are added.
     """
     (end,) = graph.find_nodes(op="output")
     pairs = [*zip(outputs.all, end.args[0], strict=True)]

@@ -1,4 +1,4 @@
-"""Strides of fake results: those of the real kernel, found by running it on small operands.
+"""Strides of fake results, found by running the real kernel on small operands.
 
 A graph is traced over fakes, and a step may depend on their strides: `reshape` is a view or a copy,
 `contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands are

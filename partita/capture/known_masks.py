@@ -82,7 +82,7 @@ class KnownMasks:
         """Returns the arguments of a call of attention, without a mask that is not needed.
 
         Args:
-            find_node: returns the node that makes a mask; None if there is none.
+            find_node: a function that returns the node that makes a mask, or None.
         """
         bound = _bind(*args, **kwargs)
         if bound is None:

@@ -231,8 +231,9 @@ class CapturedOptimizers:
         are replaced elsewhere, as slots.
 
         Args:
-            stand_in: returns the fake of a tensor.
-            number: returns the symbolic float for a float, given its name, value, home and path.
+            stand_in: a function that returns the fake of a tensor.
+            number: a function that returns the symbolic float for a float's name, value, home and
+                path.
             recorder: its phase becomes "update" while an optimizer steps.
             updates: traces the updates of blocks.
         """
@@ -361,7 +362,7 @@ class CapturedOptimizers:
         """Returns, after the step, (slot, value) of state that optimizers did not have before.
 
         Args:
-            find_slot: returns the slot of the input that a fake replaces.
+            find_slot: a function that returns the slot of the input that a fake replaces.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
@@ -401,7 +402,8 @@ def find_equal_counts(
     """Returns a condition for each group of torch's step counts that are equal now.
 
     Only counts on the host: to compare others in each call, the host would wait for their device.
-    And only counts of torch's optimizers: those of a user's may be equal on some ranks only.
+    And only counts of torch's optimizers: a user's optimizer may have counts that are equal on some
+    ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)

@@ -545,7 +545,7 @@ class _Traced:
     Attributes:
         move: kept alive, since the key has its id.
         given, made: the nodes of its operand and of its result.
-        nodes: of the redistribution, in order.
+        nodes: the nodes of the redistribution, in order.
         like: the fake value of its result.
     """
 

@@ -311,7 +311,8 @@ class Tracer:
         """Put fakes into the state and record calls of this thread as nodes, inside the block.
 
         Args:
-            number: returns what replaces an optimizer's float, given name, value, home and path.
+            number: a function that returns the replacement of an optimizer's float, given its name,
+                value, home and path.
             copy_attributes: copies a tensor's attributes to its fake (`GraphInputs.tag_fakes`).
         """
         stand_in, recorder = self.inputs.stand_in, self.recorder

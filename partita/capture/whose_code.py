@@ -56,7 +56,7 @@ def is_user_module(module: Any) -> bool:
 
 
 def codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Yields a code object and those of the functions that it defines."""
+    """Yields a code object and the code objects of the functions that it defines."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):

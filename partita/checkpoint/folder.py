@@ -126,7 +126,7 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Returns the checksums of the checkpoint in `folder`, given those of its chunks."""
+        """Returns the checksums of the checkpoint in `folder`, given its chunks' checksums."""
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 

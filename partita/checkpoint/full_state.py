@@ -83,8 +83,8 @@ def full_state_dict(
 ) -> Any:
     """Returns the state dict that the model would have on one device, with whole plain tensors.
 
-    Must be called on all ranks. Names are those of `model.state_dict()`, without prefixes that
-    torch.compile adds. Parameters that share one tensor in the model share one in the result.
+    Must be called on all ranks. Names are the same as in `model.state_dict()`, without prefixes
+    that torch.compile adds. Parameters that share one tensor in the model share one in the result.
     Tensors are copies, gathered one after the other.
 
     Args:
@@ -164,8 +164,8 @@ def stream_full(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Every rank iterates to the end. A tensor is gathered when it is its turn, so that a rank holds
     one whole tensor beside its pieces. It is on the model's device. If a rank has it whole, it is
     not a copy, so do not change it. A tensor with several names is yielded under each of them.
-    Names are those of `model.state_dict()`, without prefixes that torch.compile adds. Entries that
-    are not tensors are skipped.
+    Names are the same as in `model.state_dict()`, without prefixes that torch.compile adds. Entries
+    that are not tensors are skipped.
 
     Raises:
         LayoutError: a parameter is on the meta device; ranks have different names or layouts.

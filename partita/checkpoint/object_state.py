@@ -183,7 +183,7 @@ def grow_from_checkpoint(
     Args:
         live: the packed state dict of the object.
         there: the entries of the checkpoint (`find_stored_tree`).
-        allocate: makes the tensors that `live` lacks.
+        allocate: a function that makes the tensors that `live` lacks.
         replace: True drops entries that only `live` has, and entries with another size or dtype.
     """
 

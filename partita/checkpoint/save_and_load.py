@@ -272,13 +272,13 @@ class _StagedState:
     """The data that one rank passes to a save.
 
     Attributes:
-        pieces: by name, the tensors that this rank writes; plain ones it only offers to write.
-        values: by name, everything else, as torch.save writes it.
-        paths: by name, the keys that lead to it.
+        pieces: the tensors that this rank may write, by name.
+        values: all other values, as torch.save writes them, by name.
+        paths: the keys that lead to each entry, by name.
         plain: names of the tensors that every rank has whole.
-        texts: by name, a value as text that is equal if the values are.
+        texts: values as text that is equal for equal values, by name.
         copies: copied values of Python's own types, which `finish` serializes.
-        marks: by name and position, a fingerprint of each piece that several ranks hold. Taken at
+        marks: a fingerprint of each piece that several ranks hold, by name and position. Taken at
             once, because ranks that do not write the piece keep no copy.
     """
 

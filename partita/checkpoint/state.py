@@ -180,7 +180,7 @@ class TrainableState:
         pt.save(state, "adapters")
 
     The checkpoint then has adapters and their optimizer state, not the frozen weights. Names are
-    those of a checkpoint of the whole model. `pt.load(state, path, strict="state")` reads the
+    the same as in a checkpoint of the whole model. `pt.load(state, path, strict="state")` reads the
     trainable parameters of such a checkpoint, too.
 
     Args:

@@ -5,9 +5,9 @@ it runs each step of a redistribution on this rank's piece of a tensor. The *led
 
 In reading order:
 
-- a move: `collective` (requests, pending work, and transports), `move_steps` (which elements go
-  where, and each kind of move as a function), `wire` (`carry`: a move on a transport; mesh handles,
-  and dry meshes, which have one rank)
+- a move: `collective` (requests, pending work, and transports), `move_steps` (the elements that
+  each rank sends, and each kind of move as a function), `wire` (`carry`: a move on a transport;
+  mesh handles, and dry meshes, which have one rank)
 - the record: `ledger` (moves, the user's lines that caused them, `strict`, `check_ranks`)
 - transports: `groups` (process groups, and what their ranks compare) with `backends/`, `ranks`
   (ranks that are threads of one process), `trace` (nodes of a captured graph, between padded

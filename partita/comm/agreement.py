@@ -359,8 +359,8 @@ class ControlPlane:
         Args:
             why: what the ranks do, equal on all ranks: "saves a checkpoint (pt.save)".
             mine: this rank's value, or an exception if this rank has failed.
-            answer: called on rank 0 with every rank's `mine`, in rank order. Returns the answer for
-                each rank, in rank order.
+            answer: a function that is called on rank 0 with every rank's `mine`, in rank order.
+                Returns the answer for each rank, in rank order.
             shown: details of what this rank does, for errors.
 
         Raises:
@@ -389,8 +389,8 @@ class ControlPlane:
         only by that. All calls share one thread, because starting a new one blocks until it runs.
 
         Args:
-            prepare: runs after the ranks have met, so no rank waits for another rank's `prepare`.
-                It must not raise.
+            prepare: a function that runs after the ranks have met, so no rank waits for another
+                rank's `prepare`. It must not raise.
 
         Raises: LayoutError: the same as for `decide`.
         """

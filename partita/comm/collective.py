@@ -380,7 +380,7 @@ def _all_gather_pieces(
     is a collective. `x` is read until it is waited for.
 
     Args:
-        sizes: of the pieces.
+        sizes: the sizes of the pieces.
     """
     c10d: Any = torch._C._distributed_c10d
     out = new_empty(x, group_size * x.numel())

@@ -126,7 +126,7 @@ class Device:
 
     @property
     def autocast_keeps_dtype(self) -> bool:
-        """True if a reduction with `dtype=` uses that dtype where autocast would use float32."""
+        """True if a reduction with `dtype=` uses that dtype even if autocast would use float32."""
         return not self.is_host
 
     @property

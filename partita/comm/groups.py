@@ -460,7 +460,7 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
         why: what this rank does, for errors of other ranks.
 
     Raises:
-        LayoutError: as `barrier_in_store`.
+        LayoutError: the same as for `barrier_in_store`.
     """
     group = wire.group_of_all()
     if group is not None:

@@ -232,7 +232,7 @@ _thread = threading.local()
 
 
 def scope() -> Scope:
-    """Returns the scope of the current rank: that of its thread in `ranks`, else the process's."""
+    """Returns the scope of the current rank: its thread's in `ranks`, else the process's."""
     return getattr(_thread, "scope", _process)
 
 
@@ -267,7 +267,7 @@ def ledger() -> Iterator[Ledger]:
         print(log)                  # a table: kind, axes, bytes, op, line, reason
 
     Ledgers nest: each records all moves inside it. In the function of a rank of `pt.ranks` it
-    records that rank's moves. Around `world.run` it records those of all ranks.
+    records that rank's moves. Around `world.run` it records the moves of all ranks.
     """
     log, here = Ledger(), scope()
     here.set(ledgers=(*here.ledgers, log))

@@ -67,7 +67,7 @@ def make_torch_dtensor(
     """Returns a DTensor of torch that shares the memory of `local`. Differentiable.
 
     Args:
-        gradient: computes the gradient of `local` from the gradient of the result.
+        gradient: a function from the gradient of the result to the gradient of `local`.
     """
     theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _ToTorch.apply(local, mesh, theirs, shape, stride, gradient)
@@ -84,7 +84,7 @@ def local_of_torch_dtensor(
 
     Args:
         placements: the placements of the gradient of `x`.
-        gradient: computes the local gradient of `x` from the gradient of the result.
+        gradient: a function from the gradient of the result to the local gradient of `x`.
         divisor: a number by which the local tensor is divided. The gradient is not divided.
     """
     theirs = tuple(map(_make_torch_placement, placements))
@@ -216,7 +216,7 @@ def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
 
 
 def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Replace the code of a Python function by `wrap(original)`, also where it is imported already.
+    """Replace the code of a Python function by `wrap(original)`, also in modules that imported it.
 
     Returns:
         `original`: a function that does what `function` did.

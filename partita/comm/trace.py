@@ -2,10 +2,10 @@
 
 A `TraceWire` replaces a rank's wire while a step is captured. Its graph does not contain the rank's
 coordinate as a number: each coordinate is a tensor, an input of the graph. Everything that differs
-between ranks is computed from it, by the arithmetic of `move_steps`. Shapes are those of the first
-rank, which has the largest pieces. A smaller piece is padded with copies of its last element (an
-empty piece: of the element before it), so that kernels compute finite values there. Gradients are
-padded with zeros, which do not change a rank's sums.
+between ranks is computed from it, by the arithmetic of `move_steps`. Shapes are the first rank's,
+which has the largest pieces. A smaller piece is padded with copies of its last element (an empty
+piece: of the element before it), so that kernels compute finite values there. Gradients are padded
+with zeros, which do not change a rank's sums.
 
     7 rows over 4 ranks:    0 1 | 2 3 | 4 5 | 6 6
 """
@@ -74,7 +74,7 @@ class TraceWire(Wire):
 
     Attributes:
         real: the wire that it replaces.
-        coordinate: for each axis of more than one rank, this rank's coordinate as a tensor.
+        coordinate: this rank's coordinate on each axis of more than one rank, as a tensor.
         zeros: True while moves pad with zeros, as moves of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: a function that returns a context manager for the nodes of a move.
@@ -576,7 +576,7 @@ def substitute_wires(
     """Make `active_wire` return these substitutes inside the block.
 
     Args:
-        make: makes a substitute for a wire that is not in `wires`.
+        make: a function that makes a substitute for a wire that is not in `wires`.
     """
     before, made_before = dict(_standing), _making.stand_in
     _standing.update(wires)

@@ -371,7 +371,7 @@ class _BegunCollectives:
     Attributes:
         number: how many.
         last: the last of them, as (number, request).
-        history: those that the main thread has begun among the same ranks.
+        history: the collectives that the main thread has begun among the same ranks.
     """
 
     __slots__ = ("history", "last", "number")
@@ -466,7 +466,7 @@ def make_post(need: Need) -> Post:
 
 
 def put_post(store: Any, rank: int, post: Post) -> None:
-    """Write the post of a thread that begins to wait, as that of rank `rank`."""
+    """Write the post of a thread that begins to wait, as the post of rank `rank`."""
     with _posts_lock:
         _own_posts[post["id"]] = post
         _replace_post(store, rank, post)

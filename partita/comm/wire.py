@@ -3,8 +3,8 @@
 Data leaves a rank only by `Wire.carry`, which runs one move (a step of a redistribution) and does
 the layout arithmetic, the ledger and the checks. Subclasses run the collectives: over process
 groups (`groups`), over threads (`ranks`), without other ranks (`DryWire`), and as nodes of a graph
-during a capture (`trace`). A mesh handle replaces a `DeviceMesh` where there are no process groups.
-A dry mesh has only one rank that runs.
+during a capture (`trace`). A mesh handle replaces a `DeviceMesh` if there are no process groups. A
+dry mesh has only one rank that runs.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class Wire(Transport):
             move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
                 all_reduce, for which `out` is `x`.
             x: this rank's piece in `move.before`, contiguous. Do not write to it before the wait.
-            out: memory for this rank's piece in `move.after`, contiguous. If its dtype differs from
-                that of `x`, `x` is sent in its own dtype and summed in the dtype of `out`.
+            out: memory for this rank's piece in `move.after`, contiguous. If `x` has another dtype,
+                `x` is sent in its own dtype and summed in the dtype of `out`.
 
         Returns:
             The work to wait for before `out` is read. All ranks must wait in the same order.

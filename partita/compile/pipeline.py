@@ -50,7 +50,7 @@ def make_program(
     Args:
         state: the state that the step reaches.
         guesses: assumed answers to branches on values (`guards.answers`).
-        values: what is known of the call's values.
+        values: the known values of the call.
         blocks: which modules are blocks.
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
             cannot represent all.

@@ -57,7 +57,7 @@ class _Entrance:
     """The conversion of a tensor to an input of a backward graph.
 
     Attributes:
-        size, stride, dtype, device: of the input for which the graph is compiled.
+        size, stride, dtype, device: the metadata of the input for which the graph is compiled.
         border: how it is padded; None if it is not.
     """
 
@@ -87,7 +87,7 @@ class _BackwardPart:
 
     Args:
         given: the outputs of the region.
-        results: as the attribute.
+        results: the same as the attribute.
 
     Attributes:
         backward: its program.
@@ -97,7 +97,7 @@ class _BackwardPart:
         graded: indices of the leaves of a call whose gradients it returns after those.
         saved: positions of what it reads, among the tensors that the region saves.
         entrances: one for each of its inputs.
-        reached: for each gradient that it returns, the numbers of the cotangents on which it
+        reached: for each gradient that the part returns, the numbers of the cotangents on which it
             depends. If all of these are None, the gradient is None, as in eager.
     """
 
@@ -123,8 +123,8 @@ class _BackwardPart:
         """Run the backward and return the gradients of ancestors, then of leaves.
 
         Args:
-            cotangents: by number, the gradients of its results.
-            saved: by position, the saved tensors that it reads.
+            cotangents: the gradients of its results, by number.
+            saved: the saved tensors that it reads, by position.
         """
         backward = self.backward
         given: dict[str, Any] = {"saved": saved, "kept": saved, "cotangent": cotangents}

@@ -138,7 +138,7 @@ def canonical(program: Program) -> list[str]:
     """Returns a program as lines that are equal for equal programs, on every rank and in every run.
 
     They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
-    are first, one for each node, then those of each section once.
+    are first, one for each node, then the lines of each section once.
     """
     number: dict[fx.Node, str] = {}
     lines = []

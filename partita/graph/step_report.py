@@ -159,7 +159,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
     """Returns an iterator over the change of each pass in a captured program.
 
-    If blocks are called, the first change is that of all passes within blocks.
+    If blocks are called, the first change is the one by all passes within blocks.
     """
     return (change for _, change in _run_and_record(captured))
 

@@ -2,9 +2,9 @@
 
 `capture.fold` makes subgraphs of blocks and of the updates of their parameters. A block's forward
 and backward are one subgraph, so it is functionalized, rewritten by passes and compiled once for
-all blocks of equal structure. Its inputs are the operands of forward, then those of backward; its
-outputs the results of forward, then those of backward. `section_cutter` makes the subgraphs that
-are compiled; each has one call.
+all blocks of equal structure. Its inputs are the operands of forward, then the operands of
+backward. Its outputs are the results of forward, then the results of backward. `section_cutter`
+makes the subgraphs that are compiled; each has one call.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class _Copy:
     """The copy of a subgraph for one forward and its backward.
 
     Attributes:
-        of: by the subgraph's node, the copied node, operand or number.
-        labels: by the label in the subgraph's notes, the label in the copies.
+        of: maps a node of the subgraph to the copied node, operand or number.
+        labels: maps a label in the subgraph's notes to the label in the copies.
         free_moves, free_regions: iterators over numbers that are unused in the graph.
-        moves, regions: by the number in the subgraph's notes, the number in the copies.
-        notes: by the id of a note of the subgraph, the note of the copies.
+        moves, regions: map a number in the subgraph's notes to the number in the copies.
+        notes: maps the id of a note of the subgraph to the note of the copies.
     """
 
     of: dict[fx.Node, Any]

@@ -272,7 +272,7 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
 
     Args:
         x: a tensor, or a DTensor that is not sharded along `dim`.
-        lengths: in elements, in any order.
+        lengths: the lengths in elements, in any order.
         value: the value of the padding.
 
     Returns:

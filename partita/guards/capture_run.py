@@ -123,7 +123,7 @@ def capture_step(
     Args:
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on values.
-        values: what is known of the call's values.
+        values: the known values of the call.
         blocks: which modules are blocks.
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
             cannot represent all.
@@ -260,7 +260,7 @@ class CaptureRun:
         unmarked: the indices, among the leaves of the call, of tensors that get no mark.
         plain: the floats that stay Python numbers.
         guesses: assumed answers to branches on values.
-        values: what is known of the call's values.
+        values: the known values of the call.
         blocks: which modules are blocks.
         counts_apart: the same as for `capture_step`.
 

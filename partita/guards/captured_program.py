@@ -1,11 +1,11 @@
 """Captured programs: how a call runs a program, what ranks compare before, and what ledgers record.
 
-`CapturedProgram.run` runs the graph and puts its outputs where the step would have put them: into
-slots, `.grad`, the result. Conditions, guards and answers decide when the program may run in place
-of the step. Plain tensors that are used with DTensors must be equal on all ranks. A small graph
-computes them (`ReplicatedInputCheck`) before the first run, and under `check_ranks()` before each
-run. A graph's redistributions are known in advance, so they cost nothing in a run without a ledger
-and without `strict()`.
+`CapturedProgram.run` runs the graph and stores its outputs as the step would: in slots, in `.grad`,
+and in the result. Conditions, guards and answers decide when the program may run in place of the
+step. Plain tensors that are used with DTensors must be equal on all ranks. A small graph computes
+them (`ReplicatedInputCheck`) before the first run, and under `check_ranks()` before each run. A
+graph's redistributions are known in advance, so they cost nothing in a run without a ledger and
+without `strict()`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Guards:
 
     Each place holds a value, which may reach *parts*: containers and other objects that may change
     in place. Keys (`values.content_key`) are compared with those at capture. They are computed only
-    for places whose objects differ from those of the last call, because comparing identities is
+    for places that hold other objects than in the last call, because comparing identities is
     faster.
 
     Args:
@@ -977,7 +977,7 @@ class History:
         if not self._warned:
             self._warned = True
             shapes = ": shape " in reason
-            fewer = ", or bring batches to fewer shapes with pt.pad_to_bucket" if shapes else ""
+            fewer = ", or pad batches to fewer shapes with pt.pad_to_bucket" if shapes else ""
             warnings.warn(
                 f"{self.what} is captured again and again: {reason}; keep={keep} programs are "
                 f"kept. Raise keep={fewer}",

@@ -24,7 +24,7 @@ from .text import Fix, LayoutError
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """Returns `(offset, length)` in elements of piece `index` when `size` is cut into `parts`.
 
-    Sizes are those of `torch.chunk`. If `torch.chunk` returns fewer than `parts` pieces, the
+    Sizes are the same as for `torch.chunk`. If `torch.chunk` returns fewer than `parts` pieces, the
     missing pieces are empty.
     """
     step = -(-size // parts)

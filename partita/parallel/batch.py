@@ -64,10 +64,10 @@ def distribute_batch(
 
     Raises:
         LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
-        LayoutError: pieces whose sizes are not those of torch.chunk, or data that differ between
-            ranks where they must be equal. Every rank raises it. Data are compared the first time
-            that a line of the program calls this, when it gets shapes in a new order, and every
-            time under `check_ranks()`.
+        LayoutError: pieces whose sizes differ from torch.chunk's, or data that differ between ranks
+            although they must be equal. Every rank raises it. Data are compared the first time that
+            a line of the program calls this, when it gets shapes in a new order, and every time
+            under `check_ranks()`.
     """
     wire = wire_of(device_mesh)
     if places is None:

@@ -76,7 +76,7 @@ class _FlatPiece:
     Attributes:
         whole: its layout when it is gathered; its local shape is what a kernel sees.
         shard: its layout at rest.
-        strides: of the gathered parameter, contiguous.
+        strides: the strides of the gathered parameter, which is contiguous.
         start: its first element in a rank's flat shard.
         place: its first element in the gathered storage, aligned as an allocation is: the order in
             which a kernel sums may depend on it.
@@ -570,7 +570,7 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
     Args:
         own: the block's own tensors in the memory; the first has all of it.
         known: the number of holders of the storage if no one keeps a view.
-        name_of: returns the name of the weight at an element, for the error.
+        name_of: a function that returns the name of the weight at an element, for the error.
     """
     with DisableTorchFunction():  # not intercepted by modes or by the tensors' classes
         storage = _storage_of(own[0])

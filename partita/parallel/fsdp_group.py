@@ -198,7 +198,7 @@ class FsdpGroup:
         depth: the number of forwards of the block that have begun and not ended.
         needed: True if the last backward read the parameters, as far as known.
         calls_in_backward: the forwards whose backward has begun and not ended, as keys in this
-            order. Gathers follow the order, and that of a set would differ between ranks.
+            order. Gathers follow this order; the order of a set would differ between ranks.
         held_gradients: unsharded gradients that were kept, and their shards, by the index of the
             flat buffer and the ids of its parameters.
         installed: the gathered parameters that are attributes of the modules now.
@@ -368,7 +368,7 @@ class FsdpGroup:
         return sum([flat.alive for flat in self.flats])
 
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
-        """True if the gathered bytes of this group are negligible beside those of `other`."""
+        """True if the gathered bytes of this group are negligible compared with `other`."""
         return other is not None and _SMALL * self.largest_nbytes <= other.largest_nbytes
 
     @property
@@ -421,7 +421,7 @@ class FsdpGroup:
         """Raise if parameter `number` was written after a forward saved it.
 
         Raises:
-            RuntimeError: as in autograd's own check, which does not cover shards.
+            RuntimeError: like autograd's own check, which does not cover shards.
         """
         before, now = saved.versions[number], self.versions[number]
         if saved.is_cast:
@@ -709,11 +709,11 @@ class _Reducing:
     """Gradients of a group that are being reduced.
 
     Attributes:
-        places: by the group's parameters that have a gradient, its index in `pieces`.
-        counts: of the token whose backward collects them; None where no backward pass does.
+        places: the index in `pieces` of each parameter that has a gradient.
+        counts: the counts of the token whose backward collects them; None without a backward pass.
         backward_pass: the number of the pass that does, or -1.
         wait: waits for the reduction, and returns this rank's pieces; None when that is over.
-        pieces: what it returned.
+        pieces: the pieces that the reduction returned.
     """
 
     group: FsdpGroup
@@ -754,7 +754,7 @@ class ZeroState(ShardedState):
         self.adopt_parameters(model.parameters())
 
     def register_hooks(self) -> None:
-        """Register hooks around the model's forward, outside of those of its blocks."""
+        """Register hooks around the model's forward, outside of the blocks' hooks."""
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.model.register_forward_hook(self._end, always_call=True)
 

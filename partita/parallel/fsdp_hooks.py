@@ -209,7 +209,7 @@ class _ForwardCall:
 
     Attributes:
         trains: True if some of the block's parameters get gradients.
-        counts: of the calls that share its token; None if it does not train.
+        counts: the counts of the calls that share its token; None if it does not train.
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.

@@ -317,9 +317,9 @@ def materialize(
         model: the model.
         device: the device of the new memory. None: the device of the mesh; the CPU for plain
             tensors.
-        init_fn: called with the model after the allocation; must write every parameter and buffer.
-            By default each module's `reset_parameters` is called, children first, as constructors
-            do. Then `init_weights` of the outermost modules that have it is called.
+        init_fn: a function that gets the model after the allocation, and must write every parameter
+            and buffer. By default each module's `reset_parameters` is called, children first, as
+            constructors do. Then `init_weights` of the outermost modules that have it is called.
 
     Returns:
         `model`.
@@ -406,7 +406,7 @@ def _refuse_without_values(
     """Raise LayoutError where a tensor of `writes` was not written since, nor replaced.
 
     Args:
-        writes: by the ids of tensors that got memory, their write counts then.
+        writes: the write counts of the tensors that got memory at that time, by id.
     """
     left = []
     for held in find_parameters_and_buffers(model):

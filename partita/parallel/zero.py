@@ -257,7 +257,7 @@ def _take_over(
     """Detach the states of modules in `model` to which `zero` was applied. Returns the modules.
 
     Raises:
-        LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
+        LayoutError: they have other options, or `model` is a part of a sharded model.
     """
     states: dict[nn.Module, ZeroState | GradReducer] = {}
     for module in model.modules():

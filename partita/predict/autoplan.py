@@ -172,8 +172,8 @@ def autoplan(
             defaults, because they are searched.
         most: the most ways to simulate.
         prune: True skips ways that the bounds exclude.
-        watch: called before each simulation with the number of ways simulated so far, the most
-            that will be simulated, and the next way.
+        watch: a function that is called before each simulation with the number of ways simulated so
+            far, the most that will be simulated, and the next way.
 
     Raises:
         StrategyError: nothing fits (the error says what comes nearest); an unknown model; an
@@ -293,8 +293,8 @@ class WaySearch:
         memory: bytes that a rank may hold.
         prune: True skips ways that lower bounds exclude.
         keep: the number of best ways to return.
-        watch: called with the number of ways simulated so far, the most that will be simulated,
-            and the next way.
+        watch: a function that is called with the number of ways simulated so far, the most that
+            will be simulated, and the next way.
         ended: the outcome of each way that was considered.
         found: (seconds, peak bytes) of each way that was simulated.
     """

@@ -67,7 +67,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
         An `Explanation`. Its `ops` have rows and prices, layouts, moves, bytes that a rank sends,
         and operations of matrix products on a rank. Prices are seconds by round figures (see
-        `partita.redistribute.move`). With uneven shards, bytes and operations are those of the
+        `partita.redistribute.move`). With uneven shards, bytes and operations are counted for the
         first rank, which holds the largest pieces. It prints as a table; a single op prints in
         full.
 
@@ -437,7 +437,7 @@ class ExplainedOp:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the first rank sends in its moves, including those of inner calls."""
+        """Bytes that the first rank sends in its moves, including moves of inner calls."""
         return sum(move.nbytes for move in self.all_moves)
 
     @property
@@ -447,12 +447,12 @@ class ExplainedOp:
 
     @property
     def all_moves(self) -> list[ExplainedMove]:
-        """`moves`, including those of inner calls."""
+        """`moves`, including the moves of inner calls."""
         return [move for op, _ in _with_depth([self]) for move in op.moves]
 
     @property
     def all_work(self) -> float:
-        """`work`, including that of inner calls."""
+        """`work`, including the work of inner calls."""
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
@@ -520,7 +520,7 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves in order, without those of a backward that `fn` does not run."""
+        """All moves in order, without the backward moves if `fn` does not run backward."""
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property

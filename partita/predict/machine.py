@@ -163,8 +163,8 @@ class Machine:
         efficiency: the fraction of a peak that kernels reach, for each of `_EFFICIENCIES`.
         host: the link within a host.
         network: the link between hosts.
-        links: by the axes of a collective ("dp", or several separated by blanks), a link that
-            replaces `host`, `network` and measurements. `efficiency` is not applied to it.
+        links: the links that replace `host`, `network` and measurements, by the axes of a
+            collective ("dp", or several separated by blanks). `efficiency` is not applied to it.
         overlaps: True if collectives run beside kernels without slowing them, as on GPUs.
         straggling: how late the slowest rank arrives at a collective, as a fraction of computing
             time.
@@ -255,8 +255,8 @@ class Machine:
 
         It is `host` if each collective stays within a host. Otherwise a collective runs one ring
         for each rank that it has on a host, over that rank's own network port. So its bandwidth is
-        that many times that of `network`, but not more than that of `host`: eight ports of 25 GB/s
-        were measured to carry 192 GB/s (github.com/NVIDIA, issue 812 of the collectives' library).
+        that multiple of `network`'s bandwidth, but at most `host`'s: eight ports of 25 GB/s were
+        measured to carry 192 GB/s (github.com/NVIDIA, issue 812 of the collectives' library).
 
         Args:
             axes: the axes of the collective.

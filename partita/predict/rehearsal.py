@@ -7,7 +7,7 @@ restored afterwards.
 
 For `pt.eager_memory` a step is created and run unchanged, with all its hooks, on a dry mesh. A
 schedule records each storage that a kernel allocates, that autograd frees or that ZeRO resizes. It
-has the same form as that of a compiled step.
+has the same form as the schedule of a compiled step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run_on_fakes(
     """Run `fn` over tensors without memory inside the block, and restore what it changes.
 
     Args:
-        make_wire: makes the replacement for the wire of a mesh.
+        make_wire: a function that makes the replacement for the wire of a mesh.
 
     Yields:
         A function that runs `fn(*args, **kwargs)` in this way, and the state that `fn` uses.

@@ -30,7 +30,7 @@ class Shown:
     `str` returns plain text; a notebook shows `_repr_html_()`.
 
     Attributes:
-        pictures: by name; "" for a tensor by itself.
+        pictures: the pictures, by name; the name is "" for a single tensor.
     """
 
     pictures: tuple[tuple[str, Picture], ...]

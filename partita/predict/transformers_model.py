@@ -91,7 +91,7 @@ class _Logits(nn.Module):
     """A model of transformers that returns its logits alone.
 
     Attributes:
-        model: as transformers makes it.
+        model: the model that transformers makes.
     """
 
     def __init__(self, model: nn.Module, argument: str):

@@ -47,7 +47,8 @@ class MemoryCount:
     """The bytes of live storages that were created since `count_memory` began.
 
     Each storage counts once, in full, however many tensors are views of it. Ops of this thread are
-    counted, in forward and backward. Pass others to `note`, such as those of a compiled region.
+    counted, in forward and backward. Pass other tensors to `note`, such as the results of a
+    compiled region.
 
     Attributes:
         live: bytes that are alive now.

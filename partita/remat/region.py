@@ -182,7 +182,7 @@ class _RegionMarker:
     """The watcher of a region in a captured step, which marks the calls that are kept.
 
     Attributes:
-        policy: of the region.
+        policy: the policy of the region.
     """
 
     def __init__(self, policy: Policy, recorder: Any):

@@ -193,8 +193,8 @@ class _RegionRun:
     """The common part of the two runs of a region. Each is a `Watcher` while it runs.
 
     Attributes:
-        policy: of the region.
-        producers: which call made which tensor.
+        policy: the policy of the region.
+        producers: the call that made each tensor.
     """
 
     def __init__(self, policy: Policy, producers: TensorProducers):

@@ -37,8 +37,8 @@ class RunFacts:
             "reason", "nbytes" of a rank, "count".
         memory: the memory of a captured step: "places", "held" (bytes by class), "live" (by class,
             the bytes at each place), "holders" (at the peak: "source", "name", "kind", "nbytes").
-        passes: for each pass "name", "promise", "did", and (before, after) of "collectives",
-            "sent" and "peak".
+        passes: "name", "promise", "did" of each pass, and (before, after) of "collectives", "sent"
+            and "peak".
         timeline: the events of a step on one rank, by stream.
         timeline_source: where the timeline comes from, and what it leaves out.
         figures: other numbers: names, amounts, and a remark on each.

@@ -361,7 +361,7 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 
 
 def make_mean_loss(loss: Any) -> Any:
-    """Returns the mean of a loss over classes given by index, where each rank has all classes.
+    """Returns the mean of a loss over classes given by index, if each rank has all classes.
 
     Each rank sums the losses of its samples by torch's kernel, and divides by the weight of the
     samples of all ranks.

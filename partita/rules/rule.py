@@ -125,7 +125,7 @@ class LikeRule:
         pending: False: a Partial axis becomes Replicate, because a Partial tensor of ones would sum
             to the number of ranks. True: it stays Partial (`new_empty`, whose memory is overwritten
             at once).
-        local: gets a `KernelCall` whose `pieces` have the names of `Arg(shape).names`.
+        local: a function of a `KernelCall` whose `pieces` have the names of `Arg(shape).names`.
     """
 
     shape: tuple[int, ...]
@@ -205,8 +205,8 @@ def rule(*what: Any) -> Any:
 
     `@pt.rule(f)` decorates a function that returns the rule of `f` for given arguments. It may
     return a sentence, a `KernelRule`, a `Decomposition`, a `LikeRule`, or None. None means that
-    there is no rule for these arguments; their operands are gathered. Its parameters have the names
-    and order of those of `f`. It may omit any number of them at the end. A parameter that begins
+    there is no rule for these arguments; their operands are gathered. Its parameters have the same
+    names and order as in `f`. It may omit any number of them at the end. A parameter that begins
     with an underscore is not read.
 
     If a sentence does not fit the number or shapes of the tensors in a call, the call raises
@@ -310,8 +310,8 @@ def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None
     Args:
         takes: the parameters, such as "input dim=-1".
         text: the sentence. In it `{x}` is replaced by the names of the input's dimensions;
-            `{whole}` by the same names, with `dim` kept whole; `{left}` by those of the dimensions
-            other than `dim`.
+            `{whole}` by the same names, with `dim` kept whole; `{left}` by the names of the
+            dimensions other than `dim`.
         split: a function that is called in place of the others if `dim` is split.
     """
 

@@ -194,7 +194,7 @@ class Names(tuple[str, ...]):
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """Returns the same names, with `!` (keep whole) after those of `dim`."""
+        """Returns the same names, with `!` (keep whole) after the names of `dim`."""
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
@@ -361,10 +361,10 @@ def _derive_rows(
 
     Args:
         inputs: each operand's dimensions, `...` written out; None where it is absent or a number.
-        outputs: the same of the results.
+        outputs: the same for the results.
         sizes: elements of each name that an operand has or the sentence gives.
-        absent: which operands are not there at all. (A number is there: added to shares it would
-            be counted once per rank.)
+        absent: the operands that are not passed at all. (A number is passed: added to shares it
+            would be counted once per rank.)
     """
     missing = frozenset(absent)
     groups = [_drop_absent_operands(group, missing) for group in sentence.groups]
@@ -487,7 +487,7 @@ class Bound:
         return name not in self.even or self.sizes[name] % parts == 0
 
     def output_shape(self, i: int, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns output i's global shape. Unknown sizes are those of the `local` result."""
+        """Returns output i's global shape. Unknown sizes are taken from the `local` result."""
         shape = []
         for d, dim in enumerate(self.outputs[i]):
             known = all(n in self.sizes for n in dim.names)

@@ -9,10 +9,9 @@ stores the tensor that it is a view of.
 - x is written: the view copy is made again when it is next read (`current`).
 - The view copy is written: its value is written, and then the corresponding part of x
   (`write_through_copy`).
-- An op copies only where it must (`contiguous`, `reshape`, `to`). One device's strides decide this,
-  on all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could
-  return the memory of its operand although other ranks, and one device, copy. Such a result is
-  copied.
+- An op copies only if it must (`contiguous`, `reshape`, `to`). One device's strides decide this, on
+  all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could return
+  the memory of its operand although other ranks, and one device, copy. Such a result is copied.
 """
 
 from __future__ import annotations
@@ -281,7 +280,7 @@ _stride = torch._C.TensorBase.stride
 def global_strides(x: DTensor) -> tuple[int, ...]:
     """Returns the strides, in elements, of the global tensor whose pieces are laid out like x.
 
-    For a view copy they are those of the view on one device."""
+    For a view copy, the strides of the view on one device."""
     if state_of(x).copied_view is not None:
         with _disable_current_modes():
             return make_meta_twin(x).stride()

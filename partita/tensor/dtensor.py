@@ -177,10 +177,11 @@ class DTensor(torch.Tensor):
                 ranks or on none. Costs two small collectives. Nothing is overwritten.
             shape: the global shape in elements. By default every rank of a sharded axis is assumed
                 to hold as many elements as this one.
-            stride: accepted as in torch. Strides always follow from those of the pieces.
+            stride: accepted as in torch. Strides always follow from the pieces' strides.
             grad_placements: the placements of the gradient that `local_tensor` gets. By default
-                they are those of the DTensor's gradient. Where the DTensor is Replicate there is no
-                default: Partial gives each rank its own part, Replicate gives each rank the sum.
+                they are the placements of the DTensor's gradient. If the DTensor is Replicate there
+                is no default: Partial gives each rank its own part, Replicate gives each rank the
+                sum.
 
         Raises:
             LayoutError: the local shape differs from what `shape` and `placements` give this rank.

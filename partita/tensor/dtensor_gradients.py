@@ -446,7 +446,7 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks of the user among `hooks`, without those of partita."""
+    """Returns the hooks of the user among `hooks`, without partita's hooks."""
     if not hooks:
         return ()
     found = [
@@ -486,7 +486,7 @@ class NodeOfPieces:
         """Register a hook after the node of a leaf, which is called with `((), (gradient,))`.
 
         Raises:
-            LayoutError: the node is not that of a leaf.
+            LayoutError: the node does not belong to a leaf.
         """
         leaf = self._hook_leaf()
 
@@ -500,7 +500,7 @@ class NodeOfPieces:
         """Register a hook before the node of a leaf, which gets `(gradient,)` and may replace it.
 
         Raises:
-            LayoutError: the node is not that of a leaf.
+            LayoutError: the node does not belong to a leaf.
         """
         leaf = self._hook_leaf()
 

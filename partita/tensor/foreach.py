@@ -40,10 +40,10 @@ class _ListPlan:
     """The plan of foreach calls with one key.
 
     Attributes:
-        wires: for each position, if not all are on one mesh; None for plain tensors.
-        places: for each position its plan; None if the op is called as a user would call it.
+        wires: the wire of each position, if not all are on one mesh; None for plain tensors.
+        places: the plan of each position; None if the op is called as a user would call it.
         clean: True if the native kernel runs: nothing moves, and no position has its own kernel.
-        specs: of the results, set by the first call.
+        specs: the specs of the results, set by the first call.
         hits: the number of calls that have used this plan.
     """
 

@@ -443,7 +443,7 @@ def cast_of(op: str, device_type: str) -> Cast | None:
 
 @contextmanager
 def without_autocast(*device_types: str) -> Iterator[None]:
-    """Disable autocast inside the block on devices where it is on."""
+    """Disable autocast inside the block on devices for which it is on."""
     for device_type in device_types:
         torch.set_autocast_enabled(device_type, False)
     try:
@@ -552,7 +552,7 @@ class Form:
         local: the function that runs on local tensors; None for `func` itself.
         bare: a function of the operands alone, which runs if all other arguments have their
             defaults.
-        operator: for an operator of torch.library; None for other functions.
+        operator: the `Operator`, for an operator of torch.library; None for other functions.
         writes: operands that are written, besides the first one of an in-place op.
     """
 

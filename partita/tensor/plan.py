@@ -121,7 +121,8 @@ class CallPlan:
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
         names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
-        make_output_spec: computes the spec of each result (for shapes that depend on data).
+        make_output_spec: a function that computes the spec of each result (for data-dependent
+            shapes).
         hits: the number of calls that have used this plan.
     """
 
@@ -221,7 +222,7 @@ class CallPlan:
         """Make each new local tensor of a result a DTensor with its spec.
 
         Raises:
-            LayoutError: the shapes or the number of results differ from those of the rule.
+            LayoutError: the shapes or the number of results do not fit the rule.
         """
         if isinstance(out, DTensor):
             self.direct = self._is_direct()  # in place: nothing is new

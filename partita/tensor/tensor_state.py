@@ -70,7 +70,7 @@ _MOST_NOTED = 8
 class Spec:
     """A global layout and a rank's wire, which together make a local tensor a DTensor.
 
-    Only `spec_of` makes specs, except those of view copies (`as_copy`).
+    Only `spec_of` makes specs, except the specs of view copies (`as_copy`).
 
     Attributes:
         layout: the global layout.
@@ -108,12 +108,12 @@ class Spec:
 
     @cached_property
     def reduced(self) -> Spec:
-        """The spec of the same value after reduction: Replicate where this one is Partial."""
+        """The spec of the same value after reduction: Partial axes become Replicate."""
         layout = self.layout
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
     def invariant_of(self, shape: Sequence[int]) -> Spec:
-        """The spec of a whole value of `shape`: Invariant where this one is not Replicate."""
+        """The spec of a whole value of `shape`: Replicate axes stay, others become Invariant."""
         axes = tuple(a for a, p in self.by_axis() if not p.is_replicate())
         return spec_of(Layout(tuple(shape), invariant=axes), self.wire)
 
@@ -527,8 +527,9 @@ class _Here(threading.local):
     Attributes:
         watcher: the `Watcher` of calls, or None.
         trace: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
-        explainer: gets the plan of each call. While it is set, every call is planned anew.
-        resized: called with each storage whose owner has freed or allocated its memory again.
+        explainer: an object that gets the plan of each call. While it is set, every call is planned
+            anew.
+        resized: a function that gets each storage whose owner has freed or allocated its memory.
         rerunnable: the number of things that may run a part of the program again in backward: hooks
             of saved tensors (a checkpoint's), autograd.Functions.
     """

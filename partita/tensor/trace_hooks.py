@@ -89,4 +89,4 @@ class TraceHooks:
         """Raise if remat regions of `title` cannot have a budget of bytes here."""
 
     def refuse_no_sync(self) -> None:
-        """Gradients of ZeRO-3 wait for a later micro-batch; raises where they cannot."""
+        """Do nothing: ZeRO-3's gradients may wait for later micro-batches. A capture raises."""

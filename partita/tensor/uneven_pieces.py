@@ -338,7 +338,7 @@ class _MetaRun:
     Attributes:
         outs: its outputs.
         operands: the operands that are differentiable, by their numbers in the plan.
-        lacking: which of them get no gradient from an output, by its number, once it is known.
+        lacking: the operands that get no gradient from an output, by the output's number, if known.
     """
 
     outs: list[torch.Tensor]

@@ -1,7 +1,7 @@
 """Allocated bytes: the most bytes that torch's allocator had allocated at once.
 
-An accelerator's allocator counts this itself. On the CPU every allocation counts: those of ops, of
-kernels that Inductor compiled, and of collectives. torch's profiler reports them, in this thread
+An accelerator's allocator counts this itself. On the CPU every allocation counts: by ops, by
+kernels that Inductor compiled, and by collectives. torch's profiler reports them, in this thread
 and in threads of process groups. It does not report a buffer that such a thread is the last to
 free, which would then seem to stay allocated. So after each wait those threads get time to free
 buffers first.

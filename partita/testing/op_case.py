@@ -2,7 +2,7 @@
 
 A case is one op, one sample and one class of arguments: every tensor argument becomes a DTensor of
 that class (see `op_layouts`). Results, gradients, and the operands after the call are compared with
-those of plain tensors, on every rank.
+a call of plain tensors, on every rank.
 
 Elements may differ by 1e-4 of their size plus 1e-5 (or 1e-5 of the largest, if that is in the
 thousands at most). A larger difference is right if the element is closer to the result in double
@@ -77,7 +77,8 @@ class Reference:
         operands: the value of each tensor argument after the call.
         gradients: the gradient of each tensor argument, or None.
         seeds: the gradient of each output tensor that backward starts from, or None.
-        narrow: True if the op runs under autocast, so errors may be those of bfloat16.
+        narrow: True if the op runs under autocast, so rounding errors may be as large as for
+            bfloat16.
     """
 
     call: Callable[[Convert], tuple[Any, list[torch.Tensor]]]

@@ -5,7 +5,7 @@ force, on ranks that are simulated one after the other. It splits the inputs as 
 pieces of uneven size and unequal shares of both signs. It runs the local kernel on each rank, joins
 the outputs and compares them with one device. Then it checks backward: gradients of the outputs are
 placed by duality, and plain autograd runs on each rank. The gradients of the inputs, joined by
-duality, must be those of one device.
+duality, must equal one device's.
 
     python -m partita.testing.prove [op ...]
 """

@@ -37,7 +37,7 @@ def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
 
 
 def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
-    """Returns the joined value. Raises ValueError if ranks differ where they must be equal.
+    """Returns the joined value. Raises ValueError if ranks that must be equal differ.
 
     Args:
         terms: the number of terms that an element may be the sum of, as for `tolerance_of`.

@@ -382,7 +382,11 @@ def test_explain_says_why_a_block_is_not_folded(name):
     """What may look like a reason, as a mode or a sparse gradient, is none."""
     model, step_of, reason = {
         "penalized": (Stack, penalized, "a result is a view of memory that is written"),
-        "twice_backward": (Stack, twice_backward, "it needs what others compute from a part of it"),
+        "twice_backward": (
+            Stack,
+            twice_backward,
+            "nodes outside it use a part of it and compute values for another part",
+        ),
         "writing": (WritingData, squares, "what its backward reads is written after its forward"),
         "sparse": (Stack, squares_by_sgd, ""),
         "mode": (Stack, squares, ""),

@@ -2,8 +2,8 @@
 
 - Its reduce-scatter is an all-reduce whose result is mostly discarded. Here ranks exchange shares,
   and each rank sums its piece in rank order. This sends half the bytes.
-- Its all-reduce is a ring that starts each piece at another rank. With more than two ranks the bits
-  of its sums differ from those of a reduce-scatter. So narrow dtypes, and programs under
+- Its all-reduce is a ring that starts each piece at another rank. With more than two ranks its sums
+  have other bits than a reduce-scatter's. So narrow dtypes, and programs under
   `torch.use_deterministic_algorithms(True)`, exchange shares instead. A sum then has the same bits
   in every collective.
 - Its all-gather is a ring, which takes twice the CPU time of a broadcast from each rank.

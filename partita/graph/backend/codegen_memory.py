@@ -121,7 +121,7 @@ class _FakeRun(TorchDispatchMode):
 
     Attributes:
         places: the texts of the lines that have run, or are in the code that is called now.
-        buffers: by id of their storage, the buffers that are allocated now.
+        buffers: the buffers that are allocated now, by the id of their storage.
         done: the buffers that were freed.
     """
 

@@ -260,9 +260,9 @@ class _RecordedProgram:
     """A recording, and the memory that it reads and writes.
 
     Attributes:
-        copies: by the place of an input, where the recording reads it: of those that are copied.
+        copies: the tensor from which the recording reads each copied input, by position.
         crossing: likewise, for each value that crosses.
-        addresses: by the places of the other inputs, where they lay.
+        addresses: the addresses of the other inputs during the recording, by position.
         results: make the results of a call, of its inputs.
     """
 

@@ -154,7 +154,7 @@ def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> l
     """Load or compile programs, on all ranks of the wires together.
 
     Args:
-        wanted: the same on all ranks, in the same order.
+        wanted: the programs to build, equal on all ranks and in the same order.
         wires: the one with most ranks first.
 
     Raises:
@@ -218,13 +218,13 @@ class _BuildRequest:
     """A program that this rank has to load or compile.
 
     Args:
-        program: to be built, or a section, which is called with a list.
+        program: the program to build, or a section, which is called with a list.
         facts: metadata of the artifact.
 
     Attributes:
         built: the program, once it is loaded or compiled.
-        error: of a failed attempt, after which nothing more is attempted.
-        key: of the program and of the compiler, in the store.
+        error: the error of a failed attempt, after which nothing more is attempted.
+        key: the key of the program and of the compiler, in the store.
     """
 
     def __init__(self, program: Program | Subgraph, facts: dict[str, Any]):

@@ -8,7 +8,7 @@ until backward. A sum that is fused with a later reader, such as a bucket of gra
 its operands alive until then.
 
 Order (`InOrder`): Inductor moves every write into an input, and so every update of a parameter, to
-the end of the graph, where all gradients wait for it. It moves calls with few prerequisites to the
+the end of the graph. All gradients then wait for it. It moves calls with few prerequisites to the
 beginning. `InOrder` restores the order of the passes, and moves each write to the place where its
 operands are ready.
 
@@ -275,7 +275,7 @@ def _delay_updates(order: list[Any], needs: dict[Any, list[Any]], parts: set[str
     The gradients that they read wait with them.
 
     Args:
-        parts: as for `_can_combine`.
+        parts: the same as for `_can_combine`.
     """
     last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
     live = _list_live_bytes(order)

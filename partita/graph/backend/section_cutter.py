@@ -272,7 +272,7 @@ class _SectionGraph:
 
     Attributes:
         inputs: the nodes of the whole graph that it reads.
-        outputs: its nodes that others read.
+        outputs: the nodes of the section that other nodes read.
     """
 
     def __init__(self, cutting: _GraphCutter, part: Sequence[fx.Node]):

@@ -57,7 +57,7 @@ class _Order:
     changes, so that a try takes time for its window alone.
 
     Attributes:
-        peak: of memory, in bytes, before the first try, the inputs included.
+        peak: the peak of memory in bytes before the first try, including the inputs.
     """
 
     def __init__(self, program: Program):

@@ -236,7 +236,7 @@ def _recompute_metadata(program: Program, name: str) -> None:
     user's pass need not.
 
     Args:
-        name: of the pass that has run.
+        name: the name of the pass that has run.
 
     Raises:
         IllegalGraph: a call fails with its operands.

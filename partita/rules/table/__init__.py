@@ -1,4 +1,4 @@
-"""The table of rules: importing it registers those of partita that are sentences."""
+"""The table of rules: importing it registers partita's rules that are sentences."""
 
 import importlib
 

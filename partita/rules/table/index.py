@@ -238,8 +238,8 @@ class _Read:
     Attributes:
         left: the input's dimensions as the sentence has them.
         out: the result's; a tensor of indices is a None.
-        chosen: for each name that an int picks from, the place.
-        tensors: for each tensor of indices its first dimension.
+        chosen: the position for each name that an int selects from.
+        tensors: the first dimension of each tensor of indices.
     """
 
     left: list[str]

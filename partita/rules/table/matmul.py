@@ -331,7 +331,7 @@ class _Turned:
     """The rows of some groups at the front, the others after them.
 
     Attributes:
-        ends: where these groups end there.
+        ends: the positions at which these groups end.
     """
 
     def __init__(self, offs: torch.Tensor, groups: tuple[Any, int, int], count: int):

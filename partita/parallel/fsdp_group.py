@@ -27,7 +27,11 @@ from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import copy_attributes, keep_attributes
 from partita.tensor.dtensor import DTensor, as_dtensor
-from partita.tensor.dtensor_gradients import BROKEN_OFF, refuse_copied_part
+from partita.tensor.dtensor_gradients import (
+    BROKEN_OFF,
+    refuse_copied_part,
+    restore_partial_gradient,
+)
 from partita.tensor.origins import find_origin, is_beside_program
 from partita.tensor.tensor_state import (
     Spec,
@@ -131,6 +135,10 @@ class ShardedState:
 
     def show_gradient(self) -> None:
         """Reduce kept gradients if necessary. Called when a gradient is read or cleared."""
+
+    def is_in_forward(self, p: DTensor) -> bool:
+        """True if `p` is gathered for a forward of its block, which has not ended."""
+        return False
 
 
 def agree_on_block(what: str, name: str, first: DTensor) -> None:
@@ -698,10 +706,12 @@ class Token:
     Attributes:
         tensor: the empty tensor.
         counts: the counts of the calls that use it.
+        trained: the parameters to which its backward returns gradients.
     """
 
     tensor: torch.Tensor
     counts: CallCounts
+    trained: set[DTensor]
 
 
 @dataclass(eq=False)
@@ -837,6 +847,9 @@ class ZeroState(ShardedState):
 
     # -- forward -----------------------------------------------------------------------------------
 
+    def is_in_forward(self, p: DTensor) -> bool:
+        return any(p is other for group in self.groups if group.depth for other in group.gathered)
+
     def _begin_forward(self, *_: Any) -> None:
         if not self._forwards and not in_backward():
             self.reset_after_abort()
@@ -965,8 +978,11 @@ class ZeroState(ShardedState):
             others = [other for other in self.groups if other not in self._hooked]
             self._tokens[key] = self._make_token(others if key is None else [group])
         token = self._tokens[key]
-        # `functional_call` inside a forward replaces parameters that were set when it began.
-        if not are_same(token.counts.shards[group], group.gathered):
+        # `functional_call` inside a forward replaces parameters that were set when it began, and
+        # hooks may unfreeze some.
+        if not are_same(token.counts.shards[group], group.gathered) or any(
+            _requires_grad(p) and p not in token.trained for p in group.gathered
+        ):
             return self._make_token([group])
         return token
 
@@ -975,7 +991,7 @@ class ZeroState(ShardedState):
         counts = CallCounts(shards, len(groups) == 1 and groups[0].has_hooks())
         with local_ops():
             trained = [p for some in shards.values() for p in some if _requires_grad(p)]
-        return Token(_ShardsToToken.apply(self, groups, counts, *trained), counts)
+        return Token(_ShardsToToken.apply(self, groups, counts, *trained), counts, set(trained))
 
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
@@ -1128,11 +1144,12 @@ class ZeroState(ShardedState):
         with local_ops(), counting_versions(), torch.no_grad():
             self._reduce_held_gradients(self.groups, None)
             for p, g in self.collect(self.groups, None).items():
+                given = restore_partial_gradient(p, g)  # as a hook does in backward
                 held = _grad(p)
                 if held is None:
                     p.grad = as_dtensor(g, p._spec.gradient)
                 else:
-                    held.add_(g)
+                    held.add_(g if given is None else given)
 
     def _reduce_held_gradients(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
@@ -1170,6 +1187,12 @@ class ZeroState(ShardedState):
         self.peak = max(self.peak, self.alive)
 
 
+def _set_requires_grad(parameters: Sequence[DTensor], on: bool) -> None:
+    with local_ops():
+        for p in parameters:
+            p.requires_grad_(on)
+
+
 class _ShardsToToken(torch.autograd.Function):
     """The autograd node from shards to the token; its backward returns the shards' gradients."""
 
@@ -1195,4 +1218,10 @@ class _ShardsToToken(torch.autograd.Function):
                     refuse_copied_part(_grad(p))
                 if (g := with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
+            # In one process each gradient is added as soon as it is computed. A parameter that a
+            # hook has frozen since gets its gradient, too.
+            frozen = [p for p in ctx.shards if p in found and not _requires_grad(p)]
+            if frozen:
+                _set_requires_grad(frozen, True)
+                after_backward(lambda: _set_requires_grad(frozen, False))
         return None, None, None, *[found.pop(p, None) for p in ctx.shards]

@@ -228,8 +228,7 @@ class _ForwardCall:
         self.group = group
         self.needs = group.may_recompute_within
         self.shards = group.shards() if shards is None else shards
-        with local_ops():
-            self.wanting = [_requires_grad(p) for p in self.shards]
+        self.wanting = self._find_trained()
         self.trains = torch.is_grad_enabled() and any(self.wanting)
         self.kind = (graded, *self.wanting)
         self.since = self.rerunnable = 0
@@ -240,6 +239,11 @@ class _ForwardCall:
         self._to_come = {"parameters"} if self.trains else set()
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
+        self._trained: list[bool] = []
+
+    def _find_trained(self) -> list[bool]:
+        with local_ops():
+            return [_requires_grad(p) for p in self.shards]
 
     def has_computed(self, t: torch.Tensor) -> bool:
         """True if this forward computed `t`, and did not only pass it on.
@@ -252,6 +256,7 @@ class _ForwardCall:
     def begin_backward(self, *_: Any) -> None:
         """Begin the backward of this forward: the first gradient of an output has arrived."""
         group = self.group
+        self._trained = self._find_trained()  # hooks in this block's backward may freeze some
         if self in group.calls_in_backward or not self.needs:
             return
         at_work = group.zero.pass_at_work()
@@ -309,6 +314,9 @@ class _ForwardCall:
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
         self.group.fit_buffers(self.shards)
+        # One that was frozen after the forward gets none.
+        trained = self._trained or self._find_trained()
+        grads = [g if trained[i] else None for i, g in zip(self.group.order, grads, strict=True)]
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
             self._reduce_with_history(grads)
         else:

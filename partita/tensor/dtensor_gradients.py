@@ -171,6 +171,30 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
                 x.grad = None
 
 
+@implements(T.requires_grad_)
+def _set_requires_grad(x: DTensor, requires_grad: bool = True) -> DTensor:
+    """Run `x.requires_grad_()`. Raises if ZeRO-3 has already connected a parameter's gradient."""
+    if _requires_grad(x) == requires_grad:
+        return x
+    state = state_of(x)
+    is_late = state.gathered_from is not None
+    if requires_grad and state.zero_layouts is not None:
+        is_late = is_late or state.zero_layouts.owner.is_in_forward(x)
+    if is_late:
+        raise make_layout_error(
+            f"requires_grad = {requires_grad} for a parameter in the forward of its own block",
+            Fix("p.requires_grad_(...)", "before the block's forward, or after it"),
+            Fix("pt.zero(model, mesh, stage=2)", "where parameters are not gathered"),
+            reason="stage 3 of ZeRO has gathered it, and connected its gradient if it gets one",
+        )
+    with local_ops():
+        return x.requires_grad_(requires_grad)
+
+
+_shard_property: Any = DTensor.requires_grad
+DTensor.requires_grad = _shard_property.setter(_set_requires_grad)
+
+
 @implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
     _show_gradient(x)
@@ -655,7 +679,7 @@ def _register_restoring_hook(x: DTensor) -> tuple[int, Any]:
     known = weakref.ref(x)
     with requiring_grad(x):  # it may be frozen only for a while
         handle = x.register_hook(
-            lambda g: None if g is None else _restore_partial_gradient(known(), g)
+            lambda g: None if g is None else restore_partial_gradient(known(), g)
         )
     return handle.id, hooks_of_backward(x)[handle.id]
 
@@ -707,8 +731,8 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     return refer_to
 
 
-def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.Tensor | None:
-    """Make the settled gradient of `x` Partial, before `coming` is added to it.
+def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.Tensor | None:
+    """Make the settled gradient of `x` Partial, before the local `coming` is added to it.
 
     Returns:
         What is to be added in place of `coming`; None if that is.
@@ -735,10 +759,10 @@ def _restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.
             moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
             shares = carry_all(moves, grad_now, wire, "grad", "gradient")
             if stays:
-                if shares.shape == grad_now.shape:
-                    grad_now.copy_(shares)
-                else:  # with ZeRO each rank has a shard of it
-                    _data.__set__(grad_now, shares)
+                if shares.shape == grad_now.shape and shares.stride() != grad_now.stride():
+                    shares = torch.empty_like(grad_now).copy_(shares)
+                # New memory, as when it was reduced: a view that was taken since is whole.
+                _data.__set__(grad_now, shares)
                 as_dtensor(grad_now, wanted)
             else:
                 _grad.__set__(x, as_dtensor(shares.detach(), wanted))
@@ -803,7 +827,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     `reduced_gradient_spec`.
 
     A reduced gradient is the same object with new memory. A view that was taken before keeps the
-    old memory, which is a correct Partial value.
+    old memory, which is a correct Partial value. Writes through it do not reach the gradient.
 
     There is one all-reduce for each set of axes and dtype and for each `BUCKET_BYTES`, recorded
     with the reason "settle". Gradients that are not Partial do not change. This waits for

@@ -556,7 +556,8 @@ def differentiate_meta(
     hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
     again = torch.is_grad_enabled()
     try:
-        with _disable_current_modes(), hooks:
+        # Torch's anomaly mode would look for NaN, and these tensors have no values.
+        with _disable_current_modes(), hooks, torch.autograd.set_detect_anomaly(False):
             return seed, torch.autograd.grad(
                 out, operands, seed, retain_graph=True, create_graph=again, allow_unused=True
             )

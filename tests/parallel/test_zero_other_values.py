@@ -275,3 +275,25 @@ def test_ranks_whose_batches_have_other_keys_or_dtypes_raise_one_error():
     with pt.ranks(dp=2) as world:
         first, second = world.run(body)
     assert first == second
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_no_sync_keeps_is_added_to_a_reduced_gradient_of_every_axis(stage):
+    """A parameter that is whole along `tp` has a Partial gradient there, in stage 3, too."""
+
+    def program(mesh):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 3).double(), torch.randn(4, 4, dtype=torch.float64)
+        if mesh is not None:
+            pt.zero(model, mesh, axis="dp", stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0), pt.Replicate()])
+        model(x).square().mean().backward()
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
+        with nullcontext() if mesh is None else pt.no_sync(model):
+            model(x).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        return [*map(full, norms), *grads(model)]
+
+    with pt.ranks(dp=2, tp=2) as world:
+        for found in world.run(program):
+            torch.testing.assert_close(found, program(None), rtol=1e-12, atol=1e-12)

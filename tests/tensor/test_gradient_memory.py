@@ -70,3 +70,19 @@ def test_memory_that_nobody_looks_at_serves_again():
 
     with pt.ranks(dp=2) as world:
         assert world.run(program) == [1, 1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "view", [lambda g: g.view(-1), lambda g: g[0], torch.Tensor.detach, lambda g: g.data]
+)
+def test_a_view_of_a_reduced_gradient_is_as_it_was_on_every_rank(view, stage):
+    def program(mesh):
+        model, rows = model_and_rows(mesh, stage)
+        held = view(stepped(model, rows[0])[0])
+        before = held.to_local().clone()
+        model(rows[1]).square().sum().backward()
+        return torch.equal(held.to_local(), before)
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(program) == [True, True]

@@ -245,6 +245,12 @@ def test_a_rank_without_rows_differentiates_again(name, place):
     compare(differentiate_twice(*OPS[name]), place, a=3)
 
 
+def test_it_does_so_in_anomaly_mode():
+    """Torch looks for NaN in all gradients there, also in those without memory."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        compare(differentiate_twice(*OPS["linear"]), pt.Shard(0), a=3)
+
+
 def test_a_derivative_that_torch_lacks_is_an_error_on_all_ranks():
     def body(mesh):
         x = pt.distribute_tensor(V[:2], mesh, [pt.Shard(0)]).requires_grad_()

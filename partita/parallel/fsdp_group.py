@@ -991,7 +991,9 @@ class ZeroState(ShardedState):
         counts = CallCounts(shards, len(groups) == 1 and groups[0].has_hooks())
         with local_ops():
             trained = [p for some in shards.values() for p in some if _requires_grad(p)]
-        return Token(_ShardsToToken.apply(self, groups, counts, *trained), counts, set(trained))
+            given = _make_ordered_aliases(trained) if counts.hooked else trained
+        tensor = _ShardsToToken.apply(self, groups, counts, trained, *given)
+        return Token(tensor, counts, set(trained))
 
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
@@ -1187,6 +1189,18 @@ class ZeroState(ShardedState):
         self.peak = max(self.peak, self.alive)
 
 
+def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns aliases of `leaves`, which get their gradients one after the other, the last first.
+
+    Their hooks run in this order on all ranks, then. Autograd's queue has no order of leaves, and
+    ranks without rows have other nodes in it.
+    """
+    aliases = [torch.ops.aten.alias(leaf) for leaf in leaves]
+    for i, alias in enumerate(aliases):
+        alias.grad_fn._set_sequence_nr(2**64 - 1 - len(aliases) + i)
+    return aliases
+
+
 def _set_requires_grad(parameters: Sequence[DTensor], on: bool) -> None:
     with local_ops():
         for p in parameters:
@@ -1202,7 +1216,8 @@ class _ShardsToToken(torch.autograd.Function):
         zero: ZeroState,
         groups: Sequence[FsdpGroup],
         counts: CallCounts,
-        *shards: torch.Tensor,
+        shards: Sequence[DTensor],
+        *given: torch.Tensor,
     ) -> torch.Tensor:
         ctx.zero, ctx.groups, ctx.counts, ctx.shards = zero, groups, counts, shards
         return empty(0)
@@ -1224,4 +1239,4 @@ class _ShardsToToken(torch.autograd.Function):
             if frozen:
                 _set_requires_grad(frozen, True)
                 after_backward(lambda: _set_requires_grad(frozen, False))
-        return None, None, None, *[found.pop(p, None) for p in ctx.shards]
+        return None, None, None, None, *[found.pop(p, None) for p in ctx.shards]

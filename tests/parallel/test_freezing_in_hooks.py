@@ -47,7 +47,7 @@ def train(mesh, stage, where, at, other):
     return found
 
 
-OWN = ["after the forward", "in backward"]
+OWN = ["after the forward", "in backward", "on a gradient"]
 CASES = [*[(0, 1, w) for w in REGISTER], *[(1, 0, w) for w in REGISTER], *[(1, 1, w) for w in OWN]]
 
 

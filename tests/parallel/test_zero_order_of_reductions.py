@@ -174,3 +174,32 @@ def test_the_garbage_collector_of_one_rank_does_not_change_the_order_of_collecti
     for way, (moves, grads) in enumerate(one):
         assert all(other[way][0] == moves for other in others)
         torch.testing.assert_close(grads, one_device(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_hooks_run_in_one_order_where_a_rank_has_no_rows(stage):
+    """Hooks that read values meet the other ranks, so that another order would be an error."""
+
+    def program(mesh):
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4, bias=i > 0)) for i in (0, 1)
+        ]
+        model, x, names = nn.Sequential(*blocks).double(), torch.randn(4, 4).double(), []
+        if mesh is not None:
+            pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        for name, p in model.named_parameters():
+            if name in ("1.0.bias", "0.0.bias"):
+                p.register_hook(
+                    lambda g, name=name: names.append((name, round(g.norm().item(), 9)))
+                )
+            elif not name.startswith("1.2"):
+                p.register_post_accumulate_grad_hook(
+                    lambda p, name=name: names.append((name, round(p.grad.sum().item(), 9)))
+                )
+        model(x).square().mean().backward()
+        return names
+
+    with pt.ranks(dp=3) as world:
+        assert world.run(program) == [program(None)] * 3

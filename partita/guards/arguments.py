@@ -63,10 +63,14 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
         _HERE.made.clear()
 
 
-def objects_of_call(call: Any) -> list[Any]:
-    """Returns the containers and the leaves of (args, kwargs), each as often as it occurs."""
+def objects_of_call(call: Any, seen: dict[int, Any] | None = None) -> list[Any]:
+    """Returns the containers, objects and leaves of (args, kwargs), each as often as it occurs."""
     found: list[Any] = []
-    pytree.tree_leaves(call, is_leaf=found.append)  # type: ignore[arg-type]
+    seen = {} if seen is None else seen
+    for leaf in pytree.tree_leaves(call, is_leaf=found.append):  # type: ignore[arg-type]
+        if type(leaf) not in LEAVES and id(leaf) not in seen and is_taken_apart(leaf):
+            seen[id(leaf)] = leaf
+            found += objects_of_call(_attributes_of_object(leaf), seen)
     return found
 
 
@@ -83,6 +87,10 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
         known: by id of a container of the call, the one that was made of it.
     """
     if pytree.tree_is_leaf(call):
+        if type(call) not in LEAVES and id(call) not in known and is_taken_apart(call):
+            known[id(call)] = made
+            for name, value in _attributes_of_object(call).items():
+                object.__setattr__(made, name, share_repeated(value, getattr(made, name), known))
         return made
     if id(call) not in known:
         parts, structure = pytree.tree_flatten(call, is_leaf=lambda v: v is not call)

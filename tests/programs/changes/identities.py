@@ -93,6 +93,13 @@ def compared_arguments(kind: str) -> None:
         step = lambda x, a: x * (2 if a is held.a else 3)  # noqa: E731
         return Change(step, lambda: None, arguments=lambda i: (others[i],))
 
+    def within_an_object() -> Change:
+        step = lambda x, held: x * held.t * (2 if held.a is held.b else 3)  # noqa: E731
+        made = [Plain(t=torch.ones(3), a=one, b=another) for another in others]
+        return Change(step, lambda: None, arguments=lambda i: (made[i],))
+
+    if kind not in ("frozen_sets", "objects"):  # beside which an object may not hold tensors
+        CHANGES[f"{kind}_within_an_argument_object"] = within_an_object
     CHANGES[f"{kind}_in_two_arguments"] = two_arguments
     CHANGES[f"{kind}_within_an_argument"] = within_an_argument
     if kind not in ("tuples", "lists", "dicts"):  # which arrive as copies, and are refused

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +37,7 @@ from partita.parallel.batch import find_instances, replace_instances
 from partita.parallel.fsdp_group import MixedPrecision, ZeroState
 from partita.parallel.zero import zero
 from partita.tensor.dtensor import DTensor
-from partita.tensor.tensor_state import HERE, make_argument_error, state_of
+from partita.tensor.tensor_state import HERE, keep_in_class, make_argument_error, state_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -355,7 +355,7 @@ def _plain_class(kind: type) -> Any:
     return next(k for k in kind.__mro__ if not issubclass(k, FSDPModule))
 
 
-@cache
+@keep_in_class
 def _derive_class(kind: Any) -> Any:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from partita.tensor.tensor_state import (
     own_state,
     saving_hooks,
     was_written_since,
+    will_execute,
 )
 from partita.tensor.transforms import outside_transforms
 
@@ -219,6 +221,7 @@ class _ForwardCall:
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).
         needs: True if backward will read the parameters (that of an embedding does not). What a
             checkpoint inside saves is not included.
+        node: a weak reference to the `_GatherBlock` node, which gives parameters their gradients.
         watches_inputs: True if the block is done only when its inputs' gradients have arrived. This
             is so only if a parameter gets no gradient. Otherwise no node reads a parameter after
             its own gradient is complete.
@@ -236,8 +239,8 @@ class _ForwardCall:
         self.written: dict[int, tuple[int, int]] = {}
         self.watches_inputs = graded and not all(self.wanting)
         self.counts: CallCounts | None = None
-        self._to_come = {"parameters"} if self.trains else set()
-        self._to_come |= {"inputs"} if self.watches_inputs else set()
+        self.node: Callable[[], Any] = lambda: None
+        self._to_come: set[str] = set()
         self._came: set[str] = set()
         self._trained: list[bool] = []
 
@@ -262,6 +265,11 @@ class _ForwardCall:
         at_work = group.zero.pass_at_work()
         if (before := at_work.unwatched) is not None:
             before.release_when_complete("output")
+        # A pass that computes the gradients of inputs only does not run the parameters' node.
+        node = self.node()
+        comes = node is not None and will_execute(node)
+        self._to_come = {"parameters"} if comes else set()
+        self._to_come |= {"inputs"} if self.watches_inputs else set()
         at_work.unwatched = None if self._to_come or self.runs_again else self
         group.zero.enter_backward(group, self.shards)  # gathers again if they were written
         group.calls_in_backward[self] = None
@@ -380,7 +388,7 @@ class _GatherBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, call: _ForwardCall) -> Any:
-        ctx.call = call
+        ctx.call, call.node = call, ref(ctx)
         ctx.set_materialize_grads(False)
         views = call.group.views()
         if not all(call.wanting):

@@ -165,8 +165,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     if not plain:
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
         if not (HERE.trace.is_tracing or type(optimizer).__module__.startswith("torch.optim.")):
-            written = [p for p in spread if closure is not None or _grad(p) is not None]
-            _writes_before[optimizer] = [(p, count_writes(p)) for p in written]
+            _writes_before[optimizer] = [(p, count_writes(p)) for p in spread]
         return None
     if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)

@@ -145,7 +145,10 @@ def _run_operator(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     In backward, which is local, a TorchDispatchMode may call it with pieces of gradients beside
     DTensors that forward saved: it runs on the pieces of all of them.
     """
-    if in_backward():
+    if in_backward() and any(
+        isinstance(t, torch.Tensor) and not isinstance(t, DTensor)
+        for t in tree_leaves((args, kwargs))
+    ):
         return _run_locally(func, args, kwargs, op)
     run = _gather_and_run if op.form.rule is None else _plan_and_run
     return run(func, args, kwargs, op)

@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from .tensor_state import (
     Spec,
     current,
     in_backward,
+    keep_in_class,
     make_layout_error,
     make_two_meshes_error,
     own_state,
@@ -992,7 +992,7 @@ def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return _bound_apply(None, cls)(*args, **kwargs)
 
 
-@cache
+@keep_in_class
 def _make_typed_function(cls: type[Function]) -> type[Function]:
     """Returns a subclass of `cls` whose backward gets DTensors where its forward did."""
     body: dict[str, Any] = {}

@@ -42,6 +42,23 @@ Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
 
+def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate a function of a class, so that the class keeps the result.
+
+    A cache would keep alive each class that a program defines in a function.
+    """
+    name = f"_partita{make.__name__}"
+
+    def find(cls: Any) -> Any:
+        found = vars(cls).get(name)  # not a base's
+        if found is None:
+            found = make(cls)
+            setattr(cls, name, found)
+        return found
+
+    return find
+
+
 def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
     """Returns a LayoutError that names the user's line."""
     return LayoutError(fact, place=user_line(), fixes=fixes, **more)
@@ -571,6 +588,10 @@ backward_pass = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """True if a backward pass is running in this thread."""
     return backward_pass() != -1
+
+
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""True if the running backward pass will execute a node. It may compute other gradients only."""
 
 
 def frees_graph() -> bool:

@@ -263,6 +263,24 @@ def test_frozen_blocks_that_read_a_trained_tensor_are_gathered_one_after_another
             assert peak <= 3 * of_block  # two of the six, and the prompt
 
 
+@pytest.mark.parametrize("tuned", [nn.Module.parameters, lambda _: []], ids=["all", "none"])
+def test_a_backward_pass_for_inputs_alone_gathers_one_block_after_another(tuned):
+    def run(mesh):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]).requires_grad_(False)
+        for p in tuned(model):
+            p.requires_grad_()
+        pt.zero(model, mesh)
+        x = pt.distribute_tensor(batch_of(2, 4), mesh, [pt.Shard(0)]).requires_grad_()
+        loss = model(x.to(torch.float32)).square().mean()
+        zero_state(model).peak = 0
+        torch.autograd.grad(loss, x)
+        return zero_state(model).peak, zero_state(model).groups[-1].largest_nbytes
+
+    with pt.ranks(dp=2) as world:
+        for peak, of_block in world.run(run):
+            assert peak <= 3 * of_block  # of the six
+
+
 class Toggled(nn.Module):
     """A block that computes with gradients, whoever calls it."""
 

@@ -191,6 +191,31 @@ def test_an_optimizer_whose_kernels_count_no_versions_trains(persistent, stage):
     run(program, stage, mlp, **({"persistent": persistent} if stage == 3 else {}))
 
 
+class Decaying(ByAddress):
+    """It writes all parameters by address, also those without a gradient."""
+
+    def step(self):
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in self.param_groups[0]["params"]:
+                held = p.detach().numpy()
+                held *= 0.9
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_optimizer_that_writes_frozen_parameters_by_address_trains(persistent):
+    def program(model, spread):
+        next(iter(model.children())).requires_grad_(False)
+        optimizer, losses = Decaying(model.parameters()), []
+        for x in (X, Y, X):
+            loss = loss_of(model, spread(x))
+            loss.backward()
+            optimizer.step()
+            losses.append(whole(loss))
+        return losses
+
+    run(program, 3, mlp, persistent=persistent)
+
+
 class ByOps(ByAddress):
     @torch.no_grad()
     def step(self):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import partita as pt
+from partita.fsdp import fully_shard
 
 
 def stepped(model, x):
@@ -86,3 +90,29 @@ def test_a_view_of_a_reduced_gradient_is_as_it_was_on_every_rank(view, stage):
 
     with pt.ranks(dp=2) as world:
         assert world.run(program) == [True, True]
+
+
+def test_classes_that_a_program_defines_in_a_function_are_freed():
+    def define(mesh):
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * 2
+
+        class Model(nn.Linear):
+            pass
+
+        x = pt.distribute_tensor(torch.arange(4.0), mesh, [pt.Shard(0)]).requires_grad_()
+        Double.apply(x).sum().backward()
+        sharded = fully_shard(Model(4, 4), mesh=mesh)
+        assert sharded.__class__ is fully_shard(Model(4, 4), mesh=mesh).__class__
+        return weakref.ref(Double), weakref.ref(Model)
+
+    with pt.ranks(dp=2) as world:
+        classes = world.run(define)
+    gc.collect()
+    assert [known() for of_rank in classes for known in of_rank] == [None] * 4

@@ -668,3 +668,20 @@ def test_a_mean_loss_of_split_rows_holds_in_half_precision():
             assert dtype == torch.float16 and torch.isfinite(loss)
             torch.testing.assert_close(loss.float(), expected.detach(), rtol=2e-3, atol=0)
             torch.testing.assert_close(grad.float(), single.grad, rtol=2e-3, atol=1e-6)
+
+
+def test_an_operator_of_torch_in_a_hook_takes_the_whole_gradient():
+    def body(mesh):
+        w = pt.distribute_tensor(torch.ones(4), mesh).requires_grad_()
+        x = pt.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [pt.Shard(0)])
+        seen = []
+        w.register_hook(lambda g: seen.append(torch.ops.aten.sum.default(g).item()))
+        w.register_hook(lambda g: seen.append(torch.ops.aten.max.default(g).item()))
+        w.register_hook(lambda g: torch.ops.aten.relu.default(g - 5))
+        (x * w).sum().backward()
+        return [*seen, w.grad.full_tensor().tolist()]
+
+    x = torch.arange(8.0).view(2, 4)
+    wanted = [28.0, 10.0, (x.sum(0) - 5).relu().tolist()]
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [wanted] * 2

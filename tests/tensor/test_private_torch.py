@@ -58,6 +58,7 @@ from partita.tensor.tensor_state import (
     in_backward,
     next_node,
     saving_hooks,
+    will_execute,
 )
 from partita.tensor.torch_patches import BEGINS
 from partita.versions import base_of_scheduler_passes
@@ -142,6 +143,29 @@ def test_it_is_known_whether_a_backward_pass_frees_its_graph():
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [False, True] and not frees_graph()
+
+
+def test_it_is_known_whether_a_backward_pass_will_execute_a_node():
+    """`parallel/fsdp_hooks` releases a block that a pass for inputs only does not come to."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            nodes.append(weakref.ref(ctx))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2
+
+    nodes, seen = [], []
+    w, x = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    y = Double.apply(w) * x
+    y.register_hook(lambda _: seen.append(will_execute(nodes[0]())))
+    torch.autograd.grad(y, x, retain_graph=True)
+    torch.autograd.grad(y, w, retain_graph=True)
+    y.backward()
+    assert seen == [False, True, True]
 
 
 def test_the_innermost_hooks_on_saved_tensors_can_be_asked_for():

@@ -475,11 +475,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str) -> Any:
         ctx.moves, ctx.wire, ctx.op = moves, wire, op
-        # A gradient that does not exist, as of a Function that returns None, exists on no rank.
-        ctx.set_materialize_grads(False)
-        found = _carry_to_write(moves, x, wire, op, reason)
-        ctx.likeness, ctx.is_completed = (found.shape, found.dtype, found.device), False
-        return found
+        return _allow_missing_gradient(ctx, _carry_to_write(moves, x, wire, op, reason))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -514,16 +510,36 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
     return found.detach() if found._is_view() else found
 
 
+def _allow_missing_gradient(ctx: Any, out: torch.Tensor) -> torch.Tensor:
+    """Returns `out`, the result of a Function whose gradient may not exist.
+
+    A gradient that does not exist, as of a Function that returns None, then exists on no rank.
+    `_complete_gradient` can change that later.
+    """
+    ctx.set_materialize_grads(False)
+    ctx.likeness, ctx.is_completed = (out.shape, out.dtype, out.device), False
+    return out
+
+
 def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
     """Returns `x`, whose gradient from now on is zeros where there is none, for code of one rank.
 
-    In such code an `autograd.Function` may give no gradient on one rank alone. If `x` comes from a
-    move, its gradient is moved by all ranks together, so that each of them needs one.
+    In such code an `autograd.Function` may give no gradient on one rank alone. All ranks together
+    move the gradients of the moves that `x` comes from, so that each rank needs them.
     """
-    node: Any = x.grad_fn
-    if hasattr(node, "is_completed"):  # the context of one of the two Functions here
-        node.is_completed = True
+    ahead: list[Any] = [x.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if hasattr(node, "is_completed"):  # the context of one of the two Functions here
+            node.is_completed = True  # so that what is behind it gets a gradient, too
+        # Each node is seen once. A leaf has none behind it, and would keep its mark.
+        elif (behind := getattr(node, "next_functions", ())) and _IS_SEEN not in node.metadata:
+            node.metadata[_IS_SEEN] = True
+            ahead += [n for n, _ in behind if n is not None]
     return x
+
+
+_IS_SEEN = "partita: gradient is completed"
 
 
 def _make_missing_gradient(ctx: Any) -> torch.Tensor | None:
@@ -582,10 +598,7 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
         ctx.on_gradient, ctx.args = on_gradient, args
-        ctx.set_materialize_grads(False)
-        alias = x.view_as(x)
-        ctx.likeness, ctx.is_completed = (alias.shape, alias.dtype, alias.device), False
-        return alias
+        return _allow_missing_gradient(ctx, x.view_as(x))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:

@@ -338,11 +338,13 @@ class _MetaRun:
     Attributes:
         outs: its outputs.
         operands: the operands that are differentiable, by their numbers in the plan.
+        saves: True if autograd saves tensors in it.
         lacking: the operands that get no gradient from an output, by the output's number, if known.
     """
 
     outs: list[torch.Tensor]
     operands: dict[int, torch.Tensor]
+    saves: bool = False
     lacking: dict[int, list[bool]] = field(default_factory=dict)
 
 
@@ -351,9 +353,19 @@ def _run_on_meta(
 ) -> _MetaRun | None:
     """Returns the run for pieces with elements; None if the function needs values."""
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
+    saved: list[torch.Tensor] = []
+
+    def note_saved(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t.detach()
+
     try:
-        # Hooks that are set (remat's, an offload's) see only the op.
-        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, _unpack_meta):
+        # Hooks and modes that are set (remat's, an offload's) see only the op.
+        with (
+            _disable_current_modes(),
+            torch.enable_grad(),
+            saved_tensors_hooks(note_saved, _unpack_meta),
+        ):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
         # What torch's ops say may be of sizes that are not the first rank's. A user's op may be
@@ -366,7 +378,7 @@ def _run_on_meta(
     graded = {i: m for i, m in graded.items() if node_of_tensor(m) in reached}
     # A backward of the user's own runs when the program's backward does, and not before.
     first = [] if is_users else _order_of_gradients(outs, graded)
-    return _MetaRun(outs, {i: graded[i] for i in [*first, *graded]})
+    return _MetaRun(outs, {i: graded[i] for i in [*first, *graded]}, bool(saved))
 
 
 def _order_of_gradients(outs: list[torch.Tensor], operands: dict[int, torch.Tensor]) -> list[int]:
@@ -498,6 +510,8 @@ class _Tie(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.tried, ctx.number, ctx.operands = tried, number, operands
+        # As ranks with elements save something, whose hooks may run the forward again (remat).
+        ctx.save_for_backward(*[torch.empty(0)] * tried.saves)
         return out.clone()  # not a view: it may be written to
 
     @staticmethod
@@ -506,6 +520,7 @@ class _Tie(torch.autograd.Function):
         operands = list(tried.operands.values())
         if grad is None:
             return None, None, None, *[None] * len(operands)
+        _ = ctx.saved_tensors
         zeros: list[Any] = [torch.zeros_like(o) for o in ctx.operands]
         again = torch.is_grad_enabled()
         if not again and number in tried.lacking:

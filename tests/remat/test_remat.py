@@ -645,6 +645,29 @@ def test_a_kept_call_that_communicates_is_left_out_by_ranks_with_an_empty_piece_
         world.run(ranks)
 
 
+@pytest.mark.parametrize("policy", [None, 10**6, [F.scaled_dot_product_attention]], ids=str)
+def test_a_rank_without_rows_runs_a_region_again_as_the_others_do(policy: Any) -> None:
+    def body(mesh: Any) -> list[Tensor]:
+        x = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(3))
+        q = pt.distribute_tensor(x, mesh, [pt.Shard(0)]).requires_grad_()
+        w = pt.distribute_tensor(x[0, 0], mesh, [pt.Shard(0)]).requires_grad_()
+
+        def region(q: Tensor) -> Tensor:
+            k = q + w.redistribute(placements=[pt.Replicate()])
+            return F.scaled_dot_product_attention(q, k, q)
+
+        run = pt.remat(region, policy=policy)
+        found = []
+        for f in (region, run, run):
+            found += torch.autograd.grad(f(q).sin().sum(), (q, w))
+        return [g.full_tensor() for g in found]
+
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            equal(found[2:4], found[:2])
+            equal(found[4:], found[:2])
+
+
 def test_what_redistributions_brought_is_kept_where_asked_and_else_carried_again() -> None:
     def ranks(mesh: Any) -> list[int]:
         sent = []

@@ -123,6 +123,37 @@ def test_ranks_may_differ_in_what_a_function_behind_a_move_returns(how):
             assert found.tolist() == wanted
 
 
+BEHIND = {
+    "product": lambda x: x * 2,
+    "view": lambda x: x.view(2, 6),
+    "rows": lambda x: x[:2],
+    "moved again": lambda x: x.redistribute(placements=[pt.Replicate()]),
+}
+
+
+@pytest.mark.parametrize("on_pieces", [False, True], ids=["to_local", "local_map"])
+@pytest.mark.parametrize("name", BEHIND)
+def test_ranks_may_differ_where_an_op_stands_between_the_move_and_the_piece(name, on_pieces):
+    def body(mesh):
+        x = pt.distribute_tensor(V, mesh, [pt.Shard(1)]).requires_grad_()
+        moved = BEHIND[name](x.redistribute(placements=[pt.Replicate()]))
+
+        def skip(t):
+            return GradientOnTheFirst.apply(t, mesh.get_local_rank() == 0)
+
+        if on_pieces:
+            pt.local_map(skip, out_placements=[pt.Partial()])(moved).sum().backward()
+        else:
+            skip(moved.to_local(grad_placements=[pt.Partial()])).sum().backward()
+        return x.grad.full_tensor()
+
+    wanted = V.clone().requires_grad_()
+    (wanted if name == "moved again" else BEHIND[name](wanted)).sum().backward()
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            assert torch.equal(found, wanted.grad)
+
+
 def test_an_operand_of_pieces_that_gets_no_gradient_has_none():
     def body(mesh):
         x, y = (pt.distribute_tensor(V, mesh, [pt.Shard(0)]).requires_grad_() for _ in range(2))

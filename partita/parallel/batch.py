@@ -92,7 +92,7 @@ def distribute_batch(
     else:
         _agree_kind(_describe_batch(batch, lambda t: f" of {t.dim()} dimensions"), wire)
         specs = _find_global_specs(tensors, places, wire)
-        _agree_pieces(tensors, specs, wire)
+        _compare_equal_pieces(tensors, specs, wire)
         pieces = [t.detach() for t in tensors]
     spread = iter(zip(pieces, specs, strict=True))
 
@@ -163,7 +163,7 @@ def _agree_kind(kind: str, wire: Wire) -> None:
         remember_agreed(wire, line, kind)
 
 
-def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
+def _compare_equal_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
     """Raise on all ranks unless ranks that hold the same piece have read the same values."""
     key = (call_site(), "distribute_batch", "piece")
     if is_agreed(wire, key):

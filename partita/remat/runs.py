@@ -94,16 +94,17 @@ class Read:
 
     def has_values_of(self, t: torch.Tensor) -> bool:
         """True if another tensor `t` has the values of the tensor that was read, on all ranks."""
-        same = self._has_local_values_of(t)
-        if self.values is None or not isinstance(t, DTensor):
+        if self.values is None:  # a parameter
+            return True
+        same = self._has_local_values(self.values, make_local_alias(t))
+        if not isinstance(t, DTensor):
             return same
         what = "whether a region that is run again reads equal values"
         return all(one for (one,) in t._spec.wire.gather_ints((same,), what))
 
-    def _has_local_values_of(self, t: torch.Tensor) -> bool:
-        mine, its = self.values, make_local_alias(t)
-        if mine is None or type(mine) is not torch.Tensor or type(its) is not torch.Tensor:
-            return True  # nothing to compare: a parameter, or a tensor without memory
+    def _has_local_values(self, mine: torch.Tensor, its: torch.Tensor) -> bool:
+        if type(mine) is not torch.Tensor or type(its) is not torch.Tensor:
+            return True  # nothing to compare: a tensor without memory
         if mine.is_meta or its.is_meta or mine.layout is not torch.strided:
             return True
         if mine.shape != its.shape or mine.dtype != its.dtype:

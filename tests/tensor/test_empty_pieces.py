@@ -439,3 +439,27 @@ def test_an_argument_may_be_passed_by_name_after_a_call_by_position():
     with pt.ranks(a=2) as world:
         for weight, bias in world.run(body):
             assert torch.equal(weight, 3 * X[:1].expand(2, 3)) and bias.tolist() == [3.0, 3.0]
+
+
+OUT_OF_RANGE = {
+    "embedding": lambda w, i, ones: F.embedding(i, w),
+    "rows": lambda w, i, ones: w[i],
+    "index_select": lambda w, i, ones: w.index_select(0, i),
+    "index_add": lambda w, i, ones: w.index_add(0, i, ones),
+    "index_add_": lambda w, i, ones: w.index_add_(0, i, ones),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_an_index_out_of_range_is_an_error_on_a_rank_without_columns_too(name):
+    def body(mesh):
+        w, ones = (pt.distribute_tensor(torch.ones(n, 1), mesh, [pt.Shard(1)]) for n in (4, 2))
+        right = pt.distribute_tensor(torch.tensor([3, 0]), mesh)
+        OUT_OF_RANGE[name](w, right, ones)
+        before = w.full_tensor()
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            OUT_OF_RANGE[name](w, right + 2, ones)
+        return before.sum().item()
+
+    with pt.ranks(a=2) as world:
+        assert world.run(body) == [6.0 if name == "index_add_" else 4.0] * 2

@@ -59,8 +59,8 @@ class FakeRunHooks(TraceHooks):
             "no_sync under stage 3 of ZeRO",
             "in a graph, ZeRO-3 reduce-scatters each gradient as soon as it is computed",
             Fix(
-                "leave no_sync out",
-                "each micro-batch then reduces its gradients, and the shards accumulate",
+                "with contextlib.nullcontext(): ...",
+                "instead of no_sync: each micro-batch reduces its gradients, and shards accumulate",
             ),
         )
 

@@ -212,8 +212,8 @@ def _refuse_new_state(outputs: GraphOutputs) -> None:
         if slot.key not in slot.home.optimizer.state.get(slot.home.p.value, {}):
             raise not_captured(
                 f"the step makes {slot.name}, which the optimizer did not have",
-                "it is no input of the program, so each call would be the first step",
-                Fix("run one step before the capture", "which makes it"),
+                "it is not an input of the program, so each call would be the first step",
+                Fix("optimizer.step()", "once before the capture, which makes it"),
             )
 
 

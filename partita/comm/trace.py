@@ -258,7 +258,9 @@ class TraceWire(Wire):
                 f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",
                 place=user_line(),
                 reason="each rank's graph would join pieces in a different order",
-                fixes=(Fix("a mesh whose ranks ascend along each axis"),),
+                fixes=(
+                    Fix("pt.init_device_mesh(...)", "a mesh whose ranks ascend along each axis"),
+                ),
             )
         return None
 

@@ -256,8 +256,11 @@ def _check_unheard(ctx: Any) -> None:
                 reason="backward runs once for both results, so the gradient at this result "
                 "lacks the part that flows through the other result",
                 fixes=(
-                    Fix("two regions", "the first ends at the result whose gradient you want"),
-                    Fix("register the hook within the region", "where the result is computed"),
+                    Fix(
+                        "b = second(first(x))",
+                        "two regions: the first ends at the result with the hook",
+                    ),
+                    Fix("y.register_hook(hook)", "within the region, where the result is computed"),
                 ),
             )
 

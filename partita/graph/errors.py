@@ -106,7 +106,7 @@ def make_dispatch_mode_error(mode: Any) -> CaptureError:
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
         "compiled code makes none of the calls that the mode intercepts",
-        Fix("enter the mode within the step", "so that it becomes a part of the graph"),
+        Fix("with mode: ...", "within the step, so that it becomes a part of the graph"),
         Fix('pt.compile(step, backend="graph")', "makes the graph's calls one by one"),
     )
 

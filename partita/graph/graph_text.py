@@ -342,7 +342,7 @@ def agree_on_program(
         reason=f"line {same + 1} of the graph is the first that differs; nothing was compiled",
         fixes=(
             Fix("the same constants, layouts and options on every rank"),
-            Fix("a tensor, if ranks should have different numbers"),
+            Fix("pt.DTensor.from_local(t, mesh, placements)", "if ranks need different numbers"),
         ),
     )
 

@@ -623,7 +623,8 @@ class CaptureRun:
                 "the step may compare tensors by identity, and would see two objects for one "
                 "tensor",
                 Fix(
-                    "a variable, or an attribute of a module or an object", "to store the tensor in"
+                    "self.t = t",
+                    "store it in an attribute of a module or an object, or in a variable",
                 ),
                 place="",
             )

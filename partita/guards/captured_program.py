@@ -411,7 +411,7 @@ def _make_strict_error(move: Record) -> LayoutError:
         operands=(f"{move.before}  would become  {move.after}",) if move.before else (),
         reason="strict() allows only moves that the program requests, also in a graph",
         fixes=(
-            Fix(f"redistribute before {move.op}", f"{move.kind} {human(move.nbytes)}"),
-            Fix("remove pt.strict() around the step"),
+            Fix("x.redistribute(...)", f"before {move.op}: {move.kind} {human(move.nbytes)}"),
+            Fix("with pt.strict(False): ...", "around the step"),
         ),
     )

@@ -104,7 +104,10 @@ class ModuleAttributes:
                     f"the step registers {place.name}, a buffer that its module did not have",
                     "a module's buffers must be known before a step is captured",
                     Fix("self.register_buffer(...) in __init__", "the step may register it again"),
-                    Fix("call the module once before", "if its forward registers missing buffers"),
+                    Fix(
+                        "module(x)",
+                        "once before the step, if its forward registers missing buffers",
+                    ),
                 )
         return make_left_error(place.name, value)
 
@@ -159,7 +162,7 @@ class InputAttributes:
                 raise not_captured(
                     f"the step changes the hooks of {given.name}",
                     "a hook is not part of a graph: only the capture would register it",
-                    Fix("register it before the step"),
+                    Fix("x.register_hook(hook)", "before the step"),
                     Fix("handle.remove()", "within the step, if the hook is for this call only"),
                 )
             for name in {*before, *attributes_given_to(fake)}:
@@ -321,7 +324,7 @@ def make_left_error(name: str, value: Any = None) -> Exception:
         f"the step leaves {what} in {name}",
         "a list, a dictionary or a variable would be written only once, not in each call",
         Fix("return it"),
-        Fix("an attribute of a module", "may hold what a step computes"),
+        Fix("self.name = x", "in a module, whose attributes a step may set"),
     )
 
 

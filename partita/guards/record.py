@@ -174,7 +174,8 @@ class PlaceRecord:
                 f"({type(value).__name__})",
                 "during capture fakes replace tensors, and it does not contain the fakes",
                 fix=Fix(
-                    "names instead", "such as those of named_parameters(), or tensors in a list"
+                    "for name, p in model.named_parameters(): ...",
+                    "with names as keys, or use a list",
                 ),
             )
         if issubclass(kind, torch.Tensor) or (

@@ -334,7 +334,10 @@ def shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
                 f"zero over {a}: a parameter is split over it already",
                 operands=(f"parameter  {layout.brief()} on {spec.wire.mesh}",),
                 reason="before zero, the ranks of a data axis must hold equal parameters",
-                fixes=(Fix("zero over another axis"), Fix("leave it out of parallelize's plan")),
+                fixes=(
+                    Fix("pt.zero(model, mesh, axis=...)", "over another axis"),
+                    Fix("pt.parallelize(model, mesh, plan)", f"with a plan that does not name {a}"),
+                ),
             )
         layout = layout.put(a, Shard(0))
     return spec_of(layout, spec.wire)

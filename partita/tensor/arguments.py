@@ -647,7 +647,7 @@ class _NumberCheck(TorchFunctionMode):
                     reason="each rank computes its part of one value, or its copy of it",
                     fixes=(
                         Fix("the same number on every rank"),
-                        Fix("a DTensor of Shard", "if it is data"),
+                        Fix("pt.DTensor.from_local(t, mesh, [pt.Shard(0)])", "if it is data"),
                     ),
                 )
         return func(*args, **kwargs)

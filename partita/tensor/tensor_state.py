@@ -277,7 +277,7 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
     return make_layout_error(
         f"{op}: two meshes in one operation",
         Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
-        Fix("build both tensors on one mesh with all the axes"),
+        Fix("pt.init_device_mesh(...)", "one mesh with all the axes, for both tensors"),
         operands=tuple(shown),
         reason="moves are planned along the axes of one mesh",
     )

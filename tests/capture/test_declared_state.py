@@ -183,7 +183,7 @@ def dampened(parameters: Any) -> Any:
 def test_state_that_only_the_first_step_makes_is_refused(make: Any) -> None:
     model, optimizer = make_small(make)
     step = make_step(model, optimizer)
-    with pytest.raises(pt.CaptureError, match="run one step before the capture"):
+    with pytest.raises(pt.CaptureError, match="once before the capture"):
         capture(step, (X,), modules=[model], optimizers=[optimizer])
     assert not any(optimizer.state.values())
     step(X)

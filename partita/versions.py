@@ -1,5 +1,4 @@
-"""Versions: partita's own, the tested versions of torch, and the differences between versions of
-torch.
+"""Versions: partita's own, the tested versions of torch, and differences between those.
 
 Code checks torch for a feature, not for its version number, because a build between two releases
 may have either form. Three differences need no check, because the same code works for all versions.

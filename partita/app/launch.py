@@ -332,8 +332,7 @@ def joined(show: Show) -> Iterator[Rank]:
     def end_of_signal(frame: FrameType | None) -> None:
         """Report why this rank ends at SIGTERM, and end.
 
-        torchrun sends SIGTERM to the remaining ranks, often before they notice that a rank has
-        ended.
+        torchrun sends SIGTERM to the remaining ranks, often before they notice a rank's end.
         """
         place = user_line(frame) or "no line"
         others = [r for r in range(world) if r != rank]

@@ -249,8 +249,7 @@ def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
     """Train on the mesh, then without one, and compare the losses of each step.
 
     Must be called on all ranks. The rank with `compare` makes the second run and emits the event
-    "verify". It returns True if all relative differences are at most 1e-5. The other ranks return
-    True.
+    "verify". It returns True if all relative differences are at most 1e-5. Other ranks return True.
     """
     options = replace(options, sample=0)
     text = read(options.data, context=options.context)

@@ -1,7 +1,6 @@
 """Models of benches, written in ordinary PyTorch for one device, with a factor for their width.
 
-A model is called with its batch (tensors whose dimension 0 is the sample) and returns its scalar
-loss.
+A model is called with its batch (tensors with samples in dimension 0) and returns its scalar loss.
 """
 
 from __future__ import annotations

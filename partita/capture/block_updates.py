@@ -173,8 +173,7 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
     Args:
         states: the optimizer states of parameters.
-        exact: a set that gets the ids of the products that eager rounds to float32; None to collect
-            none.
+        exact: a set that gets the ids of products that eager rounds to float32, or None.
 
     Returns:
         The replaced counts, for `narrow_counts`.

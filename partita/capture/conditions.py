@@ -31,8 +31,7 @@ class Condition:
         line: the user's line of the branch.
         numbers: the inputs that the condition depends on.
         values: the values of `numbers` at capture.
-        code: a Python expression of `symbols` that must be true; None if `values` must be
-            unchanged.
+        code: an expression of `symbols` that must be true; None if `values` must be unchanged.
         symbols: the names of `numbers` in `code`.
     """
 

@@ -471,8 +471,7 @@ class FakeMaker:
     need `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's capture.
 
     Args:
-        tensors: all tensors that may get fakes. If tensors share a storage, their fakes share one
-            too.
+        tensors: all tensors that may get fakes. If they share a storage, their fakes share one.
     """
 
     def __init__(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]):

@@ -4,8 +4,7 @@ While a step is traced, each node gets the number of its block call (`Recorder.b
 this is the call of the module that runs, in backward the call that created the autograd node.
 `StepBlocks` compares the nodes of these calls (each call is a `_BlockRun`): targets, operands by
 position, metadata of operands from outside, notes. What may differ between equal blocks is passed
-to each call: operands, labels, and floats (if the result is bitwise the same with a tensor
-instead).
+to each call: operands, labels, and floats (if a tensor instead gives the same bits).
 
     f = call_subgraph(block, operands)          getitem(f, i), for each result
     b = call_backward(block, f, cotangents)     getitem(b, i), for each gradient
@@ -316,8 +315,7 @@ class StepBlocks:
         """Returns the regions or moves with nodes of several blocks, or of a block and of none.
 
         Args:
-            number_of: a function that returns the number of a note's region or move; 0 if it has
-                none.
+            number_of: a function that returns the number of a note's region or move, or 0.
         """
         holders: defaultdict[int, set[Any]] = defaultdict(set)
         for node in self.graph.nodes:

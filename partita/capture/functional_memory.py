@@ -208,8 +208,7 @@ def _is_without_overlap(t: torch.Tensor) -> bool:
 
 def base_on_makers(graph: fx.Graph) -> None:
     """Make each `as_strided` take the tensor that allocated the storage, not a view of that tensor.
-    The result depends only on the storage. The inverse is known only for a tensor that covers all
-    of it.
+    The result depends only on the storage. The inverse is known only for a tensor of all of it.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]
@@ -354,8 +353,7 @@ _GATHERS = ("gather", "persistent")
 def refresh_gathered(graph: fx.Graph) -> None:
     """Gather a parameter again if it was written after its gather and the gathered value is still
     read. In one process there is only one memory: backward reads what was written through `.data`.
-    A gathered value has its own memory, so it is gathered again before the first read after the
-    write.
+    A gathered value has its own memory, so it is gathered again before the next read.
     """
     memory: dict[fx.Node, fx.Node] = {}  # by node, the one that made its memory
     moved_from: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose elements a value has

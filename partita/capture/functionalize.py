@@ -297,8 +297,7 @@ class _Rewrite:
         memory: the number of the memory of each old node whose memory is written.
         written: how often each memory has been written so far.
         made_at: `written` of each old node's memory when its value in `of` was made.
-        latest: the count at which a part of a memory was last written, and its value, by memory and
-            part.
+        latest: the count at the last write of a part, and its value, by memory and part.
         other_strides: new nodes whose strides differ from those of the old ones.
         shared: the final value of each node of `makers`.
         closed: memory that a subgraph has written, and that must not be used any more.

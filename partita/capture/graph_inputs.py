@@ -120,8 +120,7 @@ class GraphInputs:
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
         """Add the inputs to the graph that is being traced, before any other node.
 
-        The node gets the metadata of the snapshot, because the fake gets a layout and may be
-        written.
+        The node has the snapshot's metadata, because the fake gets a layout and may be written.
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):

@@ -223,8 +223,7 @@ class KnownNode:
         node: a node of the graph that is being traced.
 
     Raises:
-        NotKnown: something other than constants affects it, or it is written in a way that is not
-            tracked.
+        NotKnown: something other than constants affects it, or a write to it is not tracked.
     """
 
     def __init__(self, node: fx.Node):

@@ -232,8 +232,7 @@ class CapturedOptimizers:
 
         Args:
             stand_in: a function that returns the fake of a tensor.
-            number: a function that returns the symbolic float for a float's name, value, home and
-                path.
+            number: a function from a float's name, value, home and path to a symbolic float.
             recorder: its phase becomes "update" while an optimizer steps.
             updates: traces the updates of blocks.
         """
@@ -402,8 +401,7 @@ def find_equal_counts(
     """Returns a condition for each group of torch's step counts that are equal now.
 
     Only counts on the host: to compare others in each call, the host would wait for their device.
-    And only counts of torch's optimizers: a user's optimizer may have counts that are equal on some
-    ranks only.
+    And only counts of torch's optimizers: a user's counts may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)

@@ -220,8 +220,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         regions_begun: the number of remat regions that have begun.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
-        note_read: a function that is called with each number that is read from a tensor, and the
-            tensor.
+        note_read: a function that gets each number that is read from a tensor, and the tensor.
         block_kinds: the class of the block for each block call; the classes of the optimizer and of
             the block for each update of a block.
     """
@@ -862,8 +861,8 @@ _PLAIN = frozenset(
 class LibraryCalls:
     """Calls torch functions, without profiling if they run no user code. Modes and hooks of the
     user could intercept a function's calls. So calls are profiled if a function mode of the user is
-    active, or if there are more dispatch modes or saved-tensor hooks than when this object was
-    made.
+    active, or if there are more dispatch modes or saved-tensor hooks than at this object's
+    creation.
     """
 
     def __init__(self) -> None:

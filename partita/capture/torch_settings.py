@@ -1,5 +1,4 @@
-"""Settings of torch that hold for the whole process, and that kernels, composites and autograd
-read.
+"""Settings of torch for the whole process, read by kernels, composites and autograd.
 
 Each call compares them with their values at capture. If one differs, the step is captured again,
 and the reason contains the setting's name from the table.

@@ -78,8 +78,7 @@ def capture(
     """Returns the program of `function(*args, **kwargs)`, over declared state.
 
     - *State* is declared by the arguments: the parameters and buffers of `modules`, the state of
-      `optimizers`, and tensors in `slots`. The function may read and write it: the program does the
-      same.
+      `optimizers`, and tensors in `slots`. The function may read and write it, like the program.
     - *Leaves* of the arguments and of the result are tensors and numbers, in tuples, lists and
       dictionaries. A number, also an optimizer's learning rate, is a constant of the program.
     - *Anything else is an error*: a tensor that is neither state nor an argument, a branch on a
@@ -88,8 +87,8 @@ def capture(
     - Other Python values that the function reads are fixed at capture. Its writes to Python objects
       happen once, at capture. The caller must ensure that this is right (`guards` detects changes).
     - Arguments that are one tensor at capture must be one tensor in each call.
-    - State that the first step of an optimizer makes is made at capture. `list_slots` returns it
-      from then on.
+    - State that the first step of an optimizer makes is made at capture. `list_slots` then returns
+      it.
     - If the function stores a tensor in an attribute of a module, the tensor is removed and an
       error is raised. The same holds for new state of an optimizer that was not made at capture.
     - A tensor that replaces one of the state is an output of the kind "slot".

@@ -7,8 +7,7 @@ pieces. They trust the files, so these are checked first: unpickling the metadat
 metadata, its chunks cover each piece to be read, and each chunk is in a file of the folder. Ranks
 exchange messages, not pickles.
 
-This module is imported only where it is used, because torch.distributed.checkpoint takes a second
-to import.
+This module is imported only when used: torch.distributed.checkpoint takes a second to import.
 """
 
 from __future__ import annotations

@@ -227,8 +227,7 @@ def load_full_state_dict(
         The names that were skipped.
 
     Raises:
-        LayoutError: one error that lists everything that does not fit, on every rank. Nothing has
-            changed.
+        LayoutError: one error on every rank that lists what does not fit. Nothing has changed.
     """
     ranks, line = control_plane(), user_line()
     decide = ranks.decide_on("loads whole values (pt.load_full_state_dict)")
@@ -661,8 +660,7 @@ def load_safetensors(
         The names that were skipped.
 
     Raises:
-        LayoutError: one error that lists everything that does not fit, on every rank. Nothing has
-            changed.
+        LayoutError: one error on every rank that lists what does not fit. Nothing has changed.
         LayoutError: after everything else is loaded: tensors on the meta device that no file
             contains and nothing initialized.
         OSError: the file does not exist.

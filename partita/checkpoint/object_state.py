@@ -3,8 +3,7 @@
 A name in a checkpoint is a path of strings and indices. Such a path cannot express every container:
 a deque, a tuple of tensors, an empty dict, a dict with numbers as keys. These are packed into a
 dict of their items, with the container's kind under `KIND`. Some entries are created only when an
-object runs, such as an optimizer's state. A new object lacks them, so `grow_from_checkpoint` adds
-them.
+object runs, such as an optimizer's state. `grow_from_checkpoint` adds them to a new object.
 """
 
 from __future__ import annotations

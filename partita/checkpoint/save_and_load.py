@@ -746,8 +746,7 @@ def agree_on_mismatches(
     """Returns the names that this rank skips, if all ranks can load.
 
     Raises:
-        LayoutError: some ranks found mismatches. Every rank raises it, with the mismatches of all
-            ranks.
+        LayoutError: some ranks found mismatches. Every rank raises it, with all mismatches.
         ValueError: ranks have read different checkpoints at that path.
     """
 

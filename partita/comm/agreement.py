@@ -351,8 +351,7 @@ class ControlPlane:
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
-        """Send `mine` to rank 0, which computes an answer for each rank. Returns this rank's
-        answer.
+        """Send `mine` to rank 0, which answers each rank. Returns this rank's answer.
 
         Must be called on all ranks.
 

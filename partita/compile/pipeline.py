@@ -105,8 +105,7 @@ def kept_within(
     """Compile a program, and rebuild it until it fits its budget. Must be called on all ranks.
 
     Compiled code may take more memory than the graph, because a fused kernel holds the results of
-    all of its calls at once. Then the program is rebuilt with a smaller budget, so that more is
-    recomputed.
+    all of its calls at once. Then the program is rebuilt with a smaller budget, to recompute more.
 
     Args:
         prepare: a function that compiles a program.

@@ -108,8 +108,7 @@ def compile(
         step: a module, or an ordinary function of DTensors or plain tensors. Capture finds the
             modules, optimizers and tensors that are its arguments, or that it reaches by name
             (closure, globals, `self`). The graph makes every write that the step makes to them.
-            Gradients that the step computes, uses in its update and clears are not kept after the
-            step.
+            Gradients that the step computes, uses in its update and clears are not kept.
         state: other modules, optimizers, and lists, dictionaries and objects that hold tensors:
             those that the step reaches in another way.
         backend: "inductor" compiles the graph. "graph" runs it node by node without compiling.
@@ -352,8 +351,7 @@ class CompiledStep:
         For a region: the schedule of the forward, followed by the schedule of the backward.
 
         Raises:
-            ValueError: nothing has been captured yet, or this version of torch generates unknown
-                code.
+            ValueError: nothing was captured yet, or this version of torch generates unknown code.
         """
         return scheduled(self.program)
 

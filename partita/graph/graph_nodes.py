@@ -314,8 +314,7 @@ def order_by_needs(
     """Yields `wanted` in order, each node after the nodes that it needs.
 
     Args:
-        needs: the nodes that each node needs, without cycles. Nodes that are not keys are not
-            yielded.
+        needs: the nodes that each node needs, without cycles. Only keys are yielded.
         done: nodes to skip; each yielded node is added.
     """
     stack = list(wanted)[::-1]
@@ -371,15 +370,13 @@ class Subgraph:
     storage.
 
     Attributes:
-        graph: the FX graph. Its output is a list, with None in place of an output that nothing
-            reads.
+        graph: the FX graph. Its output is a list, with None for outputs that nothing reads.
         name: the class of a block; for an optimizer's update "AdamW of Block".
         key: for a section, a hash of its text, equal for equal sections; "" for others.
         taken, returned: for a block with a backward, the number of its first inputs and outputs
             that belong to forward; None for others.
         labels: the distinct labels (`Note.op`) of the redistributions of forward, in order.
-        schedule: the memory of a section that runs call by call; None until it is computed
-            (`memory`).
+        schedule: a section's memory if it runs call by call; None until computed (`memory`).
     """
 
     graph: fx.GraphModule

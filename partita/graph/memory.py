@@ -56,8 +56,7 @@ class Buffer:
         source: the user's "file:line".
         phase: "forward", "backward" or "update".
         layout: the layout of the DTensor in the buffer, or "".
-        reason: the reason of the redistribution that made it: "gather", "regather", "gradient", or
-            "".
+        reason: why the redistribution made it: "gather", "regather", "gradient", or "".
         passing: True for a workspace, which a kernel frees before it returns.
     """
 

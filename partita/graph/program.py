@@ -270,8 +270,7 @@ class Program:
             inputs, at its end.
         inputs, outputs: the inputs and outputs, in the graph's order.
         result: the tree structure of the step's result.
-        constants: a `ResultPlace` for each leaf of the result, or the leaf itself if it is not a
-            tensor.
+        constants: a `ResultPlace` for each leaf of the result, or the leaf if not a tensor.
         cleared: indices of the leaves of a call whose `.grad` the step sets to None.
         groups: the wire and mesh axes of each process group in the graph, by the group's name.
         key: a hash that is equal for equal programs.
@@ -496,8 +495,7 @@ class PaddingBoundary:
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
-        behind: True if the padding follows the shard in memory, so that the storage may have room
-            for it.
+        behind: True if the padding follows the shard in memory: the storage may have room.
         persistent: True if the tensor exists between calls, so that its storage gets room for it.
         zeros: True if it is padded with zeros.
         read: True if the graph may read the padding, which is then filled.
@@ -585,8 +583,7 @@ def padding_boundary(
     Args:
         persistent: True if the tensor exists between calls.
         zeros: True if it is padded with zeros, as gradients are.
-        read: True if the graph may read the padding, which is then filled with copies of the last
-            slice.
+        read: True if the graph may read the padding, which then copies the last slice.
     """
     if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
         return None

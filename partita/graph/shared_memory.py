@@ -3,8 +3,7 @@
 This follows from the schemas and facts of ops, not from fake tensors: equal calls share one fake
 (`fake_values`), so fakes may share a storage although the values do not. A value "shows" the memory
 of another value if it is a view of it. `overlapping_results` finds pairs of results with common
-elements, which passes must preserve. If a pass makes other results overlap, `keep_apart` copies
-them.
+elements, which passes must preserve. `keep_apart` copies others that a pass made overlap.
 """
 
 from __future__ import annotations

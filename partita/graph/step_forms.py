@@ -66,12 +66,10 @@ _CHANGED_PARTS = ("inputs", "outputs")
 class CapturedForms:
     """A program before the passes, from which a program of any form can be made.
 
-    The first program is the captured program itself. To make others, it stores a record of each
-    node.
+    The first program is the captured program itself. For others it stores a record of each node.
 
     Attributes:
-        form: the chosen form. Blocks are calls if there are any, unless a budget requires another
-            form.
+        form: the chosen form. Blocks are calls, unless a budget requires another form.
     """
 
     def __init__(self, program: Program):
@@ -126,8 +124,7 @@ class FormSearch:
 
     Forms are tried in a fixed order, so that a larger limit never results in a later form. First
     come forms with blocks as calls, with more and more recomputation inside and around the blocks.
-    If none of these fits, blocks are inlined. Recomputation may then go back through several
-    blocks.
+    If none of these fits, blocks are inlined. Recomputation may then span several blocks.
     """
 
     def __init__(self, captured: CapturedForms):

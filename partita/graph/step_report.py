@@ -57,8 +57,7 @@ def facts_of_memory(
     """Returns the bytes of each class of memory at each place, as in `report.RunFacts.memory`.
 
     Args:
-        class_of: a function that returns the class of a buffer, such as "activations"; `_class_of`
-            if None.
+        class_of: a function from a buffer to its class ("activations"); `_class_of` if None.
     """
     class_of = class_of or _class_of
     held = Counter[str]()

@@ -42,8 +42,7 @@ def inline_subgraphs(
     """Replace calls of subgraphs by copies of their nodes.
 
     Args:
-        find_subgraph: a function from a call node to the subgraph to copy; by default the node's
-            own.
+        find_subgraph: a function from a call node to the subgraph to copy; its own if None.
     """
     calls = subgraph_calls(graph)
     if not calls:

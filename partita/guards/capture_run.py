@@ -267,8 +267,7 @@ class CaptureRun:
     Attributes:
         record: the record of what the step reads of Python.
         writes: the writes to Python objects, which each call must repeat.
-        other_tensors: (tensor, name) of tensors that code may compare by identity, in places that
-            hold no fake.
+        other_tensors: (tensor, name) that code may compare by identity, in places without fakes.
         slots, values: the places of the step's tensors, and of its plain Python values.
         inputs, outputs: the inputs and outputs of the graph.
         read_marks: the indices of tensors whose marks (gradients that do not exist) were read.

@@ -50,18 +50,15 @@ class CapturedProgram(Program):
         conditions: the checks of the inputs: numbers, gradients, tensor metadata.
         guards: the checks of the Python state that the step read at capture.
         writes: the changes of Python objects that each call repeats.
-        requires_grad_writes: (index, value) for each tensor of the call whose `requires_grad` the
-            step sets.
+        requires_grad_writes: (index, value) of tensors whose `requires_grad` the step sets.
         answers: the results of branches on values that the program assumes.
         blocks: which blocks were folded, and why others were not.
         work: the matrix products, for ledgers.
         captured: the program before any pass.
         budget_search: the search for a rewriting with a lower peak; None after compilation.
         overlap_check: the check whether a written input overlaps another input in memory.
-        numeric_answers: a graph for the answers that are numbers. It runs before the program, which
-            cannot run with others.
-        holds_writes: True from capture to the first run: Python objects have the values that
-            capture wrote.
+        numeric_answers: a graph of the answers that are numbers, which runs first.
+        holds_writes: True until the first run: Python objects have the values of capture.
     """
 
     replicated_inputs: ReplicatedInputCheck | None = None

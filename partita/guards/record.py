@@ -244,8 +244,8 @@ class Write:
     Attributes:
         place: the place that changed; for a whole container or array, a place without a key.
         before, after: the value before the step, and the value now.
-        is_repeatable: True if a later call can make the same change; False for a change of order or
-            length.
+        is_repeatable: True if a later call can make the same change; False if order or length
+            change.
         is_of_library: True if a library writes there, for example its own counters. This matters
             only if it stores a tensor.
         is_attribute: True if the place is a variable, or an attribute of a user's object.

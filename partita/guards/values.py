@@ -102,8 +102,7 @@ class ContainerKey(NamedTuple):
 
     Attributes:
         keys: the container's keys; None for lists and tuples.
-        own: the key of its attributes. It includes the identity if the program writes the
-            container.
+        own: the key of its attributes, with the identity if the program writes it.
     """
 
     kind: type
@@ -196,8 +195,7 @@ class ContentWalk:
         changeable: (object, key) for each visit of an object that may change in place.
         shared: the ids of such objects that were visited more than once.
         others: the ids of visited tensors that are not leaves.
-        compared: the ids of all visited values, except number inputs; None if no code compares
-            them.
+        compared: the ids of all visited values, except number inputs; None if not compared.
     """
 
     is_whole: bool = False

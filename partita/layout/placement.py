@@ -119,8 +119,7 @@ class Placement:
     def is_invariant(self) -> bool:
         """True if every rank holds the whole value and does the same computation with it.
 
-        So its gradient is whole and equal on every rank. The gradient of a Replicate value is
-        Partial.
+        So its gradient is whole and equal on every rank. A Replicate value's gradient is Partial.
         """
         return False
 

@@ -659,13 +659,11 @@ class BackwardPass:
 
     Attributes:
         groups: the blocks that the pass has gathered.
-        came: the number of calls whose gradients have arrived, by token and block (or parameter
-            with hooks).
+        came: the number of calls with arrived gradients, by token and block (or hooked parameter).
         complete: parameters with hooks whose gradient has arrived from all calls, while their
             block's backward continues.
         nested: parameters with hooks to whose gradient a nested pass has added.
-        held: the gradients of blocks with more calls to come, by token, block and index of the flat
-            buffer.
+        held: the gradients of blocks with more calls to come, by token, block and flat buffer.
         with_history: gradients that are a part of the graph of `create_graph=True`.
         unwatched: the last forward whose backward has begun, if no gradient shows when it ends (the
             block is frozen, and the tensors that get gradients were not its arguments). Its block
@@ -1049,8 +1047,7 @@ class ZeroState(ShardedState):
     ) -> dict[DTensor, torch.Tensor]:
         """Wait for the reductions of `counts` in this backward pass.
 
-        An enclosing backward pass collects its own gradients, because hooks get the gradients of
-        each pass.
+        An enclosing backward pass collects its own gradients: hooks get each pass's gradients.
 
         Returns:
             The gradient of each parameter, as a plain local tensor.

@@ -1,5 +1,4 @@
-"""Parameters of a model: the modules that hold them, the blocks that use them, their initial
-values.
+"""Parameters of a model: the modules that hold them, the blocks that use them, initial values.
 
 A parameter that several modules share is replaced in all of them at once, so that it stays shared.
 The old parameter is marked. An optimizer that still refers to it would train nothing, so the

@@ -108,8 +108,7 @@ def transformer(
         columns: its linear layers whose output features are sharded.
         rows: its linear layers whose input features are sharded.
         inners: the modules that begin with columns and end with rows.
-        norms: the modules between the inner ones. With `sequence`, their inputs are sharded along
-            the sequence.
+        norms: the modules between the inner ones; with `sequence`, inputs are sharded along it.
         embed: the embedding, sharded by words. If `embed` and `head` share one weight, it is
             sharded once.
         head: the output layer, sharded by words.

@@ -1,5 +1,4 @@
-"""Explanations: `pt.explain`, which shows how each call is planned, and what other plans would
-cost.
+"""Explanations: `pt.explain`, which shows how each call is planned, and the other plans' costs.
 
 A *row* of a rule is one way to place an op's operands and results on a mesh axis, such as
 `S(1), S(0) -> P`. The function runs on tensors without memory (`rehearsal`). Dispatch plans each

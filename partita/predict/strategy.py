@@ -1,8 +1,7 @@
 """Strategies: models by name, the ways to distribute one over ranks, and the step of each.
 
 A *way* is a mesh and a strategy. `make_step` makes its training step, over tensors without memory
-(for a capture) or on a mesh. `write_code` and `train_options` write the same step as a program and
-as a command.
+(for a capture) or on a mesh. `write_code` and `train_options` write it as a program and a command.
 """
 
 from __future__ import annotations

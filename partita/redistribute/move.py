@@ -15,8 +15,7 @@ S is Shard, R Replicate, P Partial, I Invariant. The last column follows from th
 transpose goes from the dual of the placement after the move to the dual of the placement before it,
 and `KINDS` names that move. The axes that split one dimension form a stack: only the innermost can
 leave it, and a new one becomes the innermost. A move over several axes is one collective over all
-their ranks, even if they split different dimensions. Each rank then cuts out its pieces, or joins
-them.
+their ranks, even if they split different dimensions. Each rank then cuts or joins its pieces.
 
 Each pair of placements has one kind. CONTRIBUTING.md says how to add one.
 

@@ -235,8 +235,7 @@ def storage_id(t: torch.Tensor) -> int:
     """Returns an id of the storage of `t`.
 
     The address is not sufficient, because all empty storages have the same address: a rank with an
-    empty piece must find the same calls as other ranks. Private torch: there is no public name for
-    it.
+    empty piece must find the same calls as other ranks. Private torch: no public name exists.
     """
     with local_ops():
         return t.untyped_storage()._cdata

@@ -1,9 +1,9 @@
 """Decompositions: ops that need intermediate results of other ranks, written as other ops.
 
 For example, a softmax over a sharded dimension needs the maximum and the sum of all pieces midway.
-Such ops are written here as other ops, which are called on DTensors and have their own rules. Where
-a rank must know its position, a small op of our own has a rule with a local kernel. All sum in
-float32 or wider, as torch's kernels do, and return the dtype of their input.
+Such ops are written here as other ops, which are called on DTensors and have their own rules. If a
+rank must know its position, partita's own op has a rule with a local kernel. All sum in float32 or
+wider, as torch's kernels do, and return the dtype of their input.
 """
 
 from __future__ import annotations

@@ -460,8 +460,7 @@ class Bound:
     """A sentence that is bound to the shapes of a call.
 
     Attributes:
-        operands: the global shape of each term's operand; `NUMBER` for a Python number; None if it
-            is absent.
+        operands: each term's global shape; `NUMBER` for a Python number; None if absent.
         inputs: the `Dim`s of each term's operand, which name its dimensions; None if the operand is
             absent or a number.
         outputs: the dimensions of each output.

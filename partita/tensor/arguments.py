@@ -335,9 +335,7 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments with Python numbers for DTensors that torch would read as numbers, also
-    in slices.
-    """
+    """Returns the arguments with Python numbers for DTensors that torch would read as numbers."""
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
     sizes: Kinds = frozenset()

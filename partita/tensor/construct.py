@@ -174,8 +174,7 @@ def distribute_module(
             may distribute the module's parameters; others become Replicate.
         input_fn: a function that is called with the module, its inputs and the mesh before each
             forward; returns the inputs.
-        output_fn: a function that is called with the module, its outputs and the mesh; returns the
-            outputs.
+        output_fn: a function that gets the module, its outputs and the mesh; returns the outputs.
     """
     refuse_lazy(module, "distribute_module")
     for key, fn in {

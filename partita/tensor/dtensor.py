@@ -342,8 +342,7 @@ class DTensor(torch.Tensor):
         return super().as_subclass(cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Replace the value by that of the DTensor `source`, like `x.data = source`. Returns
-        `self`.
+        """Set the value to the DTensor `source`'s, like `x.data = source`. Returns `self`.
 
         Raises for any other argument. With torch-function disabled: torch.Tensor.set_ of the local
         tensor.

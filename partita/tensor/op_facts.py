@@ -94,8 +94,7 @@ class OpFacts:
         fills: it draws random numbers that replace all values of its first operand.
         overwrites: its result depends only on the metadata of its first operand, not on its values.
         checks: it returns nothing, and raises if its operands are not as required.
-        shows_unsaid: its results are views of its only operand, although its schema does not say
-            so.
+        shows_unsaid: its results are views of its only operand, unlike its schema says.
         is_alias: it returns a view of the whole operand.
         lifts: it makes a tensor from a Python value.
         by_storage: it depends on the whole storage of an operand, not only on the operand's

@@ -121,8 +121,7 @@ class CallPlan:
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
         names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
-        make_output_spec: a function that computes the spec of each result (for data-dependent
-            shapes).
+        make_output_spec: a function that computes each result's spec (data-dependent shapes).
         hits: the number of calls that have used this plan.
     """
 

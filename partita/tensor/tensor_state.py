@@ -351,8 +351,7 @@ class TensorState:
         gathered_from: the sharded parameter whose gathered value this is, and its version.
         node: the object that a user got for its `grad_fn`.
         has_node_hooks: a user has registered hooks on the node that accumulates its gradient.
-        given_up: for a parameter that was replaced in its model: its name, and the function that
-            replaced it.
+        given_up: for a parameter replaced in its model: its name, and the replacing function.
     """
 
     zero_layouts: ZeroLayouts | None = None
@@ -544,8 +543,7 @@ class _Here(threading.local):
     Attributes:
         watcher: the `Watcher` of calls, or None.
         trace: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
-        explainer: an object that gets the plan of each call. While it is set, every call is planned
-            anew.
+        explainer: an object that gets each call's plan. While set, every call is planned anew.
         resized: a function that gets each storage whose owner has freed or allocated its memory.
         rerunnable: the number of things that may run a part of the program again in backward: hooks
             of saved tensors (a checkpoint's), autograd.Functions.

@@ -77,8 +77,7 @@ class Reference:
         operands: the value of each tensor argument after the call.
         gradients: the gradient of each tensor argument, or None.
         seeds: the gradient of each output tensor that backward starts from, or None.
-        narrow: True if the op runs under autocast, so rounding errors may be as large as for
-            bfloat16.
+        narrow: True if the op runs under autocast, so errors may be as large as bfloat16's.
     """
 
     call: Callable[[Convert], tuple[Any, list[torch.Tensor]]]

@@ -113,8 +113,7 @@ class HostSplit:
         device: a program whose inputs are the other inputs, followed by the values that cross.
         device_inputs: the positions of the other inputs.
         outputs: the origin of each output of the program: "host" or "device" and the position among
-            the results of that part; "input" and the position of the input; or None and the value
-            itself.
+            the results of that part; "input" and the position of the input; or None and the value.
 
     Raises:
         NotRecorded: the host reads a result of the device.

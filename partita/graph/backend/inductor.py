@@ -13,8 +13,8 @@ Inductor itself saves generated Python and the binaries of Triton kernels, but c
 again at each load. So a payload contains Inductor's result, reduced to what is needed to run, and
 the libraries of its C++ kernels. Loading it needs no compiler and none of Inductor's caches.
 `digest_of_compiler` identifies the machine, versions and settings that a payload was made for.
-`inductor_scheduling` decides what is fused, and the order of kernels. It is imported to compile,
-not to load.
+`inductor_scheduling` decides what is fused, and the order of kernels. It is only imported to
+compile.
 """
 
 from __future__ import annotations
@@ -491,8 +491,7 @@ def _find_cpu_features() -> str:
 
 def use_private_cache() -> None:
     """Make Inductor use a cache folder that only this user can write, because it executes its
-    files. The default is a folder with a known name in /tmp, which another user may have made
-    first.
+    files. The default is a folder with a known name in /tmp, which another user may have made.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -716,8 +715,7 @@ def cleaning_up_libraries() -> Iterator[None]:
 
     If a compilation is killed, a half-written library remains. Torch loads it as if it were
     complete, which crashes the process. So there is a locked marker file during compilation. A
-    marker without a lock belongs to a killed process: half-written libraries that are newer are
-    deleted.
+    marker without a lock belongs to a killed process: newer half-written libraries are deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

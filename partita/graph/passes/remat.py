@@ -45,8 +45,7 @@ def remat(program: Program) -> str:
 
     They are computed right before backward first reads them, from values that exist at that time. A
     gathered weight is gathered again. Random numbers are kept, never drawn twice. For a budget of
-    the whole step, values are recomputed in order of cost per saved byte, up to the program's
-    level.
+    the whole step, values are recomputed in order of cost per byte, up to the program's level.
     """
     graph = program.graph.graph
     made = len(recompute(graph, _find_recomputed_in_regions(program)))

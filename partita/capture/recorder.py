@@ -861,8 +861,7 @@ _PLAIN = frozenset(
 class LibraryCalls:
     """Calls torch functions, without profiling if they run no user code. Modes and hooks of the
     user could intercept a function's calls. So calls are profiled if a function mode of the user is
-    active, or if there are more dispatch modes or saved-tensor hooks than at this object's
-    creation.
+    active, or if there are more dispatch modes or saved-tensor hooks than before.
     """
 
     def __init__(self) -> None:

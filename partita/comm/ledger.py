@@ -467,8 +467,8 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     It is equal on all ranks, and different for two calls on one line. It is cheaper than
     `user_line`, because no text is made.
 
-    Returns: File, line and bytecode offset of the user's frame and of the innermost one outside
-    partita.
+    Returns:
+        File, line and bytecode offset of the user's frame, and of the innermost outside partita.
     """
     if frame is None:
         frame = sys._getframe(1)

@@ -13,8 +13,7 @@ Inductor itself saves generated Python and the binaries of Triton kernels, but c
 again at each load. So a payload contains Inductor's result, reduced to what is needed to run, and
 the libraries of its C++ kernels. Loading it needs no compiler and none of Inductor's caches.
 `digest_of_compiler` identifies the machine, versions and settings that a payload was made for.
-`inductor_scheduling` decides what is fused, and the order of kernels. It is only imported to
-compile.
+`inductor_scheduling` decides what is fused, and the order of kernels.
 """
 
 from __future__ import annotations

@@ -391,7 +391,8 @@ class ControlPlane:
             prepare: a function that runs after the ranks have met, so no rank waits for another
                 rank's `prepare`. It must not raise.
 
-        Raises: LayoutError: the same as for `decide`.
+        Raises:
+            LayoutError: the same as for `decide`.
         """
         self.wait()
         decide = self._start_background(why, shown)

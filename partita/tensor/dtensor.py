@@ -777,14 +777,14 @@ def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
     """
     wire, fits = spec.wire, local.shape == spec.local_shape
     graded = local.requires_grad and torch.is_grad_enabled()
-    key = (call_site(), "from_local", spec, local.dtype, graded)
-    if not is_agreed(wire, key):
+    line, key = (call_site(), "from_local"), (spec, local.dtype, graded)
+    if not is_agreed(wire, line, key):
         description = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
         gathered = wire.gather_ints((digest_of_text(description), int(fits)), "shapes of pieces")
         if len(set(gathered)) > 1:
             raise _make_disagreement_error(local, spec.layout, description, wire)
         if fits:
-            remember_agreed(wire, key)
+            remember_agreed(wire, line, key)
     if not fits:
         raise _make_misfit_error(local.shape, spec.layout, wire, wire.at)
 

@@ -429,6 +429,15 @@ def test_a_loop_compares_nothing_from_its_second_round_on(monkeypatch):
             assert 0 < early == late
 
 
+def test_ranks_that_pass_other_shapes_after_both_were_passed_are_refused():
+    def body(mesh):
+        sizes = [2, 4, 2, (4, 2)[mesh.get_rank()]]
+        pieces = [pt.DTensor.from_local(T[:n], mesh, [Shard(0)], shape=(2 * n, 4)) for n in sizes]
+        return pieces[-1].sum().item()
+
+    assert all(isinstance(error, LayoutError) for error in each_rank(body, dp=2))
+
+
 def test_ranks_whose_loaders_part_after_both_shapes_were_read_are_refused():
     def body(mesh):
         sizes = [8, 4, 8, (8, 4)[mesh.get_rank()]]

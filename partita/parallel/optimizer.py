@@ -152,7 +152,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         _run_step(optimizer, {}, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
     _agree_settings(optimizer, spread)
-    owners = HERE.trace.run_without_profiling(_find_owners, spread)
+    owners = HERE.trace.run_without_profiling(_find_reducers, spread)
     if owners and plain and HERE.trace.is_tracing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with _step_on_parts(optimizer, spread) as parts:
@@ -208,7 +208,7 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     _agreed.add(optimizer)
 
 
-def _find_owners(params: list[DTensor]) -> list[Any]:
+def _find_reducers(params: list[DTensor]) -> list[Any]:
     """Returns the objects that reduce the gradients of `params` early, each once."""
     all_layouts = (state_of(p).zero_layouts for p in params)
     return [*dict.fromkeys(layouts.owner for layouts in all_layouts if layouts is not None)]

@@ -656,10 +656,7 @@ def mark_gradient_reduced(x: DTensor) -> None:
     """
     with local_ops():  # otherwise each attribute would be read through dispatch
         grad = _grad.__get__(x)
-        state = (
-            None if grad is None else grad.__dict__.get(_STATE)
-        )  # in each step of each parameter
-        shared = state is not None and len(state.gradient_of) > 1
+        shared = grad is not None and len(state_of(grad).gradient_of) > 1
         for one in [x, *_find_owners(grad)] if shared else (x,):
             watch = state_of(one).reopens
             if one._spec is one._spec.gradient:

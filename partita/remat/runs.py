@@ -302,6 +302,7 @@ class ForwardRecord(_RegionRun):
         region: the `region.RematRegion`.
         budget_step: the step of the region's budget, or None.
         events: the calls by key and ordinal, in order.
+        redistributions: what the program's redistributions read, by key.
         redistributed_results: kept results of redistributions, by key.
         saved: the number of slots.
         is_counted: True if the budget's step waits for the recompute of this forward.
@@ -313,6 +314,7 @@ class ForwardRecord(_RegionRun):
         self.reports = open_reports()
         self.events: dict[tuple[Key, int], RecordedCall] = {}
         self.redistributed_results: dict[Any, KeptKernels] = {}
+        self.redistributions: dict[Any, RecordedCall] = {}
         self.saved = 0
         self._opened: list[torch.Tensor] = []  # the inputs of an opaque call
         self._around = HERE.watcher
@@ -351,12 +353,15 @@ class ForwardRecord(_RegionRun):
 
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
         event = self._record_event(key)
+        self._record_reads(event, tensors)
+        return event
+
+    def _record_reads(self, event: RecordedCall, tensors: list[torch.Tensor]) -> None:
         for i, t in enumerate(tensors):
             if self.producers.find(t) is None:
                 held, version = _find_source(t)
                 values = None if isinstance(held, nn.Parameter) else make_local_alias(held)
                 event.reads += (Read(i, weakref.ref(held), version, values),)
-        return event
 
     def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         self._before_write(kind, args, kwargs)  # as where a compiled region writes its buffers
@@ -459,6 +464,12 @@ class ForwardRecord(_RegionRun):
         if isinstance(self._kernels, KeepMode) and out is not x:
             self._kernels.note_redistributed(out)
         key = self._count_redistribution(op, what, x)
+        if self._event is None:
+            event = RecordedCall(key_of_shape(op, x.shape, x.dtype), 0, 0)
+            self._record_reads(event, [x])
+            self.redistributions[key] = event
+        if out is not x:
+            self.producers.note(out, key)
         where = find_call_site() if self._event is None else self._event.key[1]
         if out is not x and self.policy.keeps_redistribution(what, x, where):
             kept = KeptKernels.of_redistributed(out)
@@ -720,10 +731,17 @@ class Recomputation(_RegionRun):
         """Returns the kept result of a redistribution, or runs it again if there is none."""
         replaying = isinstance(self._kernels, ReplayMode)
         given = self._kernels.give_redistributed() if replaying else None  # type: ignore[union-attr]
-        kept = self.forward.redistributed_results.get(self._count_redistribution(op, what, x))
+        key = self._count_redistribution(op, what, x)
+        if (event := self.forward.redistributions.get(key)) is not None:
+            with watching(None):
+                self._check_unwritten(event, [x])
+        kept = self.forward.redistributed_results.get(key)
         if given is None and kept is not None:
             given = kept.give()
-        return self._run_unwatched(run) if given is None else given
+        out = self._run_unwatched(run) if given is None else given
+        if out is not x:
+            self.producers.note(out, key)
+        return out
 
     def announce_write(self, t: torch.Tensor) -> None:
         """Do nothing: the first run has saved the old value."""

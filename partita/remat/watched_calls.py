@@ -190,8 +190,9 @@ Key = tuple[Any, tuple[int, ...], Any]
     ("matmul", (code, instruction, ...), ((("input", 0), Size([8, 16]), float32), ...))
 """
 
-Producer = tuple[str, int, int] | tuple[str, int]
-"""The origin of a tensor of a run: ("call", number, output), or ("input", number)."""
+Producer = tuple[Any, ...]
+"""The origin of a tensor of a run: ("call", number, output), ("input", number), or the key of a
+redistribution."""
 
 
 # -- call sites ------------------------------------------------------------------------------------

@@ -668,6 +668,38 @@ def test_a_rank_without_rows_runs_a_region_again_as_the_others_do(policy: Any) -
             equal(found[4:], found[:2])
 
 
+def test_the_result_of_a_redistribution_is_freed_and_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[Any] = []
+    gathered = Wire.gather_ints
+    monkeypatch.setattr(Wire, "gather_ints", lambda *args: compared.append(args) or gathered(*args))
+
+    def body(mesh: Any, written: bool) -> bool:
+        x = pt.distribute_tensor(torch.ones(4, 2), mesh, [pt.Shard(0)]).requires_grad_()
+        w = pt.distribute_tensor(torch.ones(4, 2), mesh, [pt.Shard(0)])
+        results = []
+
+        def region(x: Any) -> Any:
+            both = [t.redistribute(placements=[pt.Replicate()]) for t in (x, w)]
+            results.extend(weakref.ref(t) for t in both)
+            return (both[0] * both[1]).sin()
+
+        y = pt.remat(region)(x)
+        assert not any(ref() is not None for ref in results)
+        if written:
+            w.mul_(2)
+            with pytest.raises(pt.RematError, match="written in place"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+        return True
+
+    with pt.ranks(a=2) as world:
+        assert all(world.run(body, False)) and not compared
+        assert all(world.run(body, True))
+
+
 def test_what_redistributions_brought_is_kept_where_asked_and_else_carried_again() -> None:
     def ranks(mesh: Any) -> list[int]:
         sent = []

@@ -164,9 +164,9 @@ def test_a_function_of_pieces_keeps_the_dual_and_a_full_tensor_is_whole():
 def test_a_gradient_that_is_cut_otherwise_is_refused():
     def body(mesh):
         w = pt.distribute_tensor(W, mesh).requires_grad_()
-        with pytest.raises(pt.LayoutError, match="to_local: grad_placements cut"):
+        with pytest.raises(pt.LayoutError, match="to_local: grad_placements shard"):
             w.to_local(grad_placements=[Shard(0)]).sum().backward()
-        with pytest.raises(pt.LayoutError, match="from_local: grad_placements cut"):
+        with pytest.raises(pt.LayoutError, match="from_local: grad_placements shard"):
             pt.DTensor.from_local(W, mesh, [Shard(0)], grad_placements=[Replicate()])
 
     on_ranks(body)

@@ -766,7 +766,7 @@ def _check_function(func: Any) -> None:
     """
     if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
-            f"{func.__qualname__} replaces a torch function and calls the original",
+            f"the step replaces a torch function by {func.__qualname__}, which calls the original",
             "capture intercepts the original too, so that the replacement would run twice",
             Fix("your own module or function", "that calls torch's, instead of a replacement"),
         )

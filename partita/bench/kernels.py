@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -379,6 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizer", choices=("foreach", "fused"), default="foreach")
     parser.add_argument("--lower", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if find_spec("triton") is None:
+        parser.error("this bench needs the package triton: pip install triton")
     if options.lower:
         _print_lowered(options)
         return 0

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -341,20 +341,34 @@ def _make_view_error(node: fx.Node) -> CaptureError:
     )
 
 
-# -- results that overlap --------------------------------------------------------------------------
-
-
 # -- gathered parameters ---------------------------------------------------------------------------
 
 _GATHERS = ("gather", "persistent")
 """Reasons (`Note.reason`) of the redistributions that gather a parameter of ZeRO."""
 
 
-def refresh_gathered(graph: fx.Graph) -> None:
+class ReplacedData(NamedTuple):
+    """A `p.data = y` of the step: the nodes of p and y, and the user's line."""
+
+    old: fx.Node
+    new: fx.Node
+    line: str
+
+
+def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[ReplacedData]]) -> None:
     """Gather a parameter again if it was written after its gather and the gathered value is still
     read. In one process there is only one memory: backward reads what was written through `.data`.
     A gathered value has its own memory, so it is gathered again before the next read.
+
+    Args:
+        replaced: each `p.data = y`, by the last node before it.
+
+    Raises:
+        CaptureError: a gathered value is read after `p.data = y`. In one process some calls of
+            backward read the old memory, others the new.
     """
+    values = {one.new for some in replaced.values() for one in some}
+    freed: dict[fx.Node, str] = {}  # by memory of a gathered value, the line of `p.data = y`
     memory: dict[fx.Node, fx.Node] = {}  # by node, the one that made its memory
     moved_from: dict[fx.Node, set[fx.Node]] = {}  # the inputs whose elements a value has
     gathered: dict[fx.Node, dict[fx.Node, fx.Node]] = {}  # by input: values by memory
@@ -366,10 +380,12 @@ def refresh_gathered(graph: fx.Graph) -> None:
         # Stages 1 and 2 gather what they have updated. A closure may run backward in an update.
         is_update = note_of(node).phase == "update" and bool(writes or note_of(node).move)
         for read in node.all_input_nodes if (shown is None or writes) and not is_update else ():
+            if memory[read] in freed:
+                raise _make_replaced_error(freed[memory[read]])
             if (value := stale.pop(memory[read], None)) is not None:
                 with graph.inserting_before(node):
                     _gather_again(graph, value, note_of(node).phase)
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node in values:
             moved_from[node] = {node}
         elif _only_moves(node):
             reads = (moved_from.get(n, ()) for n in node.all_input_nodes)
@@ -377,11 +393,24 @@ def refresh_gathered(graph: fx.Graph) -> None:
         if note_of(node).reason in _GATHERS:
             for given in moved_from.get(node, ()):
                 gathered.setdefault(given, {})[memory[node]] = node
+        for one in replaced.get(node, ()):
+            freed |= dict.fromkeys(gathered.get(memory[one.old], ()), one.line)
+        if note_of(node).reason in _GATHERS:
             continue
         for given in {memory[n] for n in writes} & gathered.keys():
             for at, value in gathered[given].items():
                 if not _is_cut_from(node, at, memory):
                     stale[at] = value
+
+
+def _make_replaced_error(line: str) -> CaptureError:
+    return not_captured(
+        "p.data = x gives a parameter of ZeRO-3 other memory between its forward and its backward",
+        "in one process some calls of backward read the old memory, which ZeRO has freed",
+        Fix("p.data.copy_(x)"),
+        Fix("p.data = x", "before the forward or after the backward"),
+        place=line,
+    )
 
 
 def _only_moves(node: fx.Node) -> bool:

@@ -101,6 +101,7 @@ from .fakes import (
     tensors_written,
 )
 from .functional_calls import REPLACED, taken_as_numbers, takes_number, with_exact_numbers
+from .functional_memory import ReplacedData
 from .graph_inputs import GraphInputs, TensorFacts, is_fact
 from .known_masks import ATTENTION, KnownMasks
 from .torch_settings import read_kernel_settings
@@ -246,6 +247,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._here = os.getcwd()
         self._settings = read_kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
+        self.replaced: dict[fx.Node, list[ReplacedData]] = {}
         self.block_kinds: list[tuple[type, ...]] = []
         self._running_block: int | None = None
         self._last_block: int | None = None
@@ -406,6 +408,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """Give `x` the value of `value` from now on, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
+        old, new = node_of(x), node_of(value)
+        if old is not None and new is not None:
+            found = ReplacedData(old, new, self.line())
+            self.replaced.setdefault(self.newest(), []).append(found)
         # Hidden from torch-function modes: the user does not write here.
         with torch._C.DisableTorchFunction():
             x.data = value
@@ -902,7 +908,6 @@ def _calls_nothing_back(func: Any) -> bool:
     return type(func) is types.FunctionType and _is_functional(func)
 
 
-@lru_cache(maxsize=1024)
 def _is_functional(func: types.FunctionType) -> bool:
     """True for a Python function of torch.nn.functional itself."""
     return vars(F).get(func.__name__) is func and func.__module__ == F.__name__

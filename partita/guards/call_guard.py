@@ -21,7 +21,7 @@ from partita.capture.conditions import Condition, Conditions
 from partita.graph.program import local_of
 
 from .arguments import LEAVES, flatten_call
-from .guards import TensorGuard, active_modes, kind_of_tensor
+from .guards import TensorGuard, active_modes, keys_of_call, kind_of_tensor
 from .values import AttributesAndHooks, argument_key
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class CallGuard:
     ):
         self.program = program
         arguments, self._structure = flatten_call((args, kwargs))
+        self._keys = keys_of_call(self._structure)
         self._flat = not kwargs and LEAVES.issuperset(map(type, args))
         count = len(tensors) - len(arguments)
         self._held = list(tensors[:count])
@@ -112,7 +113,7 @@ class CallGuard:
             arguments = [*args]
         else:
             arguments, structure = flatten_call((args, kwargs))
-            if structure != self._structure:
+            if structure != self._structure or keys_of_call(structure) != self._keys:
                 return None
         if active_modes() != self._modes:
             return None

@@ -58,6 +58,7 @@ from .values import (
     find_last_leaf,
     forget_leaves,
     is_read_as_base,
+    key_of_member,
     shorten_text,
     text_of,
     whole_key,
@@ -659,6 +660,16 @@ class TensorGuard:
 # -- call signatures -------------------------------------------------------------------------------
 
 
+def keys_of_call(structure: pytree.TreeSpec) -> tuple[Any, ...]:
+    """Returns the keys of dictionaries' keys in arguments, which a structure compares by `==`."""
+    kind = structure.type
+    own = structure.context if isinstance(kind, type) and issubclass(kind, dict) else ()
+    found = [key_of_member(key, is_whole=True) for key in own if type(key) is not str]
+    for child in structure.children():
+        found += keys_of_call(child)
+    return tuple(found)
+
+
 def signature_of(
     state: State, tensors: list[Any], names: Sequence[str], call: Any
 ) -> tuple[Any, ...]:
@@ -670,7 +681,7 @@ def signature_of(
     """
     first: dict[int, int] = {}
     arguments, structure = flatten_call(call)
-    parts: list[Any] = [("structure", structure), ("names", *names)]
+    parts: list[Any] = [("structure", structure, keys_of_call(structure)), ("names", *names)]
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
             parts.append((f"value {i}", argument_key(t)))

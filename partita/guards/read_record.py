@@ -81,6 +81,7 @@ from .values import (
     CacheEpoch,
     Place,
     brief,
+    cached_by_type,
     cell_content,
     count_items,
     dict_of,
@@ -97,6 +98,7 @@ from .values import (
     items_of,
     may_be_hidden,
     names_of_class,
+    place_in_namespace,
     place_of_answer,
     place_of_cell,
     place_of_class_attribute,
@@ -425,9 +427,15 @@ class ReadRecord(PlaceRecord):
         """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
-        place = place_of_class_attribute(kind, name)
+        mro = kind.__mro__
+        at = next((i for i, base in enumerate(mro) if name in base.__dict__), None)
+        if at is None:
+            return MISSING
+        for base in mro[:at]:  # where a later attribute would hide this one
+            self.read_place(place_in_namespace(f"{base.__name__}.{name}", base, name), MISSING)
+        place = place_of_class_attribute(mro[at], name)
         value = place.value
-        if place.identity in self.places or value is MISSING:
+        if place.identity in self.places:
             return value
         if not has_type(value, types.MemberDescriptorType):
             self.read_place(place, value)
@@ -957,7 +965,7 @@ _SPECIAL_ATTRIBUTES = _BASES.union(
 )
 
 
-@functools.lru_cache(maxsize=1024)
+@cached_by_type
 def _names_in_c(kind: type) -> frozenset[str]:
     """Returns the attributes of the instances of a class that are in no dictionary.
 
@@ -1034,18 +1042,15 @@ def _read_module(record: ReadRecord, key: str) -> None:
 def _read_registry(record: ReadRecord, kind: Any, name: str) -> None:
     """Record which classes are registered as subclasses of `kind`, if it is an abstract class."""
     if isinstance(kind, abc.ABCMeta) and not kind.__module__.startswith("torch"):
+        known: list[Any] = [None, None]  # the token, which changes at any registration
 
         def find_registered() -> frozenset[Any]:
-            return _find_registered(kind, abc.get_cache_token())
+            if known[0] != (token := abc.get_cache_token()):
+                known[:] = token, frozenset(_find_abc_registrations(kind))
+            return known[1]  # type: ignore[no-any-return]
 
         place = Place(f"the classes of {name}", kind, "registered", find_registered)
         record.read_place(place, shallow=True)
-
-
-@functools.lru_cache(maxsize=1024)
-def _find_registered(kind: abc.ABCMeta, token: object) -> frozenset[Any]:
-    """Returns the registered classes; cached until `token` changes, at any registration."""
-    return frozenset(_find_abc_registrations(kind))
 
 
 def _find_abc_registrations(kind: Any) -> list[Any]:

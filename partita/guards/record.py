@@ -47,6 +47,7 @@ from .values import (
     PLAIN,
     Place,
     base_of_container,
+    cached_by_type,
     content_key,
     copy_raw_content,
     count_items,
@@ -213,7 +214,7 @@ class PlaceRecord:
         raise NotImplementedError
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_type
 def _is_of_threads(kind: type) -> bool:
     """True for a thread, and for what threads share: an event, a queue, a pool.
 

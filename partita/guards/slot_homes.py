@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from typing import Any
 
@@ -50,13 +49,13 @@ class Defaults:
 
 
 class Members(SlotHome):
-    """The attributes of a class, read and written as a dictionary."""
+    """The attributes that a class itself defines, read and written as a dictionary."""
 
     def __getitem__(self, name: str) -> Any:
-        return inspect.getattr_static(self.owner, name)
+        return vars(self.owner)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(next(k for k in self.owner.__mro__ if name in vars(k)), name, value)
+        setattr(self.owner, name, value)
 
 
 class Arguments:

@@ -29,13 +29,14 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, repeat
 from operator import is_
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -71,6 +72,27 @@ _CONTAINERS = (
 )
 _BASES_OF_CONTAINERS = (collections.OrderedDict, *_CONTAINERS)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+_T = TypeVar("_T")
+
+
+def cached_by_type(find: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Returns `find` with a cache that does not keep types alive.
+
+    A class that is defined in a function may keep its closure alive, and so a whole model.
+    """
+    known: dict[int, _T] = {}
+    alive: dict[int, Any] = {}
+
+    def find_cached(kind: type) -> _T:
+        at = id(kind)
+        if at not in known:
+            known[at] = find(kind)
+            alive[at] = weakref.ref(kind, lambda _: (known.pop(at), alive.pop(at)))
+        return known[at]
+
+    return find_cached
+
 
 # -- keys ------------------------------------------------------------------------------------------
 
@@ -142,19 +164,26 @@ def _key_of_entry(value: Any) -> Any:
     return content_key(value) if is_known else ByIdentity(value)
 
 
-def _key_of_member(key: Any) -> Any:
-    """Returns the key of a dictionary's key or a set's member, by type and bits."""
-    if type(key) is tuple:
-        return tuple(map(_key_of_member, key))
+def key_of_member(key: Any, is_whole: bool = False) -> Any:
+    """Returns the key of a dictionary's key or a set's member, without the user's `__eq__`.
+
+    Args:
+        is_whole: as of a `ContentWalk`.
+    """
     if type(key) in PLAIN:
         return content_key(key)
-    return ByIdentity(key) if isinstance(key, torch.Tensor) else (type(key), key)
+    if type(key) is tuple:
+        return tuple([key_of_member(part, is_whole) for part in key])
+    if has_type(key, torch.Tensor):
+        return ByIdentity(key)
+    return ContentWalk(is_whole).make_key(key)
 
 
-def _keys_of_members(kind: type, keys: list[Any] | None) -> Any:
+def _keys_of_members(kind: type, keys: list[Any] | None, is_whole: bool = False) -> Any:
     if keys is None:
         return None
-    return (frozenset if issubclass(kind, _SETS) else tuple)(map(_key_of_member, keys))
+    found = [key_of_member(key, is_whole) for key in keys]
+    return frozenset(found) if issubclass(kind, _SETS) else tuple(found)
 
 
 def argument_key(value: Any) -> Any:
@@ -290,7 +319,10 @@ class ContentWalk:
         own = self._key_of_attributes(value)
         if id(home) in self.written:
             own = (own, ByIdentity(home))
-        members = _keys_of_members(type(value), keys)
+        members = _keys_of_members(type(value), keys, self.is_whole)
+        if self.compared is not None and keys:
+            ids = [id(key) for key in keys if type(key) not in PLAIN]
+            self.compared += sorted(ids) if issubclass(type(value), _SETS) else ids
         return ContainerKey(type(value), members, tuple(parts), own)
 
     def _key_of_attributes(self, value: Any) -> Any:
@@ -359,7 +391,7 @@ def is_read_as_base(value: Any) -> bool:
     return _find_base(kind)[1]
 
 
-@lru_cache(maxsize=4096)
+@cached_by_type
 def _find_base(kind: type) -> tuple[Any, bool]:
     base = next(base for base in _BASES_OF_CONTAINERS if issubclass(kind, base))
     names = ("__len__", "__iter__", "__bool__", "__getitem__", "__setitem__", "__missing__")
@@ -415,7 +447,7 @@ def is_container(value: Any) -> bool:
     return _sort_of_type(kind) == "container"
 
 
-@lru_cache(maxsize=4096)
+@cached_by_type
 def _sort_of_type(kind: type) -> str:
     """Returns how values of a type are compared.
 
@@ -713,11 +745,8 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
                 return base.__dict__[key]
         return MISSING
 
-    def put_class_attribute(value: Any) -> None:
-        owner = next((base for base in kind.__mro__ if key in vars(base)), kind)
-        _write_attribute(owner, key, value)
-
-    return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put_class_attribute)
+    put = partial(_write_attribute, kind, key)
+    return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put)
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
@@ -890,12 +919,15 @@ INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 def names_of_class(kind: type) -> frozenset[str]:
     """Returns the names that a class and its bases define now."""
-    return _find_names_of_class(kind, tuple([len(vars(base)) for base in kind.__mro__]))
+    counts = [len(vars(base)) for base in kind.__mro__]
+    known: Any = _NAMES_OF_CLASSES.get(kind, ([], None))
+    if known[0] != counts:
+        names = frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
+        known = _NAMES_OF_CLASSES[kind] = counts, names
+    return known[1]  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=1024)
-def _find_names_of_class(kind: type, counts: tuple[int, ...]) -> frozenset[str]:
-    return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
+_NAMES_OF_CLASSES = weakref.WeakKeyDictionary[type, tuple[list[int], frozenset[str]]]()
 
 
 def functions_of_descriptor(value: Any) -> list[Any]:

@@ -61,6 +61,7 @@ from partita.graph.graph_nodes import (
     nodes_since,
     note_of,
 )
+from partita.graph.shared_memory import shown_operand
 from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
@@ -664,8 +665,13 @@ class StepFunctionMode(TorchFunctionMode):
             return pytree.tree_map(read_unknown, numbers) if self._reads_values else numbers
         if name in _ASKING:  # torch's own would read a number first
             return bool(_read_number(torch.Tensor.item(*args, **kwargs)))
-        if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
-            raise _shape_is_changed(name)
+        if facts_of_function(name).changes_shape:
+            if id(args[0]) in self._inputs.identities:
+                raise _shape_is_changed(name)
+            with local_ops():
+                has_history = args[0].requires_grad
+            if has_history and _has_views(node_of(args[0])):
+                raise _shape_below_views_is_changed(name)
         _check_function(func)
         _check_values(func, args, kwargs)
         answer = self._facts.answer(func, args, caller)
@@ -762,6 +768,33 @@ def _shape_is_changed(name: str) -> CaptureError:
         Fix("do it outside the step", "before or after the call"),
         place=user_line(),
     )
+
+
+def _shape_below_views_is_changed(name: str) -> CaptureError:
+    way = name.removesuffix("_")
+    return not_captured(
+        f"{name} changes the shape of a tensor in place, and the step has views of it",
+        "over fake tensors torch then computes other gradients of the views",
+        Fix(f"y = x.{way}(...)", "is a view of its own"),
+        place=user_line(),
+    )
+
+
+def _has_views(node: fx.Node | None) -> bool:
+    """True if the value of a node is no view, and has a view with a history."""
+    while node is not None and (source := shown_operand(node)[0]) is not None:
+        if not facts_of(node.target).changes_metadata:
+            return False
+        node = source
+    waiting = [] if node is None else [node]
+    while waiting:
+        shown = waiting.pop()
+        for user in shown.users:
+            if shown_operand(user)[0] is shown and user.target is not _aten.detach.default:
+                if not facts_of(user.target).changes_metadata:
+                    return True
+                waiting.append(user)
+    return False
 
 
 def _check_function(func: Any) -> None:

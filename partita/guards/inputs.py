@@ -384,12 +384,18 @@ class _Search:
         known = {slot.identity for slot in self.state.slots}
         for place in places:
             home, value = place.home, place.value
-            if place.identity in known or not _may_hold_tensors(value) or _is_of_run(value):
+            if value is MISSING or place.identity in known or _is_of_run(value):
+                continue
+            if not _may_hold_tensors(value):
                 continue
             if has_type(home, types.CellType):
                 home = Cell(home)
             elif has_type(home, type):
-                home = Members(home)
+                owner = next((base for base in home.__mro__ if place.key in vars(base)), home)
+                if (id(owner), place.key) in known:
+                    continue
+                known.add((id(owner), place.key))
+                home = Members(owner)
             elif has_type(home, (contextvars.ContextVar, threading.local, enum.Enum)):
                 home = PlaceAsItem(place)
             elif not has_type(home, dict) or not {"__builtins__", "__import__"} & home.keys():

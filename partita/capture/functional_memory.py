@@ -394,7 +394,8 @@ def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[Replac
             for given in moved_from.get(node, ()):
                 gathered.setdefault(given, {})[memory[node]] = node
         for one in replaced.get(node, ()):
-            freed |= dict.fromkeys(gathered.get(memory[one.old], ()), one.line)
+            own = memory[one.old]  # which the operand of a gather shows
+            freed |= dict.fromkeys(gathered.get(own, {}).keys() - {own}, one.line)
         if note_of(node).reason in _GATHERS:
             continue
         for given in {memory[n] for n in writes} & gathered.keys():

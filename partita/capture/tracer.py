@@ -288,7 +288,7 @@ class Tracer:
                 _disable_torch_fn_metadata_mode=True,
             )()
         _drop_unused_numbers(made.graph)
-        refresh_gathered(made.graph)
+        refresh_gathered(made.graph, self.recorder.replaced)
         return made
 
     def _trace(self, run: Callable[[], Sequence[Any]]) -> list[Any]:

@@ -482,7 +482,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, help="tokens per sequence (as in the model)")
     parser.add_argument("--layers", type=int, help="number of blocks (as in the model)")
-    kinds = "bfloat16 or float32 (bfloat16)"
+    kinds = "dtype of computation: bfloat16 or float32 (bfloat16); weights keep the model's dtype"
     parser.add_argument("--precision", default=argparse.SUPPRESS, help=kinds)
 
 

@@ -168,7 +168,8 @@ class Strategy:
         batch: sequences per micro-batch, on each rank of "dp".
         micro_batches: micro-batches per step, one after the other.
         context: tokens per sequence. None: the model's own.
-        precision: the dtype of computation. Weights and optimizer state are float32.
+        precision: the dtype of computation. Weights and optimizer state keep the dtype in which the
+            model is made: float32, or the dtype of the configuration of transformers.
         layers: the number of blocks. None: the model's own.
 
     Raises:
@@ -258,6 +259,7 @@ def make_step(
         optimizer.step()
         return total
 
+    step.__qualname__ = f"the step of {shape.name or 'the model'}"  # for progress and errors
     spread = {id(t): DTensor.from_local(t, on, placements) for pair in local for t in pair}
     micro_batches = [(spread[id(x)], spread[id(y)]) for x, y in local]
     return step, (micro_batches,), dp * strategy.batch * strategy.micro_batches * context

@@ -46,7 +46,8 @@ def shape_of_config(config: Any, task: str = "causal-lm", *, lora: int | None = 
     heads = _read_size(text, found, "num_attention_heads")
     make = partial(_make_model, found, task, lora)
     with torch.device("meta"):
-        plan = _find_tensor_plan(make(1, 8))
+        small = make(1, 8)
+        plan = _find_tensor_plan(small)
     of_text = task == "causal-lm"
     return ModelShape(
         make=make,
@@ -57,7 +58,9 @@ def shape_of_config(config: Any, task: str = "causal-lm", *, lora: int | None = 
         context=min(getattr(text, "max_position_embeddings", _CONTEXT), _CONTEXT) if of_text else 1,
         vocab=text.vocab_size if of_text else found.num_labels,
         plan=partial(_get_plan, plan),
-        name=f"{found.model_type}{f' with LoRA of rank {lora}' if lora else ''}",
+        name=found.model_type
+        + (f" with LoRA of rank {lora}" if lora else "")
+        + f" (weights in {_describe_dtype(small, text)})",
         make_batch=partial(_make_batch if of_text else _make_pictures, found),
         has_sequence=False,
         sums=2 if plan else 0,
@@ -85,6 +88,14 @@ def _read_size(text: Any, whole: Any, name: str) -> int:
     size = getattr(text, name, None) or getattr(whole, name, None)
     refuse_if(not isinstance(size, int), f"the configuration of {whole.model_type} has no {name}")
     return int(size)  # type: ignore[arg-type]
+
+
+def _describe_dtype(model: nn.Module, text: Any) -> str:
+    """Returns the dtype of the largest parameter, and where transformers has found it."""
+    dtype = max(model.parameters(), key=Tensor.numel).dtype
+    given = getattr(text, "dtype", None) is not None
+    why = "the configuration's dtype" if given else "the configuration names no dtype"
+    return f"{str(dtype).removeprefix('torch.')}: {why}"
 
 
 class _Logits(nn.Module):

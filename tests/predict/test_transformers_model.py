@@ -109,11 +109,21 @@ def test_the_command_reads_a_folder(tmp_path):
 
     right = run("--hf", str(tmp_path), "--batch", "4")
     assert right.returncode == 0, right.stderr
-    assert right.stdout.startswith("llama on dp=2")
+    title = "llama (weights in float32: the configuration names no dtype) on dp=2"
+    assert right.stdout.startswith(title)
     wrong = run("--hf", str(tmp_path / "none"))
     assert wrong.returncode == 2
-    assert "is no file" in wrong.stderr
+    assert "is not a file" in wrong.stderr
     assert run("--model", "gpt", "--lora", "2").returncode == 2
+
+
+def test_the_name_says_the_dtype_of_the_weights():
+    config = CONFIGS["dense"]()
+    config.dtype = torch.bfloat16
+    name = "llama with LoRA of rank 2 (weights in bfloat16: the configuration's dtype)"
+    assert shape_of_config(config, lora=2).name == name
+    step, _, _ = make_step(shape_of_config(config), {"dp": 2}, pt.Strategy())
+    assert step.__qualname__.startswith("the step of llama (weights in bfloat16")
 
 
 def test_what_is_no_configuration_is_refused(tmp_path):

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -359,13 +360,20 @@ def parallelize_module(
     parallelize(module, find_root_mesh(mesh), src_data_rank=src_data_rank)
     for inner, style in found:
         style._apply(inner, mesh)
-    if any(getattr(style, "use_local_output", False) for _, style in found):
-        warnings.warn(
-            "parallelize_module: results stay DTensors of the global shape, also where "
-            "use_local_output=True; keep the global number of heads in views",
-            stacklevel=2,
-        )
+    wants_local = any(getattr(style, "use_local_output", False) for _, style in found)
+    if wants_local and wire_of(find_root_mesh(mesh)).rank == 0:
+        _warn_of_global_shapes()
     return module
+
+
+@cache
+def _warn_of_global_shapes() -> None:
+    """Warn, once in a process: the default of torch's styles differs here."""
+    warnings.warn(
+        "parallelize_module: results stay DTensors of the global shape, also where "
+        "use_local_output=True; keep the global number of heads in views",
+        stacklevel=3,
+    )
 
 
 @contextmanager

@@ -88,10 +88,13 @@ def on_a_mesh(mesh, sequence):
 )
 def test_a_transformer_trains_as_on_one_device(sizes, sequence):
     wanted = train(make_model())
-    said = pytest.warns(UserWarning, match="keep the global number of heads")
-    with pt.ranks(**sizes) as world, said:
+    tensor_parallel._warn_of_global_shapes.cache_clear()
+    with pt.ranks(**sizes) as world, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         for losses in world.run(on_a_mesh, sequence):
             assert losses == pytest.approx(wanted, abs=1e-9)
+    texts = [w for w in said if "keep the global number of heads" in str(w.message)]
+    assert [w.filename for w in texts] == [__file__]  # one, at the user's line
 
 
 class Twice(ParallelStyle):

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -31,8 +31,29 @@ from partita.tensor.dtensor import DTensor, as_dtensor, checksum
 from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import Spec, make_argument_error, spec_of
 
+Batch = TypeVar("Batch")
 Places = Mapping[str, Placement]
 """Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
+
+
+@overload
+def distribute_batch(
+    batch: torch.Tensor,
+    device_mesh: Any,
+    places: Places | None = None,
+    *,
+    each_rank_has: Literal["whole", "piece"] = "whole",
+) -> DTensor: ...
+
+
+@overload
+def distribute_batch(
+    batch: Batch,
+    device_mesh: Any,
+    places: Places | None = None,
+    *,
+    each_rank_has: Literal["whole", "piece"] = "whole",
+) -> Batch: ...
 
 
 def distribute_batch(

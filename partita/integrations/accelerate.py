@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partita.checkpoint import full_state_dict, load, save
+from partita.checkpoint import full_state_dict, is_checkpoint, load, load_safetensors, save
 from partita.parallel.optimizer import clip_grad_norm_
 from partita.parallel.zero import no_sync
 
@@ -28,6 +28,7 @@ try:
     import accelerate
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import DistributedType
+    from accelerate.utils.constants import RNG_STATE_NAME, SAFE_MODEL_NAME
 except ImportError as error:
     raise ImportError(
         "partita.integrations.accelerate needs accelerate: pip install accelerate"
@@ -56,6 +57,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     def _start_run(self, mesh: Any, stage: int) -> None:
         self._run = ShardedRun.start(mesh, stage, self.device.type)
+        self.register_save_state_pre_hook(self._save_shards)
+        self.register_load_state_pre_hook(self._load_shards)
         if self._run.mesh is None:
             return
         for state in (accelerate.PartialState(), self.state):
@@ -63,8 +66,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
             state.local_process_index = int(os.environ.get("LOCAL_RANK", self._run.rank))
             state.distributed_type = DistributedType.NO
         self.dataloader_config.dispatch_batches = False
-        self.register_save_state_pre_hook(self._save_shards)
-        self.register_load_state_pre_hook(self._load_shards)
+
+    @property
+    def joined_batches(self) -> int:
+        """The number of a loader's batches in a global batch."""
+        return 1 if self.split_batches else self._run.batches
 
     # -- prepare -----------------------------------------------------------------------------------
 
@@ -81,9 +87,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Returns a scheduler that steps like accelerate's: once for each rank's batch."""
         prepared = super().prepare_scheduler(scheduler)
-        if isinstance(prepared, AcceleratedScheduler) and not self.split_batches:
+        if isinstance(prepared, AcceleratedScheduler):
             prepared.__class__ = _SchedulerOfAllRanks
-            prepared.batches = self._run.batches
+            prepared.batches = self.joined_batches
         return prepared
 
     # -- the step ----------------------------------------------------------------------------------
@@ -128,9 +134,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return where
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """Load what `save_state` has saved, on any number of ranks and for any stage."""
-        with self._without_optimizers():
-            super().load_state(*args, **options)
+        """Load what `save_state` has saved, on any number of ranks and for any stage.
+
+        A state that accelerate itself has saved in one process loads, too.
+        """
+        rank = self.state.process_index
+        try:
+            with self._without_optimizers():
+                super().load_state(*args, **options)
+        finally:
+            self.state.process_index = rank
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
@@ -150,8 +163,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         save(self._list_shards(), os.path.join(folder, _SHARDS))
 
     def _load_shards(self, models: list[Any], folder: str) -> None:
-        models.clear()
-        load(self._list_shards(), os.path.join(folder, _SHARDS))
+        if not os.path.exists(os.path.join(folder, f"{RNG_STATE_NAME}_{self.process_index}.pkl")):
+            self.state.process_index = 0  # saved by fewer ranks: their generators were equal
+        shards = os.path.join(folder, _SHARDS)
+        names = [f"{SAFE_MODEL_NAME}{f'_{i}' * (i > 0)}.safetensors" for i in range(len(models))]
+        files = [os.path.join(folder, name) for name in names]
+        models.clear()  # so accelerate reads none
+        if is_checkpoint(shards) or not all(map(os.path.exists, files)):
+            load(self._list_shards(), shards)
+        else:  # saved by accelerate without partita
+            for model, file in zip(self._models, files, strict=True):
+                load_safetensors(model, file)
+            self._optimizers += self._sharded_optimizers  # accelerate loads those in this list
 
 
 class _SchedulerOfAllRanks(AcceleratedScheduler):  # type: ignore[misc]

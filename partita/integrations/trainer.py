@@ -69,7 +69,7 @@ class _OnMesh(transformers.Trainer):  # type: ignore[misc, name-defined]
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        total: int = super().get_total_train_batch_size(args) * self.accelerator._run.batches
+        total: int = super().get_total_train_batch_size(args) * self.accelerator.joined_batches
         return total
 
     # -- the step ----------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class _OnMesh(transformers.Trainer):  # type: ignore[misc, name-defined]
     def prediction_step(self, *args: Any, **options: Any) -> Any:
         loss, *rest = to_whole(super().prediction_step(*args, **options))
         # The evaluation repeats a loss once for each row of a rank's batch, and gathers the ranks'.
-        return None if loss is None else loss.repeat(self.accelerator._run.batches), *rest
+        return None if loss is None else loss.repeat(self.accelerator.joined_batches), *rest
 
     # -- states ------------------------------------------------------------------------------------
 

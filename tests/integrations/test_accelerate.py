@@ -32,7 +32,9 @@ CASES: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
 }
 
 
-def train(ranks: int, name: str, folder: Path, resume: bool = False) -> tuple[Any, Any]:
+def train(
+    ranks: int, name: str, folder: Path, resume: bool = False, sharded: bool = False
+) -> tuple[Any, Any]:
     """Returns what each step and each evaluation found, and the weights of the end."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState, GradientState
@@ -42,7 +44,7 @@ def train(ranks: int, name: str, folder: Path, resume: bool = False) -> tuple[An
     GradientState._reset_state()
     stage, model_kind, split, options = CASES[name]
     placement = {}
-    if ranks > 1:
+    if ranks > 1 or sharded:
         from partita.integrations.accelerate import Accelerator
 
         placement = {"stage": stage}
@@ -136,6 +138,33 @@ def test_a_loop_is_that_of_one_process_and_resumes_to_the_same_bits(
             assert largest_difference(resumed[1], weights) == 0, name
     end = load_file(tmp_path / f"{ranks} plain" / "end" / "model.safetensors")
     assert largest_difference(end, truth["plain"][1]) < 1e-9
+
+
+def train_once(ranks: int, folder: Path, resume: bool, sharded: bool) -> Any:
+    steps, weights = train(ranks, "split batches", folder, resume, sharded)
+    return steps, weights, torch.rand(()).item()
+
+
+def on_rank_once(rank: int, ranks: int, *args: Any) -> Any:
+    return as_under_torchrun(rank, ranks, train_once, *args)
+
+
+@pytest.mark.parametrize(
+    "saved_on, sharded, ranks",
+    [(2, True, 1), (1, True, 2), (1, False, 2)],
+    ids=["two ranks to one", "one rank to two", "accelerate alone to two ranks"],
+)
+def test_a_state_loads_on_another_number_of_ranks(
+    saved_on: int, sharded: bool, ranks: int, tmp_path: Path
+) -> None:
+    steps, weights, _ = run_ranks(
+        on_rank_once, saved_on, saved_on, tmp_path, False, sharded, timeout=100
+    )[0]
+    found = run_ranks(on_rank_once, ranks, ranks, tmp_path, True, True, timeout=100)
+    for resumed, end, drawn in found:
+        assert largest_difference(resumed, steps[2:]) < 1e-5  # losses are in float32
+        assert largest_difference(end, weights) < 1e-9
+        assert drawn == found[0][2]  # all ranks continue with one state of the generator
 
 
 def use_without_partita(ranks: int, what: str) -> None:

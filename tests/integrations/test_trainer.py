@@ -28,6 +28,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "dropout": (1, "dropout", {"eval_strategy": "no", "gradient_checkpointing": True}),
     "adapters": (3, "adapters", BEST | {"gradient_accumulation_steps": 2}),
     "bf16": (3, "float32", {"bf16": True}),
+    "split batches": (3, "plain", {"accelerator_config": {"split_batches": True}}),
 }
 SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
 
@@ -54,14 +55,16 @@ def train(ranks: int, name: str, folder: Path, resume: str | None = None) -> tup
         "use_cpu": True,
         "disable_tqdm": True,
     }
+    rows = 8 if name == "split batches" else 8 // ranks
     args = TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=8 // ranks,
-        per_device_eval_batch_size=8 // ranks,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
         **{**options, **changes},
     )
     data, evaluated = Sentences(), Sentences(EVALUATED)
     trainer = kind(make_model(model), args, train_dataset=data, eval_dataset=evaluated, **placement)
+    assert trainer.get_total_train_batch_size(args) == 8 * args.gradient_accumulation_steps
     trainer.train(resume_from_checkpoint=resume)
     logged = [{k: h[k] for k in SHOWN if k in h} for h in trainer.state.log_history]
     predicted = trainer.predict(evaluated).predictions

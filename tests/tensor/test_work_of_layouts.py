@@ -31,6 +31,28 @@ def test_the_work_of_an_op_is_that_of_its_products(name):
     assert [w.operations for w in work_of(bind(parse(text), shapes), said)] == wanted
 
 
+def lose_flattened(mesh, rows):
+    """The loss of logits that are flattened, and the layouts of what was sent for it."""
+    logits = torch.linspace(-1, 1, rows * 16 * 4096).sin().view(rows, 16, 4096)
+    labels = torch.arange(rows * 16).view(rows, 16)
+    if mesh is None:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item(), []
+    logits, labels = pt.distribute_batch((logits, labels), mesh)
+    with pt.ledger() as log:
+        loss = F.cross_entropy(logits.requires_grad_().view(-1, 4096), labels.flatten())
+        loss.backward()
+    return loss.item(), [(move.kind, move.nbytes) for move in log.moves if move.nbytes > 1000]
+
+
+def test_rows_that_do_not_divide_are_flattened_without_gathering_the_logits():
+    wanted, _ = lose_flattened(None, 7)
+    with pt.ranks(dp=4) as world:
+        for loss, sent in world.run(lose_flattened, 7):
+            assert loss == pytest.approx(wanted, rel=1e-6)
+            assert [kind for kind, _ in sent] == ["all_to_all"] * 2  # forward and backward
+            assert all(nbytes < 7 * 16 * 4096 * 4 / 4 for _, nbytes in sent)
+
+
 def attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[int, str, bool, dict[str, Any]]] = {
     "adapters": (2, "adapters", False, {"gradient_accumulation_steps": 2}),
     "bf16": (3, "float32", False, {"mixed_precision": "bf16"}),
 }
+# The scheduler does not depend on the ranks; a model that does not import transformers.
+SPLIT = {"plain split batches": (1, "plain", True, {})}
 
 
 def train(
@@ -42,7 +44,7 @@ def train(
 
     AcceleratorState._reset_state(reset_partial_state=True)  # of the last run in this process
     GradientState._reset_state()
-    stage, model_kind, split, options = CASES[name]
+    stage, model_kind, split, options = {**CASES, **SPLIT}[name]
     placement = {}
     if ranks > 1 or sharded:
         from partita.integrations.accelerate import Accelerator
@@ -141,7 +143,7 @@ def test_a_loop_is_that_of_one_process_and_resumes_to_the_same_bits(
 
 
 def train_once(ranks: int, folder: Path, resume: bool, sharded: bool) -> Any:
-    steps, weights = train(ranks, "split batches", folder, resume, sharded)
+    steps, weights = train(ranks, *SPLIT, folder, resume, sharded)
     return steps, weights, torch.rand(()).item()
 
 
@@ -162,7 +164,7 @@ def test_a_state_loads_on_another_number_of_ranks(
     )[0]
     found = run_ranks(on_rank_once, ranks, ranks, tmp_path, True, True, timeout=100)
     for resumed, end, drawn in found:
-        assert largest_difference(resumed, steps[2:]) < 1e-5  # losses are in float32
+        assert largest_difference(resumed, steps[2:]) < 1e-9
         assert largest_difference(end, weights) < 1e-9
         assert drawn == found[0][2]  # all ranks continue with one state of the generator
 

@@ -362,12 +362,12 @@ def parallelize_module(
         style._apply(inner, mesh)
     wants_local = any(getattr(style, "use_local_output", False) for _, style in found)
     if wants_local and wire_of(find_root_mesh(mesh)).rank == 0:
-        _warn_of_global_shapes()
+        warn_of_global_shapes()
     return module
 
 
 @cache
-def _warn_of_global_shapes() -> None:
+def warn_of_global_shapes() -> None:
     """Warn, once in a process: the default of torch's styles differs here."""
     warnings.warn(
         "parallelize_module: results stay DTensors of the global shape, also where "

@@ -88,7 +88,7 @@ def on_a_mesh(mesh, sequence):
 )
 def test_a_transformer_trains_as_on_one_device(sizes, sequence):
     wanted = train(make_model())
-    tensor_parallel._warn_of_global_shapes.cache_clear()
+    tensor_parallel.warn_of_global_shapes.cache_clear()
     with pt.ranks(**sizes) as world, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for losses in world.run(on_a_mesh, sequence):

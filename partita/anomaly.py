@@ -2,7 +2,7 @@
 
 Hooks check the results of every module, and the gradients of these results. The culprit is a module
 whose result is not finite although all its inputs are. Each rank checks its own pieces. In `check`
-the ranks exchange what they found, and all raise an error that names the earliest.
+the ranks exchange what they found, and all raise an error that names the earliest find.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def _describe_package(name: str, use: str) -> str:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the capabilities of this machine. Returns 1 if ranks cannot be compared."""
+    """Print the capabilities of this machine. Returns 1 if torch lacks Gloo, which ranks need."""
     from .comm.backends import can_compare, installed_backends
     from .tensor.plan import IN_C
 

@@ -177,7 +177,7 @@ class _Linear(_Layouts):
 
 
 class ColwiseParallel(_Linear):
-    """Shard the output features: the weight is `Shard(0)`, or `Shard(1)` of an nn.Embedding.
+    """Shard the output features: the weight is `Shard(0)`, or `Shard(1)` for an nn.Embedding.
 
     The input is redistributed to Replicate, and the output to `output_layouts`, by default
     `Shard(-1)`.
@@ -191,7 +191,7 @@ class ColwiseParallel(_Linear):
 
 
 class RowwiseParallel(_Linear):
-    """Shard the input features: the weight is `Shard(1)`, or `Shard(0)` of an nn.Embedding.
+    """Shard the input features: the weight is `Shard(1)`, or `Shard(0)` for an nn.Embedding.
 
     The input is redistributed to `Shard(-1)`, or to Replicate for an nn.Embedding. The output is
     redistributed to `output_layouts`, by default Replicate.

@@ -269,7 +269,7 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call `function` with the profile function that was suspended before; returns its result."""
+    """Call `function` with profiling on again, within `unprofiled`; returns its result."""
     event = _profiling.silenced
     if event is None:
         return function(*args, **kwargs)

@@ -87,7 +87,7 @@ def differentiate(
     """Trace the gradients of `inputs` with respect to `results`.
 
     Args:
-        again: True to retain the autograd graph, so that this can be called again.
+        again: True to retain the autograd graph, so that `differentiate` can be called again.
 
     Returns:
         The seeds (gradients of `results`) and the gradients of `inputs`. None if there are no

@@ -92,10 +92,11 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls of one capture that were traced, by key.
+    """The calls that one capture has traced. Each is looked up by its `key`.
 
     Attributes:
-        shared: the nodes that make several tensor objects, because `detach` added no node.
+        shared: nodes whose result is several tensor objects: a tensor and its detached copies,
+            because `detach` adds no node.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):

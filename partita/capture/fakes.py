@@ -264,7 +264,7 @@ SCALAR_OPS: dict[str, Callable[..., Any]] = {
     "sym_max": torch.maximum,
     "sym_min": torch.minimum,
 }
-"""By the name of an operation on Python numbers, the one on zero-dimensional tensors."""
+"""Maps the name of an operation on Python numbers to the one on zero-dimensional tensors."""
 
 SCALAR_OPS_OF_INTS: dict[str, Callable[..., Any]] = {
     "floordiv": torch.floor_divide,

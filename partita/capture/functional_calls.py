@@ -708,7 +708,7 @@ def _make_replacements(loss: Any, gradient: Any) -> tuple[Callable[..., Any], Ca
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {}
-"""By op, the function that is called in its place while a step is captured."""
+"""Maps an op to the function that is called in its place while a step is captured."""
 
 for _kind, _overload in (("int[]", "default"), ("Tensor", "Tensor")):
     _name = "ints" if _overload == "default" else "tensors"

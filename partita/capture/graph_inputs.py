@@ -190,7 +190,7 @@ class GraphInputs:
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """Returns the input that `fake` replaces, if that is a leaf of the call; otherwise None."""
+        """Returns the input that `fake` replaces, if it is a leaf of the call; otherwise None."""
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:

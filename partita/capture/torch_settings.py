@@ -76,7 +76,7 @@ OF_C = {
     "torch.backends.nnpack": "_get_nnpack_enabled",
     "torch.backends.quantized.engine": "_get_qengine",
 }
-"""By the name of a setting, the function of torch's C code that reads it."""
+"""Maps the name of a setting to the function of torch's C code that reads it."""
 
 _opt_einsum: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
 SETTINGS: dict[str, Callable[[], Any]] = {
@@ -104,7 +104,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
         for name, key in KERNELS_WITH_PRECISIONS.items()
     },
 }
-"""By name, the function that reads a setting."""
+"""Maps the name of a setting to the function that reads it."""
 
 _READ, _READ_OF_KERNELS = tuple(SETTINGS.values()), tuple(OF_KERNELS.values())
 

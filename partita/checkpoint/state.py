@@ -80,7 +80,8 @@ def open_state(
     Args:
         stored: the metadata of the checkpoint that will be loaded; None if the state is to be
             saved. Entries that an object has not created yet are added.
-        values: the checkpoint's lists of the parameters of optimizers' groups, by name.
+        values: the checkpoint's lists of parameters, one for each parameter group, by name:
+            "optimizer.param_groups.0.params".
 
     Raises:
         ValueError: two leaves have one name; an object's state dict has keys that a checkpoint

@@ -535,7 +535,7 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]
     """Returns the dimensions whose pieces `move` concatenates, and those that it splits.
 
     Raises:
-        LayoutError: one move of its kind cannot lead from `before` to `after`.
+        LayoutError: one such move cannot change the layout `move.before` into `move.after`.
     """
     joined = _cut_further(move.before, move.after, mesh)
     divided = _cut_further(move.after, move.before, mesh)

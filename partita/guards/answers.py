@@ -70,7 +70,7 @@ class CapturedNumbers:
 
     Attributes:
         met: (input, value) of each float that the step reads, traced or not.
-        traced: the inputs of the traced floats, by symbol.
+        traced: maps the symbol of each traced float to its input.
     """
 
     def __init__(self, env: NumberEnv, plain: PlainNumbers):
@@ -79,7 +79,7 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns a symbolic float for `value`, the input `given`; or `value` itself."""
+        """Returns a symbolic float for `value`, the input `given`; `value` if it is not traced."""
         self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.named):
             return value

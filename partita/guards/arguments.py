@@ -56,7 +56,9 @@ def flatten_call(
 
 
 def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    """Returns `leaves` in the structure from `flatten_call`; repeated objects are made once."""
+    """Returns `leaves` in the structure from `flatten_call`.
+
+    An object that occurs several times is created once."""
     try:
         return pytree.tree_unflatten(leaves, structure)
     finally:
@@ -84,7 +86,7 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
     """Returns `made`, made of `call` by `unflatten_call`, with one object for a repeated container.
 
     Args:
-        known: by id of a container of the call, the one that was made of it.
+        known: maps the id of a container of the call to the one that was made of it.
     """
     if pytree.tree_is_leaf(call):
         if type(call) not in LEAVES and id(call) not in known and is_taken_apart(call):

@@ -97,8 +97,8 @@ class Guards:
             which is the home of the places.
         compared: identities of the places whose values code may compare by `is` or `id`; None if no
             code does.
-        leaves, call: those of the captured call, and its (args, kwargs), whose objects code may
-            compare, too; call is None if the step has no program.
+        leaves, call: the leaves and the (args, kwargs) of the captured call, whose objects code may
+            compare, too. `call` is None if the step has no program.
     """
 
     def __init__(
@@ -483,7 +483,7 @@ class ReadInputs:
     """The graph inputs among what the step read, and the containers that the program writes.
 
     Attributes:
-        leaves: the first index of each tensor among the leaves of the captured call, by id.
+        leaves: maps the id of each tensor to its first index among the leaves of the captured call.
         slots: the identities of the places whose tensors `TensorGuard` compares.
         numbers: the number inputs: arguments, or in a slot or an optimizer's group.
         written: the ids of the containers that the program writes.
@@ -495,7 +495,7 @@ class ReadInputs:
     written: frozenset[int] = frozenset()
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
-        """Returns the index of each number, by the identity of the number's current place."""
+        """Returns a map from the identity of each number's current place to its index."""
         found = {}
         for i, given in enumerate(self.numbers):
             with suppress(LookupError):  # an optimizer may have fewer groups now
@@ -505,13 +505,13 @@ class ReadInputs:
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
-    """Returns the first index of each tensor among the leaves of a call, by id."""
+    """Returns a map from each tensor's id to its first index among the leaves of a call."""
     last_first = reversed([*enumerate(leaves)])
     return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 
 
 Parts = dict[int, tuple[Any, Any]]
-"""By id, (object, key) of objects that may change in place."""
+"""Maps the id of an object that may change in place to (object, key)."""
 
 
 class WatchedItems:
@@ -766,7 +766,7 @@ def _key_of_mode(mode: Any) -> Any:
 # -- recompile reasons -----------------------------------------------------------------------------
 
 Description = dict[str, dict[str, str]]
-"""The description of a call: a text by part and property, as {"x": {"shape": "(8, 4)"}}."""
+"""A call's description: for each part, a text for each property, as {"x": {"shape": "(8, 4)"}}."""
 _FIRST_CALL = "the first call"
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000

@@ -71,11 +71,9 @@ class State:
     """The state that a step can reach.
 
     Attributes:
-        modules, optimizers: the modules and optimizers, by the first name under which each was
-            found.
+        modules, optimizers: each module and optimizer, by the first name under which it was found.
         slots: the slots of modules' tensors, and of tensors in variables, lists and dictionaries.
-            Not
-        of optimizers, whose state comes and goes: see `optimizer_slots`.
+            Those of optimizers, whose state comes and goes, are in `optimizer_slots`.
         values: the slots of Python floats.
         by_path: the slots of this search and of earlier ones that a program refers to.
         parts: each module, with all modules inside it.
@@ -116,7 +114,7 @@ class State:
         return NewStateFound(found)
 
     def names_by_id(self) -> dict[int, str]:
-        """Returns the names of optimizers, modules and submodules, by id."""
+        """Returns a map from the ids of optimizers, modules and submodules to their names."""
         names = {id(o): name for name, o in self.optimizers.items()}
         for name, module in self.modules.items():
             for prefix, part in module.named_modules():

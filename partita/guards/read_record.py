@@ -143,10 +143,10 @@ class ReadRecord(PlaceRecord):
     """What one run of a step under capture reads, and the functions that it runs.
 
     Args:
-        names: the names of modules and optimizers that were found before the run, by id.
+        names: maps the ids of modules and optimizers found before the run to their names.
 
     Attributes:
-        codes: the code objects that ran, by id.
+        codes: the code objects that ran, by their ids.
     """
 
     def __init__(self, names: dict[int, str]) -> None:

@@ -79,14 +79,14 @@ class PlaceRecord:
     """The places that one run of a step under capture reads, and their values.
 
     Attributes:
-        places: the places that were read, by identity, in order.
-        huge: the containers that are not compared deeply, by id.
+        places: the places that were read, in order; the keys are their identities.
+        huge: the containers that are not compared deeply, by their ids.
         snapshots: copies of the reached values, to find the step's writes.
         error: the refusal to raise when the step is over, even if the step caught it.
         reached_by_name: see `reaching_by_name`.
         places_by_name: identities of places that may not have been read.
         hashed: the real tensors that the user's code has looked up in, or added to, a set or
-            dictionary, by id.
+            dictionary, by their ids.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """True if `value` is reached only by name. The error is then raised when it is read."""
+        """True if `value` is reached only by name. Reading the value then raises the error."""
         if self.reached_by_name:
             self._unread[id(value)] = value
         return self.reached_by_name

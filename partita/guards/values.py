@@ -168,7 +168,7 @@ def key_of_member(key: Any, is_whole: bool = False) -> Any:
     """Returns the key of a dictionary's key or a set's member, without the user's `__eq__`.
 
     Args:
-        is_whole: as of a `ContentWalk`.
+        is_whole: the same as for `ContentWalk`.
     """
     if type(key) in PLAIN:
         return content_key(key)
@@ -199,7 +199,7 @@ def whole_key(value: Any) -> Any:
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """Returns the key of a value that is not a number input, made by `walk` or a new walk."""
+    """Returns the key that `walk` (or a new walk) makes of a value that is not a number input."""
     kind = type(value)
     if kind in _BY_REPR:
         return (kind, repr(value))
@@ -217,9 +217,9 @@ class ContentWalk:
     Attributes:
         is_whole: True to compare dataclasses by their fields, tensors by identity, and two objects
             with one content as different from one object that occurs twice.
-        numbers: the index of each number that is a graph input, by the identity of its place.
-        leaves: the first index of each tensor among the leaves of the call, by id.
-        huge: the containers whose entries are compared by identity, by id.
+        numbers: maps the identity of a number's place to the number's index as a graph input.
+        leaves: maps the id of each tensor to its first index among the leaves of the call.
+        huge: maps the ids of containers whose entries are compared by identity to the containers.
         written: the ids of containers that the program writes. They are compared by identity, too.
         changeable: (object, key) for each visit of an object that may change in place.
         shared: the ids of such objects that were visited more than once.
@@ -772,7 +772,7 @@ def place_of_tensor_attribute(key: str) -> Place:
 
 
 def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
-    """Returns the place of a function's or class's attribute in no dictionary (`__code__`)."""
+    """Returns the place of a function's or class's attribute outside `__dict__` (`__code__`)."""
     put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
     return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 

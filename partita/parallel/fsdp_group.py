@@ -1075,7 +1075,7 @@ class ZeroState(ShardedState):
     def _check_order_of_hooks(
         self, found: Mapping[DTensor, torch.Tensor], counts: CallCounts | None
     ) -> None:
-        """Raise unless hooks get the gradients `found` in the order of one process.
+        """Raise unless hooks get the gradients `found` in the same order as in one process.
 
         A reentrant checkpoint runs a backward pass within another, and hooks run in both.
 

@@ -58,7 +58,7 @@ class PictureCell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A two-dimensional slice of the tensor: its rows and columns, and a cell for each.
+    """A two-dimensional slice of the tensor: its rows, its columns, and a cell for each pair.
 
     Attributes:
         where: the slice in the other dimensions, such as "dim 0 0:4"; "" if they are whole.

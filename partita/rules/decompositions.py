@@ -37,7 +37,7 @@ def _reduced_sentence(x: Arg) -> str:
 
 @own_op
 def subtract_reduced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns x - y. A Partial y, which is small, is reduced first, so that x keeps its layout."""
+    """Returns x - y, for a small y. A Partial y is reduced first, so that x keeps its layout."""
     return x - y
 
 
@@ -264,7 +264,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def root_of(total: Any, order: float = 2) -> Any:
-    """Returns the root of `total`. As in torch's norms, its gradient at 0 is 0."""
+    """Returns the `order`-th root of `total`. As in torch's norms, its gradient at 0 is 0."""
     total = reduced(total)
     zero = total == 0
     return (total.masked_fill(zero, 1) ** (1 / order)).masked_fill(zero, 0)

@@ -117,7 +117,7 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class LikeRule:
-    """A rule for a new tensor whose values do not depend on the operand, as of `ones_like`.
+    """A rule for a new tensor whose values do not depend on the operand, such as `ones_like`.
 
     Attributes:
         shape: the global shape of the result. If it is the operand's, the result has the operand's
@@ -163,7 +163,7 @@ class Rule:
 
         Args:
             count: the number of declared arguments that the call passes by position.
-            names: the names of those that it passes by name.
+            names: the names of the arguments that it passes by name.
         """
         for p in self.params[count:]:
             is_required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -290,7 +290,7 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorate a function that computes the functions with other ops.
+    """Decorate a function that computes `functions` with other ops.
 
     `takes` lists the parameters on which plans depend.
     """
@@ -411,8 +411,8 @@ def index_in_piece(
 def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
     """Returns `length` elements of `x` along `dim`, from `offset` on.
 
-    In a captured step `offset` is a tensor, because the graph is equal on all ranks. Then the
-    elements are gathered by index."""
+    In a captured step `offset` is a tensor: ranks have different offsets, but the same graph. The
+    elements are then selected by index."""
     if isinstance(offset, torch.Tensor):
         places = torch.arange(length, device=x.device) + offset.to(x.device)
         # In a capture, all pieces have the first one's length: a shorter one ends with padding.

@@ -164,7 +164,7 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """The names of an operand's dimensions, outermost first. `str` is the term in a sentence."""
+    """The names of an operand's dimensions, outermost first. `str(names)` is its term: "a b"."""
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -452,7 +452,7 @@ class _Number:
 
 NUMBER = _Number()
 Operand = tuple[int, ...] | _Number | None
-"""An operand of a sentence, per term: a global shape in elements, a number, or nothing."""
+"""The operand of a term: a global shape in elements, a number, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -464,8 +464,8 @@ class Bound:
         inputs: the `Dim`s of each term's operand, which name its dimensions; None if the operand is
             absent or a number.
         outputs: the dimensions of each output.
-        sizes: the size of each name that an operand has or the sentence gives. The size of a name
-            that only an output has is known only from the local result.
+        sizes: the size of each name whose size is known from an operand or from the sentence.
+            Names that occur only in an output are missing.
         rows: every legal row. Whether an axis can split a name depends on its size (`can_split`).
         even: the names that can only be split evenly.
     """

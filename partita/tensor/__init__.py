@@ -13,7 +13,7 @@ In reading order:
   example, `x + y` runs through these five files, `dtensor` and `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
   (padded or empty local tensors), `infinite_factors` (Partial values times infinity), `random` (the
-  random numbers of one device on all ranks), `origins` (which call made a tensor that ranks read)
+  same random numbers as on one device), `origins` (which call made a tensor that ranks read)
 - functions that are not ops: `tensor_overrides` (attributes, conversion to Python, `x[...] = y`,
   strides, addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`

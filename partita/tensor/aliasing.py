@@ -9,9 +9,10 @@ stores the tensor that it is a view of.
 - x is written: the view copy is made again when it is next read (`current`).
 - The view copy is written: its value is written, and then the corresponding part of x
   (`write_through_copy`).
-- An op copies only if it must (`contiguous`, `reshape`, `to`). One device's strides decide this, on
-  all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could return
-  the memory of its operand although other ranks, and one device, copy. Such a result is copied.
+- An op copies only if it must (`contiguous`, `reshape`, `to`). The strides on one device decide
+  this, on all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could
+  return the memory of its operand although other ranks, and one device, copy. Such a result is
+  copied.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
 def may_be_denser_than_whole(spec: Spec) -> bool:
     """True if a piece of `spec` may be contiguous although the whole is not.
 
-    This happens if it has at most one element in a dimension, and the whole has more.
+    This happens if the piece has at most one element in a dimension, and the whole has more.
     """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 

@@ -108,7 +108,7 @@ class OpCall:
 
     @cached_property
     def written(self) -> set[Path]:
-        """The paths of the tensors that it writes."""
+        """The paths of the tensors that the call writes."""
         places = {w.path(self.args, self.kwargs) for w in self.form.writes}
         places |= {(0,)} if self.form.inplace else set()
         return {path for path in self.tensors if path[:1] in places}

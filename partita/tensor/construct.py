@@ -314,7 +314,7 @@ def full(
 
 
 def _draw_pieces(make: Function, spec: Spec, dtype: Any, requires_grad: bool) -> DTensor:
-    """Returns random numbers: each rank draws all numbers of one device, and keeps its piece."""
+    """Returns random numbers: each rank draws the whole value, and keeps its piece."""
     draw = partial(make, spec.shape, dtype=dtype, device=spec.wire.device)
     whole = run_with_generator_check(draw, make.__name__, spec.wire)
     return as_dtensor(piece_of(whole, spec), spec).requires_grad_(requires_grad)
@@ -327,7 +327,7 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of normal values: in every layout the values of one device."""
+    """Returns a DTensor of normal values, in every layout the same values as on one device."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
@@ -339,7 +339,7 @@ def rand(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of uniform values: in every layout the values of one device."""
+    """Returns a DTensor of uniform values, in every layout the same values as on one device."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 

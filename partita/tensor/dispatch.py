@@ -161,7 +161,7 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Run `func` on DTensors by the plan of this call: it is `DTensor.__torch_function__`."""
+    """Run `func` on DTensors by the plan of this call. It is `DTensor.__torch_function__`."""
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)

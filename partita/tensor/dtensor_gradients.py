@@ -7,7 +7,7 @@ been reduced:
 
     backward       x.grad  Partial      pending
     clip, step     x.grad  Replicate    settled, by one all-reduce (`reduce_pending_gradients`)
-    backward x.grad Partial a hook: the first rank's share is the value; then added to
+    backward       x.grad  Partial      a hook: the first rank's share is the value; then added to
 """
 
 from __future__ import annotations
@@ -272,8 +272,8 @@ class _BrokenOff(threading.local):
 
 
 BROKEN_OFF = _BrokenOff()
-"""Its `watchers` have their `reset_after_abort()` called when a backward pass of this thread
-raises: autograd has no hook for that."""
+"""Holds the `watchers` whose `reset_after_abort()` is called when a backward pass of this thread
+raises. Autograd has no hook for that."""
 
 _plain_backward: Any = enter_function(torch.autograd.backward)
 assert _plain_backward is not None
@@ -604,7 +604,7 @@ def reduced_gradient_spec(x: DTensor) -> Spec:
 
 
 def update_spec(x: DTensor) -> Spec:
-    """Returns the spec of x's update and optimizer state: the spec of x, or ZeRO's."""
+    """Returns the spec of x's update and optimizer state: the spec of x, or the one of ZeRO."""
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.update
 
@@ -732,7 +732,7 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
     """Make the settled gradient of `x` Partial, before the local `coming` is added to it.
 
     Returns:
-        What is to be added in place of `coming`; None if that is.
+        The tensor to add in place of `coming`; None if `coming` is added.
     """
     if x is None:
         return None

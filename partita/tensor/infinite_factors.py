@@ -6,7 +6,7 @@ Rules treat an op as linear in Partial values, which is right only for finite fa
 is checked if all ranks have the same value and reading it is cheap: numbers, and whole tensors in
 host memory. If one is infinite (or a divisor zero), the Partial value is reduced first, and the
 first rank keeps the result. A factor that is sharded or on an accelerator is not checked. The
-result may then be nan instead of one device's infinity.
+result may then be nan although one device returns infinity.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class OpFacts:
         fills: it draws random numbers that replace all values of its first operand.
         overwrites: its result depends only on the metadata of its first operand, not on its values.
         checks: it returns nothing, and raises if its operands are not as required.
-        shows_unsaid: its results are views of its only operand, unlike its schema says.
+        shows_unsaid: its results are views of its only operand, but its schema does not say so.
         is_alias: it returns a view of the whole operand.
         lifts: it makes a tensor from a Python value.
         by_storage: it depends on the whole storage of an operand, not only on the operand's
@@ -338,7 +338,7 @@ ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_s
 """Methods that return the address of a tensor's memory."""
 FACTS_THAT_STAY = """storage_offset is_leaf grad_fn grad _base _is_view is_shared is_inference
 is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
-"""Attributes and methods of what a tensor is beside its values, the same in each call of a step."""
+"""Attributes and methods that describe a tensor, not its values, and stay equal in all calls."""
 FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".split()
 """Facts that may differ in each call."""
 FREQUENT_METHODS = """
@@ -351,7 +351,7 @@ FREQUENT_METHODS = """
 """.split()
 """Names of methods that skip torch's argument parser where the hot path is in C."""
 METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
-"""The builtin methods that operators of torch.Tensor written in Python end in."""
+"""The builtin method that each operator of torch.Tensor written in Python calls last."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
 """Functions of torch.nn.functional whose builtins take only the operand, and no `inplace`."""
 
@@ -460,7 +460,7 @@ def without_any_autocast() -> AbstractContextManager[None]:
 
 
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
-    """Returns `run`, which implements `op`, with the dtypes that `op` has under autocast.
+    """Returns a function that calls `run`, which implements `op`, with the casts of autocast.
 
     Torch casts the operands of the ops on its lists, and runs them without autocast. A decomposed
     op must behave like `op` and not like the ops inside: its operands are cast first, and autocast
@@ -704,7 +704,7 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """Returns the function that reads an attribute of a tensor, as `__torch_function__` gets it."""
+    """Returns the `func` that `__torch_function__` receives when a tensor's attribute is read."""
     return getattr(torch.Tensor, name).__get__
 
 

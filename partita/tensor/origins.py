@@ -41,7 +41,7 @@ from partita.comm import (
 from .tensor_state import Args, Function, Kwargs, Spec
 
 ORIGIN = "_origin"
-"""The attribute of a tensor that has its `TensorOrigin`."""
+"""The name of the attribute that holds a tensor's `TensorOrigin`."""
 _MASK = (1 << 62) - 1
 _FACTOR = 1000003
 

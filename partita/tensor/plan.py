@@ -388,7 +388,7 @@ class Op:
         base: the function that runs on local tensors if a plan has no kernel.
         key: a function that computes the key of a call from its arguments. It raises TypeError if
             the arguments do not fit the rule.
-        plans: the plans by key; `find` returns one, or None.
+        plans: the plan for each key of a call; `find` returns it, or None.
         run: a function that is called in place of all plans, if the function is not an op or has
             no rule.
     """
@@ -458,7 +458,7 @@ class Unkeyed(TypeError):
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns the part of a key for an operand that is not a DTensor."""
+    """Returns what the key of a call holds for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -467,7 +467,7 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """Returns the part of a key for a declared argument: hashable, without values of floats."""
+    """Returns a hashable key for a declared argument. A float is replaced by its type."""
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
@@ -632,7 +632,7 @@ class CacheInfo(NamedTuple):
 
 
 class Plans(dict[Any, Any]):
-    """One op's plans by key, in two generations: recently used plans, and older ones."""
+    """The plans of an op for each key of a call: recently used plans, and an older generation."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -759,8 +759,8 @@ def set_cache_limit(n: int) -> None:
 # aside.
 
 FORM = 1
-"""The version of the interface between this package and the C. A module that was built of sources
-of another version is left aside."""
+"""The version of the interface between this package and its C module. A module that was built from
+another version is not used."""
 
 
 def load_extension() -> Any:

@@ -260,7 +260,7 @@ def _bind_sentence(call: OpCall, text: str) -> Bound | None:
 def check_call_fits_rule(call: OpCall) -> None:
     """Raise LayoutError if a call does not fit a user's rule.
 
-    It has a tensor that the rule does not declare, or lacks an argument that it does."""
+    The call has a tensor that the rule does not declare, or lacks one that it declares."""
     rule = call.form.rule
     if rule is None or not rule.must_fit:
         return
@@ -436,7 +436,7 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 class Considered:
     """A row that was priced for an axis.
 
-    It has its price in seconds, forward and backward together, and whether it was chosen."""
+    The price is in seconds, for forward and backward together."""
 
     axis: str
     row: Row

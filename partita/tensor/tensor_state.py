@@ -286,7 +286,7 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
 # -- what is remembered of a tensor ----------------------------------------------------------------
 
 WRITTEN_UNSEEN = "written_unseen"
-"""An attribute of a storage that may be written through a `.data`, which torch does not count."""
+"""The attribute that marks a storage with a `.data`, whose writes torch does not count."""
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE, "_origin"))
 """Attributes of a DTensor that belong to partita. Copies get only the user's attributes."""
@@ -340,17 +340,17 @@ class TensorState:
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
-        is_copied_part: for a gradient: whether it was copied from a part of another tensor.
+        is_copied_part: for a gradient: True if it was copied from a part of another tensor.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
             before backward adds to it. It is removed and registered again in every step.
         unseen_writes: the number of writes that torch does not count; see `count_unseen_writes`.
-        replaced_at: the result of `count_unseen_writes` when it last got other memory.
+        replaced_at: the result of `count_unseen_writes` when the tensor last got other memory.
         data: the alias from which each `.data` of it is made; its version counts their writes.
         gathered_from: the sharded parameter whose gathered value this is, and its version.
         node: the object that a user got for its `grad_fn`.
-        has_node_hooks: a user has registered hooks on the node that accumulates its gradient.
+        has_node_hooks: True if a user registered hooks on the node that accumulates its gradient.
         given_up: for a parameter replaced in its model: its name, and the replacing function.
     """
 
@@ -562,8 +562,8 @@ class _Here(threading.local):
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """End what begins inside when it is left, in whichever way: torch does not call a module's
-        forward hooks where its forward raises what is no `Exception`."""
+        """End what begins inside the block, however the block is left. Torch does not call a
+        module's forward hooks if its forward raises a bare BaseException."""
         n = len(self.unfinished)
         try:
             yield

@@ -6,8 +6,8 @@ a call of plain tensors, on every rank.
 
 Elements may differ by 1e-4 of their size plus 1e-5 (or 1e-5 of the largest, if that is in the
 thousands at most). A larger difference is right if the element is closer to the result in double
-precision than one device's own result. An op may instead raise a LayoutError that gives a reason or
-a fix, the same on every rank. Any other exception is a crash.
+precision than the result on one device is. An op may instead raise a LayoutError that gives a
+reason or a fix, the same on every rank. Any other exception is a crash.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Reference:
     Attributes:
         call: `call(convert)` runs the op with `convert(t)` for each tensor argument t. It returns
             the output and the converted tensors.
-        outputs: each tensor of the result, and each other value in it.
+        outputs: the leaves of the result: tensors and other values.
         graded: for each output, True if it requires grad.
         operands: the value of each tensor argument after the call.
         gradients: the gradient of each tensor argument, or None.
-        seeds: the gradient of each output tensor that backward starts from, or None.
+        seeds: for each output, the gradient with which backward starts; None if it needs none.
         narrow: True if the op runs under autocast, so errors may be as large as bfloat16's.
     """
 
@@ -90,7 +90,7 @@ class Reference:
 
     @cached_property
     def exact(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns outputs, operands and gradients of one device in double precision."""
+        """Returns outputs, operands and gradients on one device, in double precision."""
         wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
         if self.narrow:  # which leaves float64 as it is
             wide[torch.bfloat16] = torch.float64
@@ -317,7 +317,7 @@ def _find_difference(mine: Any, right: Any, only_kind: bool) -> str:
 
 
 def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) -> bool:
-    """True if our value, where it differs, is nearer to the exact value than one device's.
+    """True if our value, where it differs, is nearer to the exact value than the one on one device.
 
     One device has its own rounding errors. If its value is within 100 times the tolerance of its
     result in double precision, ours need not have the same error.
@@ -347,11 +347,11 @@ def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) 
 def _as_near(
     ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype
 ) -> bool:
-    """True if, under autocast, our value is as exact as one device's.
+    """True if, under autocast, our value is as exact as the one on one device.
 
-    It must be within eight times one device's rounding error, because Partial shares are rounded
-    one by one and are larger than their sum. Or it must be within two roundings of the result's
-    dtype.
+    It must be within eight times the rounding error on one device, because Partial shares are
+    rounded one by one and are larger than their sum. Or it must be within two roundings of the
+    result's dtype.
     """
     step = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     if not theirs.numel():

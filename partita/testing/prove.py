@@ -5,7 +5,7 @@ force, on ranks that are simulated one after the other. It splits the inputs as 
 pieces of uneven size and unequal shares of both signs. It runs the local kernel on each rank, joins
 the outputs and compares them with one device. Then it checks backward: gradients of the outputs are
 placed by duality, and plain autograd runs on each rank. The gradients of the inputs, joined by
-duality, must equal one device's.
+duality, must be the same as on one device.
 
     python -m partita.testing.prove [op ...]
 """
@@ -49,7 +49,7 @@ class Proof:
 
     Attributes:
         name: the name of the rule.
-        wrong: rows whose results differ from one device's: the row, the sentence, the shapes, and
+        wrong: rows with other results than on one device: the row, the sentence, the shapes, and
             the largest difference.
         missed: rows that are right for the samples, and that the sentence lacks.
         rows: the number of checked rows, each on 2 and on 3 ranks if its dimension can be split.

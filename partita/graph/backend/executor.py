@@ -222,7 +222,7 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Returns the name of an object in the code, which is bound to it."""
+        """Returns the name by which the generated code refers to the object `value`."""
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"

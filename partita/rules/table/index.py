@@ -412,7 +412,8 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns input[pattern] with the next of `tensors` for each "index" in the pattern."""
+    """Returns input[pattern], with each "index" in the pattern replaced by the next of
+    `tensors`."""
     rest = iter(tensors)
     return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
 

@@ -29,7 +29,7 @@ GetArgument = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
 def argument_getter(place: int, name: str, default: Any) -> GetArgument:
-    """Returns a function of a call that returns the argument at `place` or with this `name`."""
+    """Returns a function that returns the argument of a call at `place`, or with this `name`."""
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
 
 
@@ -75,9 +75,10 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     torch.Tensor.__getitem__: _NOTHING,
     picked: _NOTHING,
 }
-"""For each function what its operands get, by their places among the tensors of the sentence.
+"""For each function, the padding value of its operands, by their positions in the sentence.
 
-It adds nothing where all of them have it: each gets it, one that is broadcast over the padding too.
+If all of them have it, the padding adds nothing. An operand that is broadcast over the padding gets
+it, too.
 """
 
 

@@ -339,7 +339,7 @@ _USES = {
     "safetensors": "weights in this format",
     "plotly": "reports",
 }
-"""By the packages that partita works without, what each is for."""
+"""Maps each optional package to its use."""
 
 
 def _describe_package(name: str, use: str) -> str:

@@ -229,7 +229,7 @@ class PrepareModuleInput(_Layouts):
         input_layouts, input_kwarg_layouts: a DTensor has its own layout. Where these have a Shard,
             a plain tensor is an error.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
-        desired_input_kwarg_layouts: a placement for each keyword argument, by name.
+        desired_input_kwarg_layouts: maps the name of each keyword argument to its placement.
         use_local_output: ignored; the inputs are always DTensors.
     """
 

@@ -44,7 +44,7 @@ CHECKSUMS = "the checksums alone"
 
 
 def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any], Any]]:
-    """By name: what is timed, and what waits for its end."""
+    """Maps the name of each way to the timed function, and the function that waits for its end."""
     import torch.distributed.tensor as theirs
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_loader import load

@@ -224,7 +224,7 @@ def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]],
     """Returns a row of the README's table, without its command.
 
     Args:
-        ways: the names in the README, by the names of the ways.
+        ways: maps the name of each way to its name in the README.
     """
     said = [f"{title} {ratio(seconds, name, base):.2f}×" for name, title in ways.items()]
     return f"| {what} | {', '.join(said)} |"

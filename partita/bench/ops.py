@@ -40,7 +40,7 @@ class Found:
         results: the worst outcome of the samples of each op and class.
         skipped: the reason for each skipped op.
         cases: the number of samples times classes that were run.
-        refused: the number of samples for which one device raises.
+        refused: the number of samples that raise on one device.
     """
 
     results: dict[str, dict[str, Outcome]] = field(default_factory=dict)

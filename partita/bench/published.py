@@ -69,7 +69,7 @@ RUNS: dict[str, tuple[PublishedRun, ...]] = {
         PublishedRun("mpt-13b", 64, dataclasses.replace(_FSDP, batch=2), 4800, _FOUNDRY),
     ),
 }
-"""By machine; the first of each is tuned on. Hosts have eight GPUs."""
+"""The published runs of each machine. The first is used for tuning. Hosts have eight GPUs."""
 
 MAY_BE_OFF = 0.2
 

@@ -584,7 +584,7 @@ class _BlockRun:
         taken: the nodes outside the block ("foreign") that it reads, in the order of first use.
         early_count: how many of these forward reads; the others only backward does.
         floats: the numbers among its operands that may vary, in order.
-        homes: the node of which each of these is an operand.
+        homes: for each of these, the node that has it as an operand.
         labels: the distinct labels of its redistributions.
         moves, regions: map the number in the step's notes to the number within the block.
         key: equal for blocks that compute the same, except for labels and floats.

@@ -323,7 +323,7 @@ _CALLS: dict[str, _RunCall] = {
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _run_full_like),
     "_local_scalar_dense": _read_scalar,
 }
-"""By op that can take a tensor in place of a number, the call; others are elementwise."""
+"""Maps an op that takes a tensor in place of a number to the call; others are elementwise."""
 
 
 @lru_cache

@@ -191,7 +191,7 @@ _COUNTED: dict[Any, Callable[..., Any]] = {
     _aten.masked_select.default: _select_counted,
     _aten.index.Tensor: _index_counted,
 }
-"""By op whose output shape depends on data, a function that computes it for a known count.
+"""Maps an op whose output shape depends on data to a function that runs it for a known count.
 
 Its first argument counts the true elements of a mask, or sums repeats."""
 
@@ -865,7 +865,7 @@ _CHECKS: dict[Any, Callable[..., _Checks]] = {F.one_hot: _check_classes} | {
     for home in (torch, torch.Tensor)
     for name in ("quantile", "nanquantile")
 }
-"""By function, the checks of its operands that it makes in eager."""
+"""Maps a function to the checks of its operands that it makes in eager."""
 
 
 # -- library calls ---------------------------------------------------------------------------------

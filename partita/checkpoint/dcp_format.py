@@ -71,7 +71,7 @@ class LoadPieces(DefaultLoadPlanner):
 
     Args:
         weights_only: True reads values as `torch.load(weights_only=True)` does.
-        classes: classes that may be unpickled even so.
+        classes: classes that may be unpickled in addition.
 
     Attributes:
         values: the values that were read, by name.

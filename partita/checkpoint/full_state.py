@@ -1,10 +1,10 @@
 """Whole values of a model and its optimizer, and back: state dicts and safetensors files.
 
-They exchange weights with programs without layouts: files of other programs, a copy on one device,
-and `save_pretrained` of transformers, diffusers, peft and hub mixins (which writes the memory of a
-model's tensors). Tensors are gathered one after the other, so no rank holds more of the model than
-it returns. `save_pretrained` must be called on all ranks. While the library's method runs on one
-rank, the model holds whole values there instead of pieces, and the other ranks wait.
+Use them to exchange weights with programs without layouts: files of other programs, a copy on one
+device, and `save_pretrained` of transformers, diffusers, peft and hub mixins (which writes the
+memory of a model's tensors). Tensors are gathered one after the other, so no rank holds more of the
+model than it returns. `save_pretrained` must be called on all ranks. While the library's method
+runs on one rank, the model holds whole values there instead of pieces, and the other ranks wait.
 
 A safetensors file is eight bytes with the length of a header, the header (JSON: for each name the
 dtype, the shape and the position of its bytes) and the bytes
@@ -445,7 +445,7 @@ _PATCHED_CLASSES = {
     "peft.peft_model": "PeftModel",
     "huggingface_hub.hub_mixin": "ModelHubMixin",
 }
-"""By module, the class whose `save_pretrained` the models of a library inherit."""
+"""Maps a module to the class whose `save_pretrained` the library's models inherit."""
 _NAME = "save_pretrained"
 
 

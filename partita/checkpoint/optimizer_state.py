@@ -35,7 +35,7 @@ from .object_state import (
 )
 
 Names = dict[int, str]
-"""For the id of each parameter of an optimizer, its name."""
+"""Maps the id of each parameter of an optimizer to its name."""
 
 
 def strip_wrapper_names(names: Iterable[str]) -> dict[str, str]:
@@ -60,8 +60,8 @@ def name_parameters(
 ) -> Names:
     """Returns a name for each parameter of the optimizer.
 
-    This is its name in its module, with the module's path in front if there are several modules. If
-    a parameter is in no module: the names that the optimizer was made with
+    The name is the one in the parameter's module, after the module's path if there are several
+    modules. If a parameter is in no module: the names that the optimizer was made with
     (`AdamW(model.named_parameters())`), otherwise torch.optim's indices.
     """
     found: dict[int, tuple[KeyPath, str]] = {}
@@ -189,7 +189,7 @@ def open_optimizer(
         names: the names of its parameters (`name_parameters`).
         path: the keys that lead to the optimizer in the state.
         stored: the metadata of the checkpoint's entries; None if the state is to be saved.
-        values: the checkpoint's lists of the parameters of each group, by name.
+        values: the lists of parameters in the checkpoint, one for each group, by name.
     """
     groups = getattr(optimizer, "param_groups", [])  # which some wrappers lack
     of_groups = [[names[id(p)] for p in g["params"]] for g in groups]

@@ -272,11 +272,11 @@ class _StagedState:
     """The data that one rank passes to a save.
 
     Attributes:
-        pieces: the tensors that this rank may write, by name.
-        values: all other values, as torch.save writes them, by name.
-        paths: the keys that lead to each entry, by name.
+        pieces: maps names to the tensors that this rank may write. The other keys are names, too.
+        values: all other values, as torch.save writes them.
+        paths: the keys that lead to each entry.
         plain: names of the tensors that every rank has whole.
-        texts: values as text that is equal for equal values, by name.
+        texts: values as text that is equal for equal values.
         copies: copied values of Python's own types, which `finish` serializes.
         marks: a fingerprint of each piece that several ranks hold, by name and position. Taken at
             once, because ranks that do not write the piece keep no copy.
@@ -307,7 +307,7 @@ class _StagedState:
             self.texts[name] = text
 
     def fingerprints(self) -> dict[str, str]:
-        """By name, the fingerprints that must be equal on all ranks that have the name."""
+        """The fingerprint of each name, which must be equal on all ranks that have the name."""
         found = {name: _hash_tensor(self.pieces[name].local) for name in self.plain}
         return (found | self.marks) | {
             n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()

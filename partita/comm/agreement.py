@@ -5,8 +5,8 @@ ranks of the job make together.
     paths = control_plane().decide("saves", mine, lambda gathered: [gathered[0]] * len(gathered))
 
 `check_equal_on_ranks` exchanges a digest. If digests differ, it exchanges the texts, and every rank
-raises the same error, which names two ranks. What ranks have compared they do not compare again,
-except under `check_ranks()`: a loop sends nothing from its second round on (`is_agreed`).
+raises the same error, which names two ranks. A text is compared once, except under `check_ranks()`:
+a loop sends nothing from its second round on (`is_agreed`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 HOST = torch.device("cpu")
 """The CPU: files are read into its memory, and Python values are in it."""
 empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
-"""Torch's own. Those that users call write zeros once there is a mesh (`tensor/torch_patches`)."""
+"""Torch's own. Those of users write zeros once there is a mesh (`tensor/torch_patches`)."""
 
 
 Placed = TypeVar("Placed", bound=torch.Tensor | torch.nn.Module)
@@ -327,7 +327,7 @@ KERNELS_WITH_PRECISIONS = {
     "torch.backends.mkldnn.conv": ("mkldnn", "conv"),
     "torch.backends.mkldnn.rnn": ("mkldnn", "rnn"),
 }
-"""By what has an attribute `fp32_precision`, the backend and the kind of kernel."""
+"""Maps each object with an attribute `fp32_precision` to the backend and the kind of kernel."""
 
 
 def read_autocast_state() -> AutocastState:

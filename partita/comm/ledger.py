@@ -329,7 +329,7 @@ class Check:
         self.broken = False  # True after a failed comparison: waiting for ranks again would hang
 
     def compare(self, wire: Any, text: str) -> None:
-        """Raise on every rank of the mesh unless `text` is equal on all. The error names two."""
+        """Raise on every rank of the mesh unless `text` is equal on all. It names two ranks."""
         self.wires[id(wire)] = wire
         try:
             wire.exchange(text, b"", self.timeout)
@@ -416,8 +416,8 @@ def own_lines_shown(*files: str) -> Iterator[None]:
 def user_line(frame: FrameType | None = None, here: str = "") -> str:
     """Returns `"file:line"` of the user's innermost frame.
 
-    That is the innermost outside partita, torch, numpy and Python's library. It walks the stack, so
-    call it only if the result is needed.
+    This frame is the innermost outside partita, torch, numpy and Python's library. This walks the
+    stack, so call it only if needed.
 
     Args:
         frame: the frame to start from; by default the caller's.
@@ -468,7 +468,7 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     `user_line`, because no text is made.
 
     Returns:
-        File, line and bytecode offset of the user's frame, and of the innermost outside partita.
+        File, line and bytecode offset of the user's frame and of the innermost outside partita.
     """
     if frame is None:
         frame = sys._getframe(1)

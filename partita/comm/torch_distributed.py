@@ -195,7 +195,7 @@ COLLECTIVES = (
     reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send
     send_object_list _all_gather_base _reduce_scatter_base"""
 ).split()
-"""By name."""
+"""The names of torch's public collectives."""
 _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
 """Collectives that ranks need not call equally often. Other ranks do not notice while they block.
 """

@@ -80,7 +80,7 @@ class TraceWire(Wire):
         noting: a function that returns a context manager for the nodes of a move.
         repeating: a function that traces a move, or copies the nodes of an equal move.
         admitted: copies of plain tensors that are assumed to be equal on all ranks.
-        paddings: masks of padding, and tensors that calls share, by name.
+        paddings: masks of padding, and tensors that calls share, by the names that `share` gets.
     """
 
     padded = True

@@ -389,7 +389,7 @@ ranks."""
 _64_BITS = (1 << 64) - 1
 _DIGESTS_KEPT = 1 << 14
 _digests: dict[tuple[str, int, str], tuple[int, Any]] = {}
-"""By kind, move and op; the move is held, so that its id stays its own."""
+"""The keys are (kind, id of the move, op); the move is kept alive, so that its id stays its own."""
 _NEW_KEPT = 256
 _histories: dict[tuple[int, ...], MoveHistory] = {}
 _begun_in: dict[str, _BegunCollectives] = {}
@@ -496,9 +496,9 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """Returns the posts (what a rank waits for) of all ranks on which this rank depends.
+    """Returns the posts of all ranks on which this rank depends, also indirectly.
 
-    Also indirectly. The value is None for a rank that has no post, because it computes.
+    The value is None for a rank that has no post, because it computes.
     """
     found: dict[int, Post | None] = {me: mine}
     ahead = list(mine["ranks"])

@@ -226,7 +226,7 @@ _WITHOUT_READING = {
         "BatchNorm(momentum=0.1)", "a number: with None it reads the number of batches so far"
     )
 }
-"""By the file of torch that reads a value, a fix that avoids the read."""
+"""Maps a file of torch that reads a value to a fix that avoids the read."""
 
 _MACHINERY = (
     *("_ops.py", "_tensor.py", "_compile.py", "overrides.py", "__init__.py"),

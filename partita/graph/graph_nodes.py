@@ -267,7 +267,7 @@ COLLECTIVES: dict[Any, str] = {
     ALL_TO_ALL: "all_to_all",
     BROADCAST: "broadcast",
 }
-"""By each collective of a graph, the kind of request that runs it on a wire."""
+"""Maps each collective of a graph to the kind of request that runs it on a wire."""
 
 
 def is_collective(node: fx.Node) -> bool:

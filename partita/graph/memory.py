@@ -479,7 +479,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 _MEASURED_KEPT = 1024
 MEASURED: dict[Any, int] = {}
-"""By operator and the metadata of its operands, the measured workspace in bytes."""
+"""Maps an operator and the metadata of its operands to the measured workspace in bytes."""
 
 
 def _measure_workspace(target: Any, args: Sequence[Any]) -> int:

@@ -100,7 +100,7 @@ class StepOptions:
 Call = Callable[..., Sequence[torch.Tensor]]
 Axes = tuple[str, ...]
 Groups = dict[str, tuple[Wire, Axes]]
-"""By the name of a process group in a graph: its wire, and the mesh axes that it spans."""
+"""Maps the name of a process group in a graph to its wire and the mesh axes that it spans."""
 
 # Private torch. A graph has its own backward. Without this each collective would pass through
 # torch's Python code that checks for differentiation, 8 us for each call.

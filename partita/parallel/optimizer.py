@@ -56,7 +56,7 @@ def _list_parameters(given: Any, by: str) -> list[Any]:
     """Returns the tensors `given`.
 
     Raises:
-        TypeError: a model, an optimizer, names with parameters, or what is no tensor.
+        TypeError: a model, an optimizer, names with parameters, or something that is not a tensor.
     """
     fix = f"{by}(model.parameters(){', max_norm' if 'clip' in by else ''})"
     if isinstance(given, torch.Tensor):

@@ -315,7 +315,7 @@ def _place_on_axes(spec: Spec, places: Pairs) -> Spec:
 # -- what a plan says ------------------------------------------------------------------------------
 
 Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
-"""By pattern of names: placements of parameters, or boundaries of modules. `*` matches any
+"""Maps patterns of names to placements of parameters, or to boundaries of modules. `*` matches any
 characters, dots too; `?` matches one; `[ab]` matches one of these (as `fnmatch`).
 """
 

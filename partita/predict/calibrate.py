@@ -125,7 +125,7 @@ def _find_best_rate(curve: MeasuredCurve) -> float:
 
 
 def _compare_clocks(reports: Sequence[Mapping[str, Any]]) -> float:
-    """By what calls are slower than a processor works for them: ranks may share processors."""
+    """Returns elapsed time divided by processor time of all calls: ranks may share processors."""
     calls = [call for one in reports for call in one["kernels"]]
     return max(sum(sum(c["passed"]) for c in calls) / sum(sum(c["worked"]) for c in calls), 1.0)
 

@@ -417,7 +417,7 @@ class ExplainedOp:
             which has the largest pieces. Causal attention counts half, because masked parts are
             skipped.
         repeated: the axes along which all ranks compute the same products.
-        inner: the calls of which it consists, if it is decomposed into other ops.
+        inner: the calls that it makes, if it is decomposed into other ops.
         is_even: True if every rank computes equally much.
     """
 

@@ -101,7 +101,7 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """A measured curve of seconds by amount: points joined by straight lines.
+    """A measured curve: the seconds of each amount, as points joined by straight lines.
 
     Attributes:
         amounts: bytes or operations, in increasing order.
@@ -164,7 +164,7 @@ class Machine:
         host: the link within a host.
         network: the link between hosts.
         links: the links that replace `host`, `network` and measurements, by the axes of a
-            collective ("dp", or several separated by blanks). `efficiency` is not applied to it.
+            collective ("dp", or several separated by blanks). `efficiency` is not applied to them.
         overlaps: True if collectives run beside kernels without slowing them, as on GPUs.
         straggling: how late the slowest rank arrives at a collective, as a fraction of computing
             time.
@@ -636,7 +636,7 @@ RATES = (
     *(*_RATES, "matmul", "attention", "attention_backward"),
     *("permute", "arithmetic", "view", "number"),
 )
-"""All rates of which a machine may have a measured curve."""
+"""All rates for which a machine may have a measured curve."""
 _HOST_ONLY = ("getitem", "wait_tensor")
 _MULTIPLIED_POWERS = (2, 3)
 _THIN = 4

@@ -574,7 +574,7 @@ class Kernel:
     rate: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """Returns its seconds on a machine, by a measured curve if any, else by the roofline."""
+        """Returns the kernel's seconds on a machine, from a measured curve or from the roofline."""
         curve = machine.kernels.get(self.rate)
         if curve is not None:
             slower = machine.peak_flops("float32") / machine.peak_flops(self.dtype)

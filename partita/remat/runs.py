@@ -302,8 +302,8 @@ class ForwardRecord(_RegionRun):
         region: the `region.RematRegion`.
         budget_step: the step of the region's budget, or None.
         events: the calls by key and ordinal, in order.
-        redistributions: what the program's redistributions read, by key.
-        redistributed_results: kept results of redistributions, by key.
+        redistributions: maps the key of each of the program's redistributions to what it read.
+        redistributed_results: maps the key of a redistribution to its kept result.
         saved: the number of slots.
         is_counted: True if the budget's step waits for the recompute of this forward.
     """

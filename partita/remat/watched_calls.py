@@ -214,8 +214,8 @@ _PLUMBING = (
 )
 
 _codes: dict[int, tuple[CodeType, bool]] = {}
-"""By the id of code: the code, which is held so that its id stays its own, and whether it is the
-user's."""
+"""Maps the id of a code object to it (kept alive, so that its id stays its own), and to True if it
+is the user's."""
 
 
 def _classify_code(code: CodeType) -> tuple[CodeType, bool]:

@@ -149,7 +149,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _table_of(head: Sequence[str], rows: Iterable[Mapping[str, Any]], *keys: str) -> str:
-    """Returns a table of the values that rows have under `keys`, the first of which is a size."""
+    """Returns a table of the values that rows have under `keys`, the first one being a size."""
     size, *others = keys
     cells = [(_format_size(row[size]), *(row[key] or "-" for key in others)) for row in rows]
     return _table_html(head, cells)
@@ -541,7 +541,7 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
     """Raise ValueError if a file cannot be written, is named twice, or is also read.
 
     Args:
-        outputs: the file that each option writes, or None, by option.
+        outputs: maps each option to the file that it writes, or to None.
         inputs: files that the command reads.
     """
     paths = {option: Path(path) for option, path in outputs.items() if path is not None}

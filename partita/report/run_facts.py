@@ -154,8 +154,8 @@ def _is_cut(line: str, following: str | None) -> bool:
 # -- what an event must hold -----------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
-"""Called with where a value is within its event, such as `["moves"][3]["nbytes"]`, and the value.
-Raises ValueError where it is not as it should be."""
+"""A function of a value's path in its event, such as `["moves"][3]["nbytes"]`, and the value.
+It raises ValueError if the value is wrong."""
 
 
 def _check_event(event: Any, facts: dict[str, Any]) -> None:

@@ -215,7 +215,7 @@ def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], D
 
 
 _PLACED: Any = WeakIdKeyDictionary()
-"""By a plain buffer that was exchanged, what has its place now. Entries live as long as the plain
+"""Maps a plain buffer that was replaced to its replacement. Entries live as long as the plain
 buffer. Whether ranks communicate must not depend on whether another module has been freed."""
 
 

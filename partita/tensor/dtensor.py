@@ -413,7 +413,7 @@ def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
 PLAIN: set[type] = {torch.Tensor}
 """The classes of results that are not tagged yet. Capture adds the class of traced tensors."""
 TYPED: dict[type, type] = {torch.Tensor: DTensor}
-"""For each class of plain tensors the class of DTensors that `as_dtensor` makes of it."""
+"""Maps a class of plain tensors to the class of DTensors that `as_dtensor` makes of it."""
 
 
 def as_dtensor(local: torch.Tensor, spec: Spec) -> DTensor:

@@ -109,7 +109,7 @@ class Reference:
 
 
 def references(name: str, count: int) -> tuple[list[Reference], int]:
-    """Returns up to `count` samples with results, and the number for which one device raises."""
+    """Returns up to `count` samples with results, and the number of samples that raise."""
     form = form_of(name)
     found, refused = [], 0
     for sample in choose_samples(form, count):
@@ -121,7 +121,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """Returns the results of a sample on one device, or raises what one device raises."""
+    """Returns the results of a sample on one device, or raises the error that it raises there."""
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)

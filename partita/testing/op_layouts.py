@@ -1,8 +1,8 @@
 """Classes of layouts in which an op's arguments are tried.
 
 - replicated: whole on every rank.
-- even: sharded along a dimension that the ranks divide (along any, if there is none).
-- uneven: sharded along a dimension that they do not divide, so that pieces are unequal or empty.
+- even: sharded along a dimension that is divisible by the number of ranks (along any, if none is).
+- uneven: sharded along a dimension that is not, so that pieces are unequal or empty.
 - partial: Partial sums of 2x and -x (exact in binary); whole if not floating-point.
 - mixed: each argument has one of these on each mesh axis, or is Invariant, or a plain tensor.
 """

@@ -128,7 +128,7 @@ class Team:
             self._folder.cleanup()
 
     def samples_of(self, name: str) -> tuple[int, int, str]:
-        """Returns the number of samples that one device runs, and for which it raises.
+        """Returns the number of samples that run on one device, and of those that raise there.
 
         The third value is the reason why the op is skipped, or "".
         """

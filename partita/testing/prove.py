@@ -79,9 +79,8 @@ def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool 
     Args:
         function: a function with a rule, or an operator of `torch.library` under another of its
             names.
-        samples: calls, each `(args, kwargs)` of plain tensors. Sizes that ranks do not divide
-            evenly, and that differ from each other, find most faults. float64 is compared most
-            strictly.
+        samples: calls, each `(args, kwargs)` of plain tensors. Different sizes that are not
+            divisible by the number of ranks find most faults. float64 is compared most strictly.
         missed: True also searches for valid rows that the rule lacks.
 
     Returns:

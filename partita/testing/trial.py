@@ -34,7 +34,7 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Returns the number of terms of which an element of an output or gradient may be a sum."""
+        """Returns the most terms that an element of an output or gradient may be the sum of."""
         return max(1, self.products // max(1, value.numel()))
 
     def _declared_arguments(self) -> Iterator[tuple[inspect.Parameter, Any]]:

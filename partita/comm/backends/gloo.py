@@ -141,7 +141,7 @@ LOST = re.compile(
 )
 """The text of RuntimeErrors that Gloo and its store raise when a peer is gone."""
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-"""The text of those that they raise when a peer does not arrive in time, but may be alive."""
+"""The text of RuntimeErrors that they raise when a peer is late, but may be alive."""
 
 
 def can_compare() -> bool:

@@ -7,8 +7,8 @@ corrections) runs in each call. The values that the other part reads are copied 
 
 - State (parameters, buffers, optimizer state) is read and written in place. If it has moved, the
   kernels are recorded again. State that moves once more is copied like an argument.
-- Arguments are copied to the addresses that the recording reads. - Results are copied out of the
-  recording's memory, because the next replay overwrites it.
+- Arguments are copied to the addresses that the recording reads.
+- Results are copied out of the recording's memory, because the next replay overwrites it.
 
 The first call runs as without CUDA graphs: kernels are compiled and tuned, and process groups
 connect. The second records. Inductor's own CUDA graphs are not used: they skip a graph that writes

@@ -83,8 +83,8 @@ class GraphWriter:
     """Writes the code of one graph: two lines at the beginning, then a line for each node.
 
     Args:
-        groups: the wire and axes of each process group of the graph, by name. None uses torch's own
-            collectives, whose operands are kept alive until the graph waits for them.
+        groups: maps the name of each process group in the graph to its wire and axes. None uses
+            torch's own collectives, whose operands are kept alive until the graph waits for them.
         calls: the function of each compiled section; other sections become part of the code.
         drops_inputs: True if inputs are dropped after their last read. They come in a list, which
             the code empties.
@@ -231,14 +231,14 @@ class GraphWriter:
 
 
 _WITHOUT_STRIDES = dict.fromkeys(["aten.view.default", "aten._unsafe_view.default"], torch.reshape)
-"""By the text of an op that refuses strides which its fake did not have, one that copies then."""
+"""Maps the text of an op that may refuse the strides of its operand to an op that then copies."""
 
 
 # -- collectives -----------------------------------------------------------------------------------
 
 
 _IN_PLACE = ("all_reduce", "broadcast")
-"""Those that a wire runs in the memory of their operand."""
+"""The collectives that a wire runs in the memory of their operand."""
 
 
 def _run_into_new(

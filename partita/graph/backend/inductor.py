@@ -5,9 +5,10 @@ check (`build`). All ranks build together, and one rank of each host compiles:
 
 1. Each rank loads what is in the store.
 2. If ranks of a host miss a program, the first of them compiles it and puts it into the store.
-Several programs are divided among the ranks, which compile at the same time. 3. The others load it.
-If the store does not work, they compile it themselves. If one rank fails, all raise the same error,
-so that no rank waits for it.
+   Several programs are divided among the ranks, which compile at the same time.
+3. The others load it. If the store does not work, they compile it themselves.
+
+If one rank fails, all raise the same error, so that no rank waits for it.
 
 Inductor itself saves generated Python and the binaries of Triton kernels, but compiles C++ kernels
 again at each load. So a payload contains Inductor's result, reduced to what is needed to run, and

@@ -325,7 +325,7 @@ def _list_arguments(node: Any) -> set[str]:
 
 
 def _one_launch(kernels: list[Any]) -> Any:
-    """Returns updates that do not need each other as one node, as of a `torch._foreach_*` call.
+    """Returns updates that do not need each other as one node, as for a `torch._foreach_*` call.
 
     Private torch: its combo kernels.
     """

@@ -25,7 +25,7 @@ from ..sentence import SentenceError, bind, parse
 
 
 def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
-    """Returns the terms of a scale and a shift, either of which may be missing."""
+    """Returns the terms of a scale and a shift; each may be missing."""
     count = (weight is not None) + (bias is not None)
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 

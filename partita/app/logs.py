@@ -61,11 +61,11 @@ class Logs:
 
     Args:
         logs: the logs.
-            options: the options of the run, as text and numbers.
+        options: the options of the run, as text and numbers.
         tokens: bytes of text per step, over all ranks.
-            show: a function that is also called with each event.
-            least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
-                unknown.
+        show: a function that is also called with each event.
+        least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
+            unknown.
     """
 
     def __init__(

@@ -30,11 +30,11 @@ from .models import GPT
 from .options import Options, flag, options_in
 
 Emit = Callable[..., None]
-"""Called with the name of an event and its facts: `emit("step", step=3, loss=2.1, ...)`."""
+"""A function of an event's name and its facts: `emit("step", step=3, loss=2.1, ...)`."""
 
 MicroBatches = list[tuple[Tensor, Tensor]]
 Run = Callable[[MicroBatches, int], Tensor]
-"""Called with the micro-batches of a step and its number; updates, and returns the loss."""
+"""A function of a step's micro-batches and number that updates the model and returns the loss."""
 
 _TOLERANCE = 1e-5  # relative difference of losses that --verify accepts, fp32
 _WARM_UP = 20  # steps until the learning rate is reached

@@ -35,8 +35,8 @@ def training(
 
     Args:
         autocast: the dtype of autocast in forward and loss; None for no autocast.
-        fused: use the fused kernels of the optimizer instead of `foreach`.
-        capturable: keep the optimizer's step counts on the device of the parameters.
+        fused: True uses the fused kernels of the optimizer instead of `foreach`.
+        capturable: True keeps the optimizer's step counts on the device of the parameters.
     """
     how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable, **how)

@@ -39,7 +39,7 @@ class BlockUpdates:
 
     Args:
         recorder: stores the block of each node.
-        choice: which modules are blocks.
+        choice: the choice of modules that are blocks.
         models: the models of the step.
     """
 

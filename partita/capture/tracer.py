@@ -100,7 +100,7 @@ def capture(
 
     Args:
         slots: the places of other tensors of the state.
-        blocks: which modules are blocks; None if there are no blocks.
+        blocks: the choice of modules that are blocks; None if there are no blocks.
 
     Raises:
         CaptureError: the function does what a graph cannot express.
@@ -237,7 +237,7 @@ class Tracer:
         slots: the places of the tensors of the state.
         modules: the modules of the state.
         optimizers: the optimizers of the state, by name.
-        blocks: which modules are blocks.
+        blocks: the choice of modules that are blocks.
         counts_apart: True if the step counts of an optimizer's parameters may differ.
 
     Attributes:
@@ -517,7 +517,7 @@ def _drop_unused_numbers(graph: fx.Graph) -> None:
 
 
 def _check_constants(graph: fx.Graph) -> None:
-    """Raise CaptureError if a tensor that is no input is a constant of the graph.
+    """Raise CaptureError if a tensor that is not an input is a constant of the graph.
 
     Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
     other tensor, but a proxy mode handles some calls of one-element tensors itself.

@@ -74,7 +74,7 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
     different one each. At most one of these follows the last key as before, so a rank compares.
 
     Args:
-        series: what a rank decides again and again: at a line of the program, the shapes there.
+        series: a repeated decision, such as the shapes at a line of the program.
         key: the decision. A series of one key is compared once.
     """
     if is_alone(wire):

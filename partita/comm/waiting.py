@@ -369,7 +369,7 @@ class _BegunCollectives:
     """The collectives that this rank has begun in one process group and will wait for.
 
     Attributes:
-        number: how many.
+        number: the number of these collectives.
         last: the last of them, as (number, request).
         history: the collectives that the main thread has begun among the same ranks.
     """
@@ -393,7 +393,7 @@ _digests: dict[tuple[str, int, str], tuple[int, Any]] = {}
 _NEW_KEPT = 256
 _histories: dict[tuple[int, ...], MoveHistory] = {}
 _begun_in: dict[str, _BegunCollectives] = {}
-"""By the group's name."""
+"""The keys are the names of groups."""
 
 
 def history_of(ranks: Sequence[int]) -> MoveHistory:

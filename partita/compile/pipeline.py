@@ -51,7 +51,7 @@ def make_program(
         state: the state that the step reaches.
         guesses: assumed answers to branches on values (`guards.answers`).
         values: the known values of the call.
-        blocks: which modules are blocks.
+        blocks: the choice of modules that are blocks.
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
             cannot represent all.
 

@@ -380,7 +380,7 @@ class CompiledStep:
         """Run the program of a call, and other programs while answers to branches on values differ.
 
         Args:
-            watcher: is notified of written tensors.
+            watcher: an object that is notified of written tensors.
         """
         for _ in range(_MOST_PROGRAMS_TRIED):
             program, tensors, why_eager = found

@@ -176,7 +176,8 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 
 
 class Storages:
-    """The storages of a graph's nodes, by number. Each input has a storage, unless inputs share it.
+    """The storages of a graph's nodes, as numbers. Inputs have different storages unless they
+    share.
 
     Attributes:
         of: the storages of the tensors in each node's value.

@@ -37,10 +37,10 @@ from .slots import Slot
 from .subgraphs import flatten_module
 
 Pass = Callable[[Any], Any]
-"""Changes the graph of a `Program` in place, and returns a short text of what it did."""
+"""A function that changes the graph of a `Program` in place, and returns a text of what it did."""
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
-"""A user's passes: in order, before all others; or by the name of the pass that they precede."""
+"""A user's passes: several that run first, or a map from a pass's name to those that run before."""
 
 _BACKENDS = ("inductor", "graph")
 

@@ -124,7 +124,7 @@ def capture_step(
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on values.
         values: the known values of the call.
-        blocks: which modules are blocks.
+        blocks: the choice of modules that are blocks.
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
             cannot represent all.
 
@@ -261,7 +261,7 @@ class CaptureRun:
         plain: the floats that stay Python numbers.
         guesses: assumed answers to branches on values.
         values: the known values of the call.
-        blocks: which modules are blocks.
+        blocks: the choice of modules that are blocks.
         counts_apart: the same as for `capture_step`.
 
     Attributes:
@@ -632,8 +632,8 @@ class CaptureRun:
         """Returns those of `_find_other_tensors` that code may compare by identity.
 
         Code does so by `is`, `id`, and lookups in sets and dictionaries. `==`, and `in` of a list,
-        call an operator unless both are one object, and the operator refuses a tensor that is no
-        input.
+        call an operator unless both are one object, and the operator refuses a tensor that is not
+        an input.
         """
         codes, hashed = self.record.codes.values(), self.record.hashed
         asks = self.record.asks_which_object

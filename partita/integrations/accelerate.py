@@ -5,7 +5,7 @@
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The rest of a script for accelerate stays the same. Losses and gradients are of all ranks' batch.
+The rest of a script for accelerate stays the same. Losses and gradients are for the joint batch.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from partita.tensor.tensor_state import Spec, make_argument_error, spec_of
 
 Batch = TypeVar("Batch")
 Places = Mapping[str, Placement]
-"""Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
+"""Maps mesh axes to placements. An activation keeps its placement on axes that are not named."""
 
 
 @overload
@@ -77,8 +77,8 @@ def distribute_batch(
             single axis shards rows over it.
         each_rank_has: what each rank passes. "whole": the whole batch. Each rank keeps its piece,
             and nothing is sent. "piece": only its own piece. The ranks exchange the sizes (a few
-            bytes), and their pieces together are the batch. Ranks that differ only along other axes
-            must pass the same piece.
+            bytes), and their pieces together are the batch. Ranks with the same coordinates on the
+            sharded axes must pass the same piece.
 
     Returns:
         A copy of `batch` with DTensors in place of tensors.
@@ -332,8 +332,8 @@ def replace_instances(
     Dataclasses are copied without a call of `__init__`, whose checks of a tensor may fail.
 
     Args:
-        mapping: the type whose instances are treated as dicts. One that is not a dict is made by
-            calling its class with the items.
+        mapping: the type whose instances are treated as dicts. An instance that is not a dict is
+            made by calling its class with the items.
     """
     if isinstance(value, kind):
         return change(value)

@@ -126,7 +126,7 @@ class _FlatPiece:
 
 _ALIGNED = 64  # bytes
 LARGE = 1 << 20
-"""Bytes of a block's gradients from which on only their padding is zeroed, not the whole buffer."""
+"""If a block's gradients have at least so many bytes, only their padding is zeroed."""
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 

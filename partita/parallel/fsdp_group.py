@@ -144,10 +144,10 @@ class ShardedState:
 def agree_on_block(what: str, name: str, first: DTensor) -> None:
     """Raise on all ranks unless they gather, or reduce, the same block now: `what` says where.
 
-    Blocks may be equally large. Compared unless this block followed the last one before.
+    Blocks may be equally large. The ranks compare, unless this block followed the last one before.
 
     Args:
-        first: a parameter of the block. Its origin tells blocks of equal names apart.
+        first: a parameter of the block. Its origin distinguishes blocks with equal names.
     """
     wire, made = first._spec.wire, find_origin(first)
     key = name, made and made.number

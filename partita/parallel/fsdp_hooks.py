@@ -215,7 +215,7 @@ class _ForwardCall:
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.
-        kind: what decides which tensors autograd saves: which inputs get gradients.
+        kind: the inputs that get gradients, which decide what autograd saves.
         since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).

@@ -151,10 +151,9 @@ MODELS: dict[str, ModelShape] = {
     "llama3-8b": _shape_of_class("Llama", 32, 4096, 32, 8192, 128_256, groups=8, hidden=14_336),
     "llama3-70b": _shape_of_class("Llama", 80, 8192, 64, 8192, 128_256, groups=8, hidden=28_672),
 }
-"""The known models, by name: a byte-level GPT as small as `partita train`'s and one of GPT-2 XL's
-blocks; GPTs of the shapes of MPT (github.com/mosaicml/llm-foundry, scripts/train/yamls); the shapes
-of Llama 2 (Touvron et al., arXiv 2307.09288) and Llama 3 (Grattafiori et al., arXiv 2407.21783,
-table 3)."""
+"""Models by name: a byte-level GPT as small as `partita train`'s and one of GPT-2 XL's blocks; GPTs
+of the shapes of MPT (github.com/mosaicml/llm-foundry, scripts/train/yamls); the shapes of Llama 2
+(Touvron et al., arXiv 2307.09288) and Llama 3 (Grattafiori et al., arXiv 2407.21783, table 3)."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,10 @@ KINDS = {
 """The kind of move from one placement to another, by their letters."""
 
 DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
-"""The letter of `Placement.dual()`, by the placement's letter."""
+"""Maps the letter of a placement to the letter of its dual (`Placement.dual`)."""
 
 LETTERS = {"S": "S", "R": "R", "I": "I", "sum": "P", "max": "P", "min": "P"}
-"""The letter of a placement, by its name in `find_changed_axes`."""
+"""Maps the name of a placement in `find_changed_axes` to its letter."""
 
 COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
 
@@ -201,8 +201,8 @@ def _gradient_of_layout(layout: Layout, mesh: Mesh, move: Move) -> Layout:
 LATENCY = 20e-6
 """Seconds to start a collective."""
 AT_ONCE = 32
-"""To how many others a rank of an all-to-all sends at once: the rest wait for their turn. A round
-figure, too: libraries give the messages of a rank a few dozen channels."""
+"""The number of ranks to which a rank of an all-to-all sends at once. The others wait for their
+turn. Libraries give the messages of a rank a few dozen channels."""
 BANDWIDTH = 50e9
 """Bytes per second that one rank sends."""
 LAUNCH = 2e-6
@@ -212,10 +212,10 @@ MEMORY = 1e12
 OPERATIONS_PER_BYTE = 1000
 """Multiplications and additions that a rank makes while it sends a byte.
 
-Of data sheets, and of operations the half that good kernels reach, in bfloat16 within a node: H100
-990e12 a second and 450e9 bytes by NVLink, 1,100; A100 312e12 and 300e9, 520. From node to node, by
-50e9 bytes, it is 10,000, and less has to be repeated before it costs more than a gather; of CPUs
-of one machine, some 50e9 operations and 1e9 bytes, it is 50.
+The figures are from data sheets, in bfloat16; good kernels reach half of the operations. Within a
+node it is 1,100 for an H100 (990e12 operations a second, 450e9 bytes a second by NVLink) and 520
+for an A100 (312e12, 300e9). Between nodes (50e9 bytes) it is 10,000, so more work can be repeated
+before it costs more than a gather. For CPUs of one machine (50e9 operations, 1e9 bytes) it is 50.
 """
 RETYPE = 1e-7
 """Seconds of a retype, which does nothing: above 0, so that of two paths the shorter wins."""

@@ -301,7 +301,7 @@ class ForwardRecord(_RegionRun):
     Attributes:
         region: the `region.RematRegion`.
         budget_step: the step of the region's budget, or None.
-        events: the calls by key and ordinal, in order.
+        events: maps (key, ordinal) of a call to the call, in order.
         redistributions: maps the key of each of the program's redistributions to what it read.
         redistributed_results: maps the key of a redistribution to its kept result.
         saved: the number of slots.

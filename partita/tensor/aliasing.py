@@ -11,8 +11,7 @@ stores the tensor that it is a view of.
   (`write_through_copy`).
 - An op copies only if it must (`contiguous`, `reshape`, `to`). The strides on one device decide
   this, on all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could
-  return the memory of its operand although other ranks, and one device, copy. Such a result is
-  copied.
+  return the memory of its operand although others, and one device, copy. It then copies.
 """
 
 from __future__ import annotations

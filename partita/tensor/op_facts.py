@@ -81,7 +81,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Properties of every call of an operator.
+    """Properties of every call of an operator ("it").
 
     Attributes:
         is_view: its results are views of an operand that it does not write (reshape: maybe).
@@ -270,7 +270,7 @@ class Cast(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FunctionFacts:
-    """Properties of every call of a function.
+    """Properties of every call of a function ("it").
 
     Attributes:
         is_view: its result shares its operand's memory, on one device and if no operand is

@@ -1,10 +1,9 @@
 """Random numbers that are the same in every layout.
 
-By default every rank draws the numbers of the whole tensor from its own generator, and keeps its
-piece. All ranks seed their generators equally. So `init`, `dropout` and `randn` give the same
-values as on one device, and the generators keep equal states. The cost: each rank draws as many
-numbers as one device, and needs as much memory for a short time. For dropout, that is the whole
-batch's mask.
+By default every rank draws the whole tensor from its own generator, and keeps its piece. All ranks
+seed their generators equally. So `init`, `dropout` and `randn` give the same values as on one
+device, and the generators keep equal states. But each rank draws all numbers, and needs the memory
+for them for a short time. For dropout, that is the whole batch's mask.
 
 `random_mode("pieces")` is cheaper: each rank draws only its piece. Its generator is seeded by a
 number from the default generator and by the position of the piece. Values then depend on the

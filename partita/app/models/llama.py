@@ -23,7 +23,7 @@ class Llama(Decoder):
         context: the longest sequence, in tokens.
         vocab: the number of tokens; bytes by default.
         hidden: the width inside the MLP; 8/3 of `width` by default, a multiple of 16.
-        tied: the head uses the embedding's weight.
+        tied: True if the head uses the embedding's weight.
 
     Raises:
         ValueError: `width` does not divide into `heads` of an even size, or `heads` into `groups`.

@@ -120,7 +120,7 @@ class _GraphCutter:
         self._read: dict[fx.Node, None] = {}  # values of parts that are read from outside
 
     def cut_graph(self) -> Sections:
-        """Returns the graph as sections. Raises UnsureOfSections where that cannot be."""
+        """Returns the graph as sections. Raises UnsureOfSections if that is impossible."""
         parts = [*self._split_into_parts()]
         for i, part in enumerate(parts):
             self.of.update(dict.fromkeys(part, i))

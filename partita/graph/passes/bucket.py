@@ -37,7 +37,7 @@ _BUCKETS_OF_STEP = 8
 """About so many collectives carry what an optimizer's step reduces: the last one has no backward
 left to overlap with, so one collective of all would be slower."""
 _LEAST_BYTES, _MOST_BYTES = 1 << 20, 25 << 20
-"""Bounds of their bytes: below, latency dominates; above, the last one takes long."""
+"""Bounds of a bucket's bytes: below, latency dominates; above, the last bucket takes long."""
 
 
 def bucket(program: Program) -> str:
@@ -205,7 +205,7 @@ def _join_gathers(program: Program, members: list[fx.Node]) -> None:
         make = NodeBuilder(graph, _joint_note(members, members[0]))
 
         def make_before(node: fx.Node) -> fx.Node:
-            """`node`, or a copy of it here where it stands too late."""
+            """Returns `node`, or a copy of it here if `node` comes too late."""
             if node < members[0]:
                 return node
             source, *rest = node.args

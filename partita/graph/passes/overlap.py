@@ -20,7 +20,7 @@ from .regather import UseRuns, is_backward, only_moves, packing_of
 
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
-step: as one that counts the targets of a batch."""
+step. An example counts the targets of a batch."""
 _NOTHING: Set[int] = frozenset()
 _ROOM = 1.05
 """How far prefetching may raise the predicted peak, inputs included."""
@@ -230,7 +230,7 @@ def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _made_late(order: _Order, wait: fx.Node, behind: fx.Node) -> set[fx.Node] | None:
-    """The nodes that must move behind another with `wait`; None where that cannot be or is so."""
+    """The nodes that must move behind another with `wait`; None if impossible or already so."""
     place = order.place
     late, reads = {wait}, order.reads[wait]
     for node in order.nodes[place[wait] + 1 : place[behind] + 1]:

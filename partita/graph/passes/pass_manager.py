@@ -62,15 +62,15 @@ last: how a sum is made depends on where `overlap` has put its readers."""
 # programs, which either compute (forward and backward) or update (they write parameters). All other
 # passes run over all three. A block program that computes has no updates for `lifetime` to move.
 OF_STEP = ("overlap", "backend_ways")
-"""Passes that place what stands between blocks: where blocks are calls of sections, they run over
-the graph of the step alone."""
+"""Passes that move nodes between blocks. If blocks are calls of sections, these passes run only
+over the graph of the step."""
 
 OF_STEP_AND_UPDATES = ("lifetime",)
-"""Passes that place updates: they run over the graph of the step, and over those of updates."""
+"""Passes that move updates. They run over the graph of the step and the graphs of updates."""
 
 
 def order_passes(options: StepOptions) -> dict[str, Pass]:
-    """Returns the passes that run, by name.
+    """Returns the passes that run, in order, by their names.
 
     Raises:
         ValueError: `without`, or a place, names an unknown pass; two passes have one name.
@@ -175,7 +175,7 @@ class PassContract:
     """What a pass must not change in a program.
 
     Attributes:
-        inputs, outputs: the descriptions (`program.Input`, `program.Output`), by identity.
+        inputs, outputs: the descriptions (`program.Input`, `program.Output`), compared by identity.
         made: the shape, dtype and device of each output, as text.
         written: the indices of the inputs that are written in place.
         overlapping: the pairs of outputs, or of an output and an input, that share memory.

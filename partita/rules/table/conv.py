@@ -87,7 +87,7 @@ def _register_pool(
     """Tie the sentence of pools over `ndim` dimensions to functions.
 
     Args:
-        outputs: how many there are, where that is not for `return_indices` to say.
+        outputs: the number of outputs; None if `return_indices` decides.
     """
     ins, outs = (" ".join(f"{c}{i}!" for i in range(ndim)) for c in "hy")
 
@@ -157,7 +157,7 @@ def grid_sample(input: Arg, grid: Arg) -> str:
 
 
 def _as_pair(size: Any) -> tuple[int, int]:
-    """Both of two sizes that may be said as one."""
+    """Returns two sizes, which may be given as one number."""
     return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
 
 

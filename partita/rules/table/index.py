@@ -412,8 +412,7 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns input[pattern], with each "index" in the pattern replaced by the next of
-    `tensors`."""
+    """Returns input[pattern], after each "index" in it is replaced by the next of `tensors`."""
     rest = iter(tensors)
     return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
 

@@ -77,8 +77,7 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
 }
 """For each function, the padding value of its operands, by their positions in the sentence.
 
-If all of them have it, the padding adds nothing. An operand that is broadcast over the padding gets
-it, too.
+If all of them have it, the padding adds nothing. A broadcast operand gets it, too.
 """
 
 

@@ -527,23 +527,21 @@ def local_map(
         named: list[Placements] = [None] * (len(flat) - count)
         wanted = _match_placements(in_placements, count, "in_placements", name) + named
         grads = _match_placements(in_grad_placements, count, "in_grad_placements", name) + named
-        tensors, places = [], []
+        tensors = []
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
-                places.append(i)
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
                 tensors.append(x)
                 # By default the dual: it is not ambiguous, because `func` computes on pieces.
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
-        operands = None
+        operands: Operands | None = None
         if any(is_uneven(t._spec.layout, t._spec.wire.mesh) for t in tensors):
-            for i in places:
-                if flat[i].requires_grad and torch.is_grad_enabled():
-                    flat[i] = _GradientOfAnyRank.apply(flat[i], wire)
-            # The nodes are read here, because `func` may write to its arguments.
-            locals_ = [t for t in flat if isinstance(t, torch.Tensor)]
-            operands = [(t, node_of_tensor(t) if t.requires_grad else None) for t in locals_]
+            operands = []
+            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+                # The nodes are read here, because `func` may write to its arguments.
+                locals_ = [t for t in flat if isinstance(t, torch.Tensor)]
+                operands = [(t, node_of_tensor(t) if t.requires_grad else None) for t in locals_]
         args, kwargs = pytree.tree_unflatten(flat, shape_of_call)
         results, shape_of_results = pytree.tree_flatten(func(*args, **kwargs))
         listed = _list_per_result(out_placements)
@@ -552,27 +550,6 @@ def local_map(
         return pytree.tree_unflatten(wrapped, shape_of_results)
 
     return run_local_map
-
-
-class _GradientOfAnyRank(torch.autograd.Function):
-    """The identity. Where some ranks have a gradient, others get zeros.
-
-    A function of local tensors may have none on one rank, such as on one without elements.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, wire: Wire) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.wire, ctx.like = wire, (local.shape, local.dtype, local.device)
-        return local.detach()  # a Function's view could not be written
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        found = ctx.wire.gather_ints((int(grad is not None),), "whether operands have gradients")
-        if grad is None and (1,) in found:
-            shape, dtype, device = ctx.like
-            grad = torch.zeros(shape, dtype=dtype, device=device)
-        return grad, None
 
 
 def _list_per_result(placements: Any) -> Any:
@@ -621,30 +598,27 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, operands: Operand
     """Returns a result of `func` as a DTensor.
 
     Args:
-        operands: the local tensors that `func` got and their autograd nodes, where pieces may be
-            uneven. The ranks then exchange the sizes of their results, and the operands in their
-            graphs. On a rank without elements `func` may leave operands out that others have.
+        operands: where pieces may be uneven, the local tensors that `func` got and their autograd
+            nodes. The ranks then exchange the size of the result, and the operands in its graph.
+            On a rank without elements `func` may leave out operands that others have, or their
+            gradients. It gives them zeros there.
     """
-    if not isinstance(out, torch.Tensor):
-        return out
-    gathered, has = [], []
-    if operands is not None:
-        behind = nodes_behind([out], [node for _, node in operands if node is not None])
-        has = [node in behind for _, node in operands]
-        gathered = wire.gather_ints((*map(int, has), *out.shape), "shapes of pieces")
-        some_have = map(any, zip(*[row[: len(has)] for row in gathered], strict=True))
-        lost = [
-            t for (t, _), mine, any_ in zip(operands, has, some_have, strict=True) if any_ > mine
-        ]
-        if lost:
-            out = tie_to_operands(out, lost)
-    if placements is None:
+    if placements is None or not isinstance(out, torch.Tensor):
         return out
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
-    if gathered and probe.is_sharded:
-        pieces = [row[len(has) :] for row in gathered]
-        shape = shape_of_pieces(pieces, probe.layout.shards, wire.mesh)
+    if operands or (operands is not None and probe.is_sharded):
+        behind = nodes_behind([out], [node for _, node in operands if node is not None])
+        has = [node in behind for _, node in operands]
+        gathered = wire.gather_ints((*map(int, has), *out.shape), "shapes of pieces")
+        some_have = [any(column) for column in zip(*gathered, strict=True)]
+        lacks = any(not t.numel() for t, _ in operands)
+        lost = [t for i, (t, _) in enumerate(operands) if some_have[i] and (lacks or not has[i])]
+        if lost:
+            out = tie_to_operands(out, lost)
+        if probe.is_sharded:
+            pieces = [row[len(has) :] for row in gathered]
+            shape = shape_of_pieces(pieces, probe.layout.shards, wire.mesh)
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
     with local_ops():
         return as_dtensor(out.view_as(out), spec)

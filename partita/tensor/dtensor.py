@@ -261,14 +261,14 @@ class DTensor(torch.Tensor):
         with local_ops():
             if given is not spec.gradient:
                 x = convert_gradient(x, given, spec.gradient, "to_local")
-            return _complete_gradient(x).view_as(x)
+            return _complete_gradient(x)
 
     def _piece(self) -> torch.Tensor:
         """Like `to_local`, for code that computes on pieces: the gradient has the dual layout."""
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with local_ops():
-            return _complete_gradient(x).view_as(x)
+            return _complete_gradient(x)
 
     def redistribute(
         self,
@@ -474,11 +474,12 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str) -> Any:
         ctx.moves, ctx.wire, ctx.op = moves, wire, op
-        return _allow_missing_gradient(ctx, _carry_to_write(moves, x, wire, op, reason))
+        # A gradient that does not exist, as of a Function that returns None, exists on no rank.
+        ctx.set_materialize_grads(False)
+        return _carry_to_write(moves, x, wire, op, reason)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        grad = _make_missing_gradient(ctx) if grad is None else grad
         if grad is None:
             return None, None, None, None, None
         back = ctx.moves.transpose(ctx.wire.mesh)
@@ -509,44 +510,47 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
     return found.detach() if found._is_view() else found
 
 
-def _allow_missing_gradient(ctx: Any, out: torch.Tensor) -> torch.Tensor:
-    """Returns `out`, the result of a Function whose gradient may not exist.
-
-    A gradient that does not exist, as of a Function that returns None, then exists on no rank.
-    `_complete_gradient` can change that later.
-    """
-    ctx.set_materialize_grads(False)
-    ctx.likeness, ctx.is_completed = (out.shape, out.dtype, out.device), False
-    return out
-
-
 def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x`, whose gradient from now on is zeros where there is none, for code of one rank.
+    """Returns a view of local `x` for code of one rank, with zeros where it gives no gradient.
 
     In such code an `autograd.Function` may give no gradient on one rank alone. All ranks together
     move the gradients of the moves that `x` comes from, so that each rank needs them.
     """
-    ahead: list[Any] = [x.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if hasattr(node, "is_completed"):  # the context of one of the two Functions here
-            node.is_completed = True  # so that what is behind it gets a gradient, too
-        # Each node is seen once. A leaf has none behind it, and would keep its mark.
-        elif (behind := getattr(node, "next_functions", ())) and _IS_SEEN not in node.metadata:
-            node.metadata[_IS_SEEN] = True
-            ahead += [n for n, _ in behind if n is not None]
-    return x
+    with local_ops():
+        view = x.view_as(x)
+        if x.grad_fn is None or not (torch.is_grad_enabled() and _may_be_moved(x.grad_fn)):
+            return view
+        piece: torch.Tensor = _ZerosForNone.apply(x)
+        # Private torch: autograd refuses writes to a view that a Function returned.
+        meta = torch._C._autograd._get_creation_meta(view)
+        torch._C._autograd._set_creation_meta(piece, meta)
+        return piece
 
 
-_IS_SEEN = "partita: gradient is completed"
+def _may_be_moved(node: Any) -> bool:
+    """True if a move is behind an autograd node. Also True if that takes long to find out."""
+    seen, ahead = {node}, [node]
+    for one in ahead:
+        if hasattr(one, "moves") or getattr(one, "on_gradient", None) is _move_gradient:
+            return True
+        new = {n for n, _ in one.next_functions if n is not None} - seen
+        seen |= new
+        ahead += new
+        if len(ahead) > 1000:
+            return True
+    return False
 
 
-def _make_missing_gradient(ctx: Any) -> torch.Tensor | None:
-    """Returns zeros where `_complete_gradient` wants a gradient; otherwise None."""
-    if not ctx.is_completed:
-        return None
-    shape, dtype, device = ctx.likeness
-    return torch.zeros(shape, dtype=dtype, device=device)
+class _ZerosForNone(torch.autograd.Function):
+    """The identity, whose gradient is zeros where there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
 
 def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
@@ -597,11 +601,11 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
         ctx.on_gradient, ctx.args = on_gradient, args
-        return _allow_missing_gradient(ctx, x.view_as(x))
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        grad = _make_missing_gradient(ctx) if grad is None else grad
         given = None if grad is None else ctx.on_gradient(grad, *ctx.args)
         return given, None, *[None] * len(ctx.args)
 

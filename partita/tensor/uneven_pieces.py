@@ -263,21 +263,8 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
             known[kinds] = found
         return known[kinds]
 
-    def check_indices(args: Any, kwargs: Any) -> None:
-        given = locate_operands(args, kwargs)
-        if checks_refusal and any(t.numel() and t.dtype in _INDICES for t in given.values()):
-            shapes = zip(given.items(), wholes, strict=True)
-            filled = {
-                p: t.clone()
-                if t.numel()
-                else t.new_zeros([n or m for n, m in zip(t.shape, shape, strict=True)])
-                for (p, t), shape in shapes
-            }
-            _raise_if_out_of_range(whole, args, kwargs, filled)
-
     def run_in_place(*args: Any, **kwargs: Any) -> Any:
         try_with_elements(args, kwargs)
-        check_indices(args, kwargs)
         return (kernel or whole)(*args, **kwargs)
 
     def run_on_empty_pieces(*args: Any, **kwargs: Any) -> Any:
@@ -292,7 +279,6 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
-        check_indices(args, kwargs)
         # Without operands the result is a leaf itself, which stays what it is (`x.to(x.dtype)`).
         if tried is not None and tried.operands and torch.is_grad_enabled():
             # By number: this call may pass by name what the call of `tried` passed by position.
@@ -329,29 +315,6 @@ def _find_refusal(
         else:
             return None
     return refused[0] if str(refused[0]) == str(refused[1]) else None
-
-
-_INDICES = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-
-
-def _raise_if_out_of_range(
-    run: Function, args: Any, kwargs: Any, filled: dict[Path, torch.Tensor]
-) -> None:
-    """Raise what torch raises for an index out of range, if operands have elements.
-
-    Kernels check an index when they read an element with it.
-    """
-    given, named = replace_at_paths(args, kwargs, filled)
-    try:
-        with torch.no_grad(), _disable_current_modes():
-            run(*given, **named)
-    except IndexError:
-        raise
-    except RuntimeError as error:
-        if "out of bounds" in str(error):  # private torch: its text
-            raise
-    except Exception:  # may depend on another value
-        return
 
 
 def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]) -> bool:

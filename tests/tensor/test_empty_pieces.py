@@ -441,25 +441,19 @@ def test_an_argument_may_be_passed_by_name_after_a_call_by_position():
             assert torch.equal(weight, 3 * X[:1].expand(2, 3)) and bias.tolist() == [3.0, 3.0]
 
 
-OUT_OF_RANGE = {
-    "embedding": lambda w, i, ones: F.embedding(i, w),
-    "rows": lambda w, i, ones: w[i],
-    "index_select": lambda w, i, ones: w.index_select(0, i),
-    "index_add": lambda w, i, ones: w.index_add(0, i, ones),
-    "index_add_": lambda w, i, ones: w.index_add_(0, i, ones),
+PICKED = {
+    "embedding": lambda w, i: F.embedding(i, w),
+    "rows": lambda w, i: w[i],
+    "index_select": lambda w, i: w.index_select(0, i),
 }
 
 
-@pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_an_index_out_of_range_is_an_error_on_a_rank_without_columns_too(name):
+@pytest.mark.parametrize("name", PICKED)
+def test_indices_are_global_on_a_rank_with_a_part_of_the_rows_and_no_columns(name):
     def body(mesh):
-        w, ones = (pt.distribute_tensor(torch.ones(n, 1), mesh, [pt.Shard(1)]) for n in (4, 2))
-        right = pt.distribute_tensor(torch.tensor([3, 0]), mesh)
-        OUT_OF_RANGE[name](w, right, ones)
-        before = w.full_tensor()
-        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
-            OUT_OF_RANGE[name](w, right + 2, ones)
-        return before.sum().item()
+        w = pt.distribute_tensor(torch.arange(8.0).view(8, 1), mesh, [pt.Shard(0), pt.Shard(1)])
+        i = pt.distribute_tensor(torch.tensor([0, 3, 7, 5]), mesh)
+        return PICKED[name](w, i).full_tensor().flatten().tolist()
 
-    with pt.ranks(a=2) as world:
-        assert world.run(body) == [6.0 if name == "index_add_" else 4.0] * 2
+    with pt.ranks(a=2, b=2) as world:
+        assert world.run(body) == [[0.0, 3.0, 7.0, 5.0]] * 4

@@ -7,6 +7,7 @@ import torch
 import torch.distributed.tensor as theirs
 
 import partita as pt
+from partita.comm import Wire
 
 T = torch.arange(24.0).view(6, 4) - 11
 
@@ -128,3 +129,37 @@ def test_what_is_no_placement_of_ours_is_refused(given):
             pt.distribute_tensor(T, mesh, [given])
 
     on_ranks(body)
+
+
+def test_a_result_without_placements_may_be_a_tensor_on_one_rank_alone():
+    def body(mesh):
+        x = pt.distribute_tensor(T[:3], mesh, [pt.Shard(0)]).requires_grad_()
+        f = pt.local_map(
+            lambda t: (t * 2, t.max() if len(t) > 1 else 0.0), out_placements=([pt.Shard(0)], None)
+        )
+        f(x)[0].sum().backward()
+        return x.grad.full_tensor()
+
+    assert all(torch.equal(g, torch.full((3, 4), 2.0)) for g in on_ranks(body))
+
+
+def test_uneven_pieces_are_compared_once_in_forward_and_not_in_backward(monkeypatch):
+    said = []
+    gather = Wire.gather_ints
+    monkeypatch.setattr(
+        Wire, "gather_ints", lambda wire, v, what="": said.append(what) or gather(wire, v, what)
+    )
+
+    def body(mesh, steps):
+        x = pt.distribute_tensor(T[:3], mesh, [pt.Shard(0)])
+        w, b = (pt.distribute_tensor(t, mesh).requires_grad_() for t in (T[:4], T[0]))
+        f = pt.local_map(lambda t, w, b: t @ w + b, out_placements=[pt.Shard(0)])
+        for _ in range(steps):
+            f(x, w, b).sum().backward()
+
+    counts = []
+    for steps in (1, 4):
+        on_ranks(lambda mesh, steps=steps: body(mesh, steps))
+        counts.append(len(said))
+        said.clear()
+    assert counts[1] - counts[0] == 2 * 3  # one of each rank in a step

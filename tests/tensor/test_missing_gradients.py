@@ -154,6 +154,96 @@ def test_ranks_may_differ_where_an_op_stands_between_the_move_and_the_piece(name
             assert torch.equal(found, wanted.grad)
 
 
+class NoGradient(torch.autograd.Function):
+    """The first operand; the second gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+def read_after_a_function(x, w):
+    return NoGradient.apply(x * 2, w), None
+
+
+def read_for_a_log(x, w):
+    return NoGradient.apply(x, (w * 2).cos()), w * 2
+
+
+def read_for_a_log_before_an_op(x, w):
+    h = w * 2
+    return NoGradient.apply(x, h.cos()), h
+
+
+@pytest.mark.parametrize(
+    "program", [read_after_a_function, read_for_a_log, read_for_a_log_before_an_op]
+)
+@pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])
+def test_a_piece_changes_no_gradient_behind_it(how, program):
+    """Zeros would be a gradient: an optimizer with weight_decay would then write the parameter."""
+    parts = [pt.Partial()]
+
+    def read(x):
+        if how == "local_map":
+            return pt.local_map(lambda t: t * 3, out_placements=parts)(x)
+        return getattr(x, how)(grad_placements=parts) * 3
+
+    def body(mesh):
+        x, w = (pt.distribute_tensor(V, mesh, [pt.Shard(0)]).requires_grad_() for _ in range(2))
+        whole = [t.redistribute(placements=[pt.Replicate()]) for t in (x, w)]
+        out, log = program(*whole)
+        if log is not None:
+            read(log)
+        read(out).sum().backward()
+        return x.grad.full_tensor(), w.grad
+
+    factor = 12.0 if program is read_after_a_function else 6.0
+    with pt.ranks(a=2) as world:
+        for grad, missing in world.run(body):
+            assert missing is None
+            torch.testing.assert_close(grad, torch.full_like(V, factor))
+
+
+def test_pieces_of_a_long_graph_are_made_without_reading_all_of_it():
+    def body(mesh):
+        x = pt.distribute_tensor(V, mesh, [pt.Shard(0)]).requires_grad_()
+        h = x
+        for _ in range(1100):
+            h = h + h
+        # No move is found in as many nodes, so that the gradient is completed.
+        GradientOnTheFirst.apply(h.to_local(), False).sum().backward()
+        return x.grad.full_tensor()
+
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            assert torch.equal(found, torch.zeros_like(V))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("on_pieces", [False, True], ids=["to_local", "local_map"])
+@pytest.mark.parametrize("moved", [False, True], ids=["computed", "moved"])
+def test_a_write_to_a_piece_is_a_write_to_its_tensor(moved, on_pieces, rows):
+    def body(mesh):
+        x = pt.distribute_tensor(V[:rows], mesh, [pt.Shard(0)]).requires_grad_()
+        y = x.redistribute(placements=[pt.Shard(1)]) if moved else x * 1
+        if on_pieces:
+            z = pt.local_map(lambda t: t.mul_(2), out_placements=y.placements)(y)
+            (z * y).sum().backward()
+        else:
+            (y.to_local().mul_(2) * y.to_local()).sum().backward()
+        with pytest.raises(RuntimeError, match="leaf"):
+            pt.local_map(lambda t: t.mul_(2), out_placements=x.placements)(x)
+        return x.grad.full_tensor(), y.full_tensor().detach()
+
+    with pt.ranks(a=2) as world:
+        for grad, written in world.run(body):
+            torch.testing.assert_close((grad, written), (8 * V[:rows], 2 * V[:rows]))
+
+
 def test_an_operand_of_pieces_that_gets_no_gradient_has_none():
     def body(mesh):
         x, y = (pt.distribute_tensor(V, mesh, [pt.Shard(0)]).requires_grad_() for _ in range(2))
@@ -189,14 +279,11 @@ def test_ranks_may_differ_in_what_a_function_on_pieces_returns():
 UNUSED = {
     "not read": (lambda x, w: x * 2, pt.Shard(0)),
     "a share": (lambda x, w: x.sum(), pt.Partial()),
-    "no gradient": (lambda x, w: GradientForOne.apply(w, x), pt.Shard(0)),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "moved"),
-    [("not read", True), ("not read", False), ("a share", True), ("no gradient", False)],
-)
+@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("name", UNUSED)
 def test_an_operand_that_no_rank_gives_a_gradient_has_none_on_a_rank_without_rows(name, moved):
     def body(mesh):
         x = pt.distribute_tensor(V[:1], mesh, [pt.Shard(0)]).requires_grad_()

@@ -326,6 +326,29 @@ def test_the_nodes_of_autograd_are_numbered_in_the_order_in_which_they_are_made(
     assert before.grad_fn._sequence_nr() < since <= after.grad_fn._sequence_nr()
 
 
+class ViewOfAFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def test_a_view_that_a_function_made_can_be_written_if_it_is_marked_as_another_view():
+    x = torch.ones(3, requires_grad=True)
+    base = x * 1
+    with pytest.raises(RuntimeError, match="custom Function"):
+        ViewOfAFunction.apply(base).mul_(2)
+    view = ViewOfAFunction.apply(base)
+    autograd = torch._C._autograd
+    autograd._set_creation_meta(view, autograd._get_creation_meta(base.view_as(base)))
+    view.mul_(2)
+    (view * base).sum().backward()
+    assert x.grad.tolist() == [8.0] * 3
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_node_with_the_highest_number_runs_as_soon_as_its_gradient_is_complete(early):
     ran = []

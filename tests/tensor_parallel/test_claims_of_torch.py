@@ -605,7 +605,7 @@ def cross_entropy_of_partial_logits_is_that_of_their_sum(mesh):
         check_equal(F.cross_entropy(part, target, reduction=reduction), wanted)
 
 
-@claim("test_model_init", sizes=DP_TP, differs="draw the numbers of one device")
+@claim("test_model_init", sizes=DP_TP, differs="draw the same numbers as on one device")
 def a_model_on_the_meta_device_is_initialized_as_on_one_device(mesh):
     with torch.device("meta"):
         model = MLP()

@@ -279,12 +279,14 @@ class CompiledStep:
 
         Raises:
             CaptureError: the step cannot be captured for these arguments.
+            Exception: any that the step itself raises.
         """
         with attribute_set(HERE, "watcher", None), attribute_set(self, "_is_running", False):
             program, _, why = self._find_program(args, kwargs)
+        if isinstance(why, StepRaises):
+            raise why.error
         if program is None:
-            error = CaptureError(f"{self.title} runs eagerly when it is called like this")
-            raise error from (why.error if isinstance(why, StepRaises) else None)
+            raise CaptureError(f"{self.title} runs eagerly when it is called like this")
         program.undo_writes()  # a capture makes the writes that its call makes
         return program
 

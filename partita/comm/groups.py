@@ -9,6 +9,7 @@ then wait for one another with keys in the job's store (`barrier_in_store`), not
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -59,6 +60,19 @@ _COMMON = frozenset(
 )
 
 
+_GRACE_OF_THREADS = 0.2  # seconds
+
+
+@functools.cache
+def _give_threads_time_at_exit() -> None:
+    """Let the threads of process groups end what they do before Python shuts down.
+
+    Such a thread may free the last reference to a tensor, which needs the interpreter. If Python
+    is shutting down at that moment, the process aborts.
+    """
+    atexit.register(time.sleep, _GRACE_OF_THREADS)
+
+
 class GroupWire(Wire):
     """The wire of this process on a `DeviceMesh`.
 
@@ -85,6 +99,7 @@ class GroupWire(Wire):
         names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(len(sizes)))
         super().__init__(Mesh(tuple(names), sizes), tuple(at))
         self.device_mesh = device_mesh
+        _give_threads_time_at_exit()
         kind = device_mesh.device_type
         self.device = Device(kind).current()
         ranks = device_mesh.mesh.flatten().tolist()

@@ -5,7 +5,6 @@ Meshes that arrange the same ranks in the same way share one wire.
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -307,7 +306,6 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """The network interface that no other machine can reach."""
 
 _LOOK_INTO_STORE = 0.02  # seconds between two looks into the store
-_GRACE_OF_THREADS = 0.2  # seconds that threads have to end what they do, when the process ends
 
 
 def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
@@ -319,9 +317,6 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     Raises:
         TimeoutError: the other ranks did not connect within `timeout`.
     """
-    # A group's thread may free the last reference to a tensor, which needs the interpreter. If
-    # Python is shutting down at that moment, the process aborts.
-    atexit.register(time.sleep, _GRACE_OF_THREADS)
     prepare_control(os.environ, LOOPBACK)
     if (meeting := os.environ.get(MEETING)) is not None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -86,9 +86,8 @@ class _Line:
         if self._ended.wait(SHOWN_AFTER):
             return
         if not self._stream.isatty():
-            text = f"partita: {self._title} {_DOES[self._phase]} {self._when}; this may take "
-            self._stream.write(text + "minutes, calls that run its program do not\n")
-            self._stream.flush()
+            what = f"{self._title} {_DOES[self._phase]} {self._when}"
+            self._write(f"partita: {what}; this may take minutes, once for each program\n")
             return
         while True:
             seconds = time.monotonic() - self._began

@@ -249,6 +249,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._settings = read_kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
         self.replaced: dict[fx.Node, list[ReplacedData]] = {}
+        self.changed_bases: list[tuple[fx.Node, list[fx.Node], CaptureError]] = []
         self.block_kinds: list[tuple[type, ...]] = []
         self._running_block: int | None = None
         self._last_block: int | None = None
@@ -670,8 +671,9 @@ class StepFunctionMode(TorchFunctionMode):
                 raise _shape_is_changed(name)
             with local_ops():
                 has_history = args[0].requires_grad
-            if has_history and _has_views(node_of(args[0])):
-                raise _shape_below_views_is_changed(name)
+            if has_history and (views := _list_views(node_of(args[0]))):
+                change = HERE.trace.newest(), views, _shape_below_views_is_changed(name)
+                HERE.trace.changed_bases.append(change)
         _check_function(func)
         _check_values(func, args, kwargs)
         answer = self._facts.answer(func, args, caller)
@@ -780,21 +782,34 @@ def _shape_below_views_is_changed(name: str) -> CaptureError:
     )
 
 
-def _has_views(node: fx.Node | None) -> bool:
-    """True if the value of a node is no view, and has a view with a history."""
+def _list_views(node: fx.Node | None) -> list[fx.Node]:
+    """Returns the views with a history of a node's value; none if the value is a view itself."""
     while node is not None and (source := shown_operand(node)[0]) is not None:
         if not facts_of(node.target).changes_metadata:
-            return False
+            return []
         node = source
+    found: list[fx.Node] = []
     waiting = [] if node is None else [node]
     while waiting:
         shown = waiting.pop()
-        for user in shown.users:
-            if shown_operand(user)[0] is shown and user.target is not _aten.detach.default:
-                if not facts_of(user.target).changes_metadata:
-                    return True
-                waiting.append(user)
-    return False
+        views = [user for user in shown.users if shown_operand(user)[0] is shown]
+        views = [view for view in views if view.target is not _aten.detach.default]
+        found += [view for view in views if not facts_of(view.target).changes_metadata]
+        waiting += views
+    return found
+
+
+def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureError]]) -> None:
+    """Raise the error of a base whose shape was changed in place, if forward reads a view later.
+
+    Args:
+        changed: (last node before the change, views of the base, the error) for each change.
+    """
+    for last, views, error in changed:
+        readers = {user for view in views for user in view.users}
+        while (last := last.next).op != "root":
+            if last in readers and note_of(last).phase == "forward":
+                raise error
 
 
 def _check_function(func: Any) -> None:

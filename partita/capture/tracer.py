@@ -59,7 +59,7 @@ from .optimizers import (
     make_optimizer_state,
     places_of_equal,
 )
-from .recorder import Recorder, RepeatedMoves, StepFunctionMode
+from .recorder import Recorder, RepeatedMoves, StepFunctionMode, check_changed_bases
 
 # -- a function over declared state ----------------------------------------------------------------
 
@@ -281,12 +281,19 @@ class Tracer:
     def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
         """Returns the graph of the calls by `run()` within `tracing`; `run` returns its outputs."""
         with self.inputs.mode, lazy_graph_modules():
-            made = make_fx(
-                # fx would take `self` of a method for an input.
-                lambda: self._trace(run),
-                _error_on_data_dependent_ops=True,
-                _disable_torch_fn_metadata_mode=True,
-            )()
+            try:
+                made = make_fx(
+                    # fx would take `self` of a method for an input.
+                    lambda: self._trace(run),
+                    _error_on_data_dependent_ops=True,
+                    _disable_torch_fn_metadata_mode=True,
+                )()
+            except RuntimeError as error:
+                changed = self.recorder.changed_bases
+                if changed and "returned an invalid gradient" in str(error):
+                    raise changed[-1][2] from error
+                raise
+        check_changed_bases(self.recorder.changed_bases)
         _drop_unused_numbers(made.graph)
         refresh_gathered(made.graph, self.recorder.replaced)
         return made

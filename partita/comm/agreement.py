@@ -5,8 +5,8 @@ ranks of the job make together.
     paths = control_plane().decide("saves", mine, lambda gathered: [gathered[0]] * len(gathered))
 
 `check_equal_on_ranks` exchanges a digest. If digests differ, it exchanges the texts, and every rank
-raises the same error, which names two ranks. A text is compared once, except under `check_ranks()`:
-a loop sends nothing from its second round on (`is_agreed`).
+raises the same error, which names two ranks. A loop sends nothing after its first rounds, except
+under `check_ranks()` (`is_agreed`).
 """
 
 from __future__ import annotations
@@ -67,37 +67,73 @@ def is_alone(wire: Wire) -> bool:
 
 
 def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
-    """True if `key` need not be compared: it follows the last key of its series as it did before,
-    or there are no other ranks.
+    """True if `key` need not be compared: earlier keys of the series predict it, or there are no
+    other ranks.
 
     It does not suffice that `key` was compared before: ranks that know two keys may take a
-    different one each. At most one of these follows the last key as before, so a rank compares.
+    different one each. All ranks have the same history, which predicts one key. So at most one of
+    two different keys is not compared, and the rank with the other one compares.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.
-        key: the decision. A series of one key is compared once.
+        key: the decision. A series whose key is None is compared once.
     """
     if is_alone(wire):
         return True
-    if wire.scope.check is not None or series not in wire.agreed:
+    if wire.scope.check is not None or (history := wire.agreed.get(series)) is None:
         return False
-    last = wire.agreed[series]
-    if wire.agreed.get((series, last), last) != key:
-        return False
-    wire.agreed[series] = key
-    return True
+    return key is None or history.predicts(hash(key))
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
     """Record that all ranks have compared `key`, the next one of its series."""
-    # A program has few lines, but one line may compare any number of different shapes.
+    # A program has few lines, but one line may be compared for any number of different shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
-    if series in wire.agreed:
-        wire.agreed[series, wire.agreed[series]] = key
-    wire.agreed[series] = key
+    history = wire.agreed.setdefault(series, AgreedKeys())
+    if key is not None:
+        history.add(hash(key))
 
 
+class AgreedKeys:
+    """The last keys of a series, as hashes. The next one is predicted from a time they were alike.
+
+    `distance` says how many keys ago that was: 1 for a key that stays, n for a loop over n keys.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[int] = []
+        self._distance = 1
+
+    def predicts(self, key: int) -> bool:
+        """True if `key` is the predicted one, which it then adds."""
+        keys = self._keys
+        if len(keys) < self._distance or keys[-self._distance] != key:
+            return False
+        self._append(key)
+        return True
+
+    def add(self, key: int) -> None:
+        """Add a key that was not predicted."""
+        self._append(key)
+        keys, longest = self._keys, 0
+        last = len(keys) - 1
+        for at in range(last - 1, max(-1, last - _REMEMBERED), -1):
+            if keys[at] == key:
+                n = 1
+                while n <= at and n < _COMPARED and keys[at - n] == keys[last - n]:
+                    n += 1
+                if n > longest:
+                    longest, self._distance = n, last - at
+
+    def _append(self, key: int) -> None:
+        self._keys.append(key)
+        if len(self._keys) > 4 * _REMEMBERED:
+            del self._keys[: 2 * _REMEMBERED]
+
+
+_REMEMBERED, _COMPARED = 1024, 256
+"""The number of keys among which the time is looked for, and of those compared before it."""
 _KEPT = 1 << 16
 _SHOWN = 200
 """Characters of a text in the error of ranks that do not all compare it."""

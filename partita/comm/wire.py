@@ -149,8 +149,7 @@ class Wire(Transport):
             _begin_wires()
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
-        # The last key of each series that ranks compare, and what followed which (`agreement`).
-        self.agreed: dict[object, object] = {}
+        self.agreed: dict[object, Any] = {}  # what ranks have compared: by series, `AgreedKeys`
         self._reading: Reading | None = None  # of the value being moved
         self.data_axes: tuple[str, ...] = ()  # over which `zero` has sharded a model
         self.sites: dict[int, int] = {}  # by call, how often it made DTensors (`tensor/origins`)

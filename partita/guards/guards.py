@@ -17,6 +17,7 @@ import functools
 import re
 import types
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ from .values import (
     find_last_leaf,
     forget_leaves,
     is_read_as_base,
-    key_of_member,
+    key_of_argument_key,
     shorten_text,
     text_of,
     whole_key,
@@ -660,14 +661,23 @@ class TensorGuard:
 # -- call signatures -------------------------------------------------------------------------------
 
 
-def keys_of_call(structure: pytree.TreeSpec) -> tuple[Any, ...]:
-    """Returns the keys of dictionaries' keys in arguments, which a structure compares by `==`."""
-    kind = structure.type
-    own = structure.context if isinstance(kind, type) and issubclass(kind, dict) else ()
-    found = [key_of_member(key, is_whole=True) for key in own if type(key) is not str]
-    for child in structure.children():
-        found += keys_of_call(child)
-    return tuple(found)
+_DICT_CONTEXTS: dict[Any, Callable[[Any], Any]] = {
+    **dict.fromkeys((dict, OrderedDict), lambda keys: keys),
+    defaultdict: lambda context: context[1],
+}
+"""By the type of a dictionary, a function from the context of its structure to its keys."""
+
+
+def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
+    """Returns a key for each dictionary's key in arguments, which a structure compares by `==`."""
+    found, waiting = [], [structure]
+    while waiting:
+        part = waiting.pop()
+        if part.type in _DICT_CONTEXTS:
+            keys = _DICT_CONTEXTS[part.type](part.context)
+            found += [key_of_argument_key(key) for key in keys if type(key) is not str]
+        waiting += [child for child in part.children() if child.type is not None]
+    return found
 
 
 def signature_of(
@@ -681,7 +691,7 @@ def signature_of(
     """
     first: dict[int, int] = {}
     arguments, structure = flatten_call(call)
-    parts: list[Any] = [("structure", structure, keys_of_call(structure)), ("names", *names)]
+    parts: list[Any] = [("structure", structure, *keys_of_call(structure)), ("names", *names)]
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
             parts.append((f"value {i}", argument_key(t)))

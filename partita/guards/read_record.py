@@ -431,7 +431,8 @@ class ReadRecord(PlaceRecord):
         at = next((i for i, base in enumerate(mro) if name in base.__dict__), None)
         if at is None:
             return MISSING
-        for base in mro[:at]:  # where a later attribute would hide this one
+        # Where a later attribute would hide this one.
+        for base in (base for base in mro[:at] if is_user_module(base.__module__)):
             self.read_place(place_in_namespace(f"{base.__name__}.{name}", base, name), MISSING)
         place = place_of_class_attribute(mro[at], name)
         value = place.value

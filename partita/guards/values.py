@@ -179,6 +179,19 @@ def key_of_member(key: Any, is_whole: bool = False) -> Any:
     return ContentWalk(is_whole).make_key(key)
 
 
+def key_of_argument_key(key: Any) -> Any:
+    """Returns the key of a dictionary's key in arguments; a user's object by its attributes.
+
+    Such an object may be made anew for each call.
+    """
+    if type(key) in PLAIN or has_type(key, (type, types.FunctionType, types.ModuleType)):
+        return key_of_member(key)
+    if _sort_of_type(type(key)) != "object" or dataclasses.is_dataclass(type(key)):
+        return key_of_member(key, is_whole=True)
+    fields = {name: read_field(key, name) for name in slots_of(type(key))}
+    return (type(key), whole_key({**(dict_of(key) or {}), **fields}))
+
+
 def _keys_of_members(kind: type, keys: list[Any] | None, is_whole: bool = False) -> Any:
     if keys is None:
         return None

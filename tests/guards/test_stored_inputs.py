@@ -260,3 +260,39 @@ def test_a_shape_that_changes_in_place_below_views_is_refused(change):
             found.append(x.grad)
             x.grad = None
         assert torch.equal(*found)
+
+
+def test_views_that_are_not_read_after_their_base_has_changed_shape_are_no_reason_to_refuse():
+    def program(x):
+        t = (x * 2)[:, :1] * 1
+        seen = t.detach().view(-1).mean() + t[:1].sum()
+        rows = t.view(-1).shape[0]
+        t[0] = 0
+        t.squeeze_(-1)
+        return t * rows + seen
+
+    x, found = torch.randn(3, 3, requires_grad=True), []
+    for step in (program, graph_of(program)):
+        step(x).sum().backward()
+        found.append(x.grad)
+        x.grad = None
+    assert torch.equal(*found)
+
+
+class Keyed:
+    def __init__(self, name, scale):
+        self.name, self.scale = name, scale
+
+    def __hash__(self):
+        return hash(self.name)
+
+    def __eq__(self, other):
+        return self.name == other.name
+
+
+def test_keys_made_anew_for_each_call_are_compared_by_what_they_hold():
+    step = graph_of(lambda x, d: x * next(iter(d)).scale)
+    x = torch.ones(1)
+    scales = [2.0, 2.0, 5.0, 5.0, 2.0]
+    assert [step(x, {Keyed("a", s): 0}).item() for s in scales] == scales
+    assert len(step.reasons) == 2

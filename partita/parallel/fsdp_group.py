@@ -136,9 +136,9 @@ class ShardedState:
     def show_gradient(self) -> None:
         """Reduce kept gradients if necessary. Called when a gradient is read or cleared."""
 
-    def is_in_forward(self, p: DTensor) -> bool:
-        """True if `p` is gathered for a forward of its block, which has not ended."""
-        return False
+    def find_phase(self, p: DTensor) -> str:
+        """Returns "forward" or "backward" if the block of `p` has begun its own; else ""."""
+        return ""
 
 
 def agree_on_block(what: str, name: str, first: DTensor) -> None:
@@ -658,19 +658,21 @@ class BackwardPass:
     A hook may run another pass inside it, over the same forward.
 
     Attributes:
-        groups: the blocks that the pass has gathered.
+        groups: the blocks that the pass has gathered, as keys in this order.
         came: the number of calls with arrived gradients, by token and block (or hooked parameter).
+            A block is there from the beginning of its backward.
         complete: parameters with hooks whose gradient has arrived from all calls, while their
             block's backward continues.
         nested: parameters with hooks to whose gradient a nested pass has added.
         held: the gradients of blocks with more calls to come, by token, block and flat buffer.
+        frozen: parameters that hooks froze, which require grad until the pass ends, to get theirs.
         with_history: gradients that are a part of the graph of `create_graph=True`.
         unwatched: the last forward whose backward has begun, if no gradient shows when it ends (the
             block is frozen, and the tensors that get gradients were not its arguments). Its block
             is released when the next one begins, and gathered again if its backward had not ended.
     """
 
-    groups: list[FsdpGroup] = field(default_factory=list)
+    groups: dict[FsdpGroup, None] = field(default_factory=dict)
     came: dict[tuple[CallCounts, FsdpGroup | DTensor], int] = field(default_factory=dict)
     complete: set[DTensor] = field(default_factory=set)
     nested: set[DTensor] = field(default_factory=set)
@@ -678,7 +680,14 @@ class BackwardPass:
         default_factory=dict
     )
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+    frozen: list[DTensor] = field(default_factory=list)
     unwatched: Any = None
+
+    def freeze_again(self) -> None:
+        """Freeze what hooks froze. Called when the pass ends, also by an error."""
+        with local_ops():
+            for p in self.frozen:
+                p.requires_grad_(False)
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
         """Record the gradients of one call of `group`. Returns True if it was the last call."""
@@ -845,8 +854,13 @@ class ZeroState(ShardedState):
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def is_in_forward(self, p: DTensor) -> bool:
-        return any(p is other for group in self.groups if group.depth for other in group.gathered)
+    def find_phase(self, p: DTensor) -> str:
+        for one in self._passes.values():
+            for (counts, g), came in one.came.items():
+                if isinstance(g, FsdpGroup) and came < counts.made[g] and p in {*counts.shards[g]}:
+                    return "backward"
+        here = any(p is other for group in self.groups if group.depth for other in group.gathered)
+        return "forward" if here else ""
 
     def _begin_forward(self, *_: Any) -> None:
         if not self._forwards and not in_backward():
@@ -931,9 +945,7 @@ class ZeroState(ShardedState):
         Normally a group is released when the gradients of its parameters arrive. If a backward pass
         computes only gradients of inputs, they never do.
         """
-        groups = self.pass_at_work().groups
-        if group not in groups:
-            groups.append(group)
+        self.pass_at_work().groups[group] = None
 
     def pass_at_work(self) -> BackwardPass:
         """Returns the state of the running backward pass."""
@@ -946,6 +958,7 @@ class ZeroState(ShardedState):
     def _end_backward(self, number: int) -> None:
         # An enclosing backward pass releases the groups that it uses itself.
         ended = self._passes.pop(number, BackwardPass())
+        ended.freeze_again()
         # Not sets, whose order differs between ranks: all must gather the same first one.
         around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
         with local_ops(), torch.no_grad():
@@ -1086,8 +1099,7 @@ class ZeroState(ShardedState):
         if counts is None:
             return
         here, number = self.pass_at_work(), backward_pass()
-        if here.complete:
-            here.complete.difference_update(found)
+        here.complete.difference_update(found)
         around = [other for other in self._passes.values() if other is not here]
         if not around and not here.nested:
             return
@@ -1169,7 +1181,8 @@ class ZeroState(ShardedState):
 
     def reset_after_abort(self) -> None:
         """Reset after a step, also after an error: release blocks, wait for reductions."""
-        self._passes.clear()
+        while self._passes:
+            self._passes.popitem()[1].freeze_again()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.finish()
@@ -1198,12 +1211,6 @@ def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return aliases
 
 
-def _set_requires_grad(parameters: Sequence[DTensor], on: bool) -> None:
-    with local_ops():
-        for p in parameters:
-            p.requires_grad_(on)
-
-
 class _ShardsToToken(torch.autograd.Function):
     """The autograd node from shards to the token; its backward returns the shards' gradients."""
 
@@ -1224,16 +1231,14 @@ class _ShardsToToken(torch.autograd.Function):
         with local_ops():
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
-            with_history = ctx.zero.pass_at_work().with_history
+            at_work = ctx.zero.pass_at_work()
             for p in ctx.shards:
                 if p in found:
                     refuse_copied_part(_grad(p))
-                if (g := with_history.pop(p, None)) is not None:
+                if (g := at_work.with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
-            # In one process each gradient is added as soon as it is computed. A parameter that a
-            # hook has frozen since gets its gradient, too.
-            frozen = [p for p in ctx.shards if p in found and not _requires_grad(p)]
-            if frozen:
-                _set_requires_grad(frozen, True)
-                after_backward(lambda: _set_requires_grad(frozen, False))
+                # In one process each gradient is added as soon as it is computed.
+                if p in found and not _requires_grad(p):
+                    p.requires_grad_(True)
+                    at_work.frozen.append(p)
         return None, None, None, None, *[found.pop(p, None) for p in ctx.shards]

@@ -10,7 +10,7 @@ distant uses, and the executor drops a value after its last read (`graph/backend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -211,7 +211,7 @@ class _ForwardCall:
 
     Attributes:
         trains: True if some of the block's parameters get gradients.
-        counts: the counts of the calls that share its token; None if it does not train.
+        counts: the counts of the calls that share its token; empty if it does not train.
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.
@@ -231,22 +231,18 @@ class _ForwardCall:
         self.group = group
         self.needs = group.may_recompute_within
         self.shards = group.shards() if shards is None else shards
-        self.wanting = self._find_trained()
+        with local_ops():
+            self.wanting = [_requires_grad(p) for p in self.shards]
         self.trains = torch.is_grad_enabled() and any(self.wanting)
         self.kind = (graded, *self.wanting)
         self.since = self.rerunnable = 0
         self.runs_again = False
         self.written: dict[int, tuple[int, int]] = {}
         self.watches_inputs = graded and not all(self.wanting)
-        self.counts: CallCounts | None = None
+        self.counts = CallCounts({}, False)
         self.node: Callable[[], Any] = lambda: None
         self._to_come: set[str] = set()
         self._came: set[str] = set()
-        self._trained: list[bool] = []
-
-    def _find_trained(self) -> list[bool]:
-        with local_ops():
-            return [_requires_grad(p) for p in self.shards]
 
     def has_computed(self, t: torch.Tensor) -> bool:
         """True if this forward computed `t`, and did not only pass it on.
@@ -259,15 +255,15 @@ class _ForwardCall:
     def begin_backward(self, *_: Any) -> None:
         """Begin the backward of this forward: the first gradient of an output has arrived."""
         group = self.group
-        self._trained = self._find_trained()  # hooks in this block's backward may freeze some
+        at_work = group.zero.pass_at_work()
+        # A pass that computes the gradients of inputs only does not run the parameters' node.
+        comes = (node := self.node()) is not None and will_execute(node)
+        if comes:
+            at_work.came.setdefault((self.counts, group), 0)
         if self in group.calls_in_backward or not self.needs:
             return
-        at_work = group.zero.pass_at_work()
         if (before := at_work.unwatched) is not None:
             before.release_when_complete("output")
-        # A pass that computes the gradients of inputs only does not run the parameters' node.
-        node = self.node()
-        comes = node is not None and will_execute(node)
         self._to_come = {"parameters"} if comes else set()
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         at_work.unwatched = None if self._to_come or self.runs_again else self
@@ -296,7 +292,6 @@ class _ForwardCall:
         """Returns aliases of the gathered parameters that report when a gradient is complete."""
 
         def watch(t: torch.Tensor, p: DTensor) -> torch.Tensor:
-            assert self.counts is not None
             note, group = self.group.zero.pass_at_work, self.group
             t = t.view_as(t)
             t.register_hook(lambda _: note().note_gradient(self.counts, group, p))
@@ -321,22 +316,17 @@ class _ForwardCall:
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
-        self.group.fit_buffers(self.shards)
-        # One that was frozen after the forward gets none.
-        trained = self._trained or self._find_trained()
-        grads = [g if trained[i] else None for i, g in zip(self.group.order, grads, strict=True)]
-        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
-            self._reduce_with_history(grads)
-        else:
-            with torch.no_grad():
-                self._reduce_gradients(grads)
-
-    def _reduce_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         group, zero, at = self.group, self.group.zero, 0
-        assert self.counts is not None
-        at_work = zero.pass_at_work()
-        is_last = at_work.note_gradients(self.counts, group)
-        held = at_work.held.setdefault(self.counts, {})
+        group.fit_buffers(self.shards)
+        is_last = zero.pass_at_work().note_gradients(self.counts, group)
+        # One that was frozen before this block's backward gets none.
+        shards = [self.shards[i] for i in group.order]
+        grads = [g if _requires_grad(p) else None for p, g in zip(shards, grads, strict=True)]
+        found = {p: g for p, g in zip(shards, grads, strict=True) if g is not None}
+        if torch.is_grad_enabled() and any(g.requires_grad for g in found.values()):
+            self._reduce_with_history(found)
+            return
+        held = zero.pass_at_work().held.setdefault(self.counts, {})
         for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
@@ -347,24 +337,21 @@ class _ForwardCall:
             before = held.pop((group, k), None)
             is_kept = not is_last or zero.keeps_partial_gradients
             dtype = group.gradient_dtype(k, is_kept=is_kept)
-            shares = flat.pack_gradients(some, dtype, before, is_kept=is_kept)
-            if is_last:
-                zero.send_or_keep(group, k, shares, self.counts)
-            else:
-                held[group, k] = shares
+            with torch.no_grad():
+                shares = flat.pack_gradients(some, dtype, before, is_kept=is_kept)
+                if is_last:
+                    zero.send_or_keep(group, k, shares, self.counts)
+                else:
+                    held[group, k] = shares
 
-    def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _reduce_with_history(self, grads: Mapping[DTensor, torch.Tensor]) -> None:
         """Reduce gradients that are to be differentiated again (`create_graph=True`)."""
-        group, zero, shards = self.group, self.group.zero, self.shards
-        for i, g in zip(group.order, grads, strict=True):
-            if g is not None:
-                p = shards[i]
-                _, sent, summed = zero.precision.dtypes_of(p.dtype)
-                before = zero.make_unsharded_spec(p._spec).gradient
-                g = move_local(
-                    g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient"
-                )
-                zero.pass_at_work().add_with_history(p, g.to(p.dtype))
+        group, zero = self.group, self.group.zero
+        for p, g in grads.items():
+            _, sent, summed = zero.precision.dtypes_of(p.dtype)
+            before = zero.make_unsharded_spec(p._spec).gradient
+            g = move_local(g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient")
+            zero.pass_at_work().add_with_history(p, g.to(p.dtype))
 
 
 def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
@@ -372,9 +359,8 @@ def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
     with local_ops():
         if call is not None and call.trains:
             token = group.zero.token(group)
-            made = token.counts.made
+            call.counts, made = token.counts, token.counts.made
             made[group] = made.get(group, 0) + 1
-            call.counts = token.counts
             plain = _GatherBlock.apply(token.tensor, call)
             if token.counts.hooked:
                 plain = call.watch_gradients(plain)
@@ -391,10 +377,8 @@ class _GatherBlock(torch.autograd.Function):
         ctx.call, call.node = call, ref(ctx)
         ctx.set_materialize_grads(False)
         views = call.group.views()
-        if not all(call.wanting):
-            order = call.group.order
-            frozen = [v for i, v in zip(order, views, strict=True) if not call.wanting[i]]
-            ctx.mark_non_differentiable(*frozen)
+        numbered = zip(call.group.order, views, strict=True)
+        ctx.mark_non_differentiable(*[v for i, v in numbered if not call.wanting[i]])
         return tuple(views)
 
     @staticmethod

@@ -69,7 +69,7 @@ from .tensor_state import (
     Function,
     Kwargs,
     Spec,
-    in_backward,
+    in_formula_of_backward,
     make_layout_error,
     spec_of,
 )
@@ -142,13 +142,9 @@ def _gather_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 def _run_operator(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     """Run one of torch's own operators.
 
-    In backward, which is local, a TorchDispatchMode may call it with pieces of gradients beside
-    DTensors that forward saved: it runs on the pieces of all of them.
+    Those of torch's formulas of backward, which a TorchDispatchMode may call, run on pieces.
     """
-    if in_backward() and any(
-        isinstance(t, torch.Tensor) and not isinstance(t, DTensor)
-        for t in tree_leaves((args, kwargs))
-    ):
+    if in_formula_of_backward():
         return _run_locally(func, args, kwargs, op)
     run = _gather_and_run if op.form.rule is None else _plan_and_run
     return run(func, args, kwargs, op)

@@ -177,13 +177,13 @@ def _set_requires_grad(x: DTensor, requires_grad: bool = True) -> DTensor:
     if _requires_grad(x) == requires_grad:
         return x
     state = state_of(x)
-    is_late = state.gathered_from is not None
-    if requires_grad and state.zero_layouts is not None:
-        is_late = is_late or state.zero_layouts.owner.is_in_forward(x)
-    if is_late:
+    phase = "" if state.zero_layouts is None else state.zero_layouts.owner.find_phase(x)
+    is_gathered = state.gathered_from is not None
+    if is_gathered or phase == "backward" or (phase == "forward" and requires_grad):
+        phase = phase or "forward"
         raise make_layout_error(
-            f"requires_grad = {requires_grad} for a parameter in the forward of its own block",
-            Fix("p.requires_grad_(...)", "before the block's forward, or after it"),
+            f"requires_grad = {requires_grad} for a parameter in the {phase} of its own block",
+            Fix("p.requires_grad_(...)", f"before the block's {phase}, or after it"),
             Fix("pt.zero(model, mesh, stage=2)", "where parameters are not gathered"),
             reason="stage 3 of ZeRO has gathered it, and connected its gradient if it gets one",
         )

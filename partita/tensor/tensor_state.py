@@ -588,6 +588,12 @@ def in_backward() -> bool:
     return backward_pass() != -1
 
 
+def in_formula_of_backward() -> bool:
+    """True in a TorchDispatchMode which a formula of torch has called in backward, not in hooks."""
+    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
+    return in_backward() and below_autograd(torch._C.DispatchKey.AutogradFunctionality)
+
+
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """True if the running backward pass will execute a node. It may compute other gradients only."""
 

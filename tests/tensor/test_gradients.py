@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 
@@ -670,7 +673,29 @@ def test_a_mean_loss_of_split_rows_holds_in_half_precision():
             torch.testing.assert_close(grad.float(), single.grad, rtol=2e-3, atol=1e-6)
 
 
-def test_an_operator_of_torch_in_a_hook_takes_the_whole_gradient():
+class Unchanged(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Cubed(torch.autograd.Function):
+    """Its forward and its backward call operators of torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        total = torch.ops.aten.sum.default(x)
+        ctx.save_for_backward(total, x)
+        return total * total * total
+
+    @staticmethod
+    def backward(ctx, g):
+        total, x = ctx.saved_tensors
+        assert torch.equal(torch.ops.aten.sum.default(x), total)
+        return torch.ops.aten.expand.default(3 * torch.ops.aten.square.default(total) * g, x.shape)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Unchanged])
+def test_an_operator_of_torch_in_a_hook_takes_the_whole_gradient(mode):
     def body(mesh):
         w = pt.distribute_tensor(torch.ones(4), mesh).requires_grad_()
         x = pt.distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [pt.Shard(0)])
@@ -678,10 +703,42 @@ def test_an_operator_of_torch_in_a_hook_takes_the_whole_gradient():
         w.register_hook(lambda g: seen.append(torch.ops.aten.sum.default(g).item()))
         w.register_hook(lambda g: seen.append(torch.ops.aten.max.default(g).item()))
         w.register_hook(lambda g: torch.ops.aten.relu.default(g - 5))
-        (x * w).sum().backward()
+        w.register_hook(lambda g: torch.ops.aten.add.Tensor(g, torch.arange(4.0)))
+        with mode():
+            (x * w).sum().backward()
         return [*seen, w.grad.full_tensor().tolist()]
 
     x = torch.arange(8.0).view(2, 4)
-    wanted = [28.0, 10.0, (x.sum(0) - 5).relu().tolist()]
+    wanted = [28.0, 10.0, ((x.sum(0) - 5).relu() + torch.arange(4.0)).tolist()]
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [wanted] * 2
+
+
+@pytest.mark.parametrize("place", [pt.Shard(0), pt.Shard(1)])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.prod(0).sum(),
+        lambda x: x.prod(1).sum(),
+        lambda x: x.renorm(2, 0, 1.0).sum(),
+        lambda x: checkpoint(Cubed.apply, x, use_reentrant=False),
+    ],
+    ids=["prod 0", "prod 1", "renorm", "recomputed"],
+)
+def test_a_mode_round_backward_changes_no_gradient(f, place):
+    """It also calls the operators of torch's formulas, some on saved DTensors alone."""
+
+    def body(mesh):
+        x = torch.arange(1.0, 17.0).view(4, 4) / 8
+        x = (x if mesh is None else pt.distribute_tensor(x, mesh, [place])).requires_grad_()
+        if mesh is None:
+            f(x).backward()
+            return x.grad
+        loss = f(x)
+        with Unchanged():
+            loss.backward()
+        return x.grad.full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, body(None))

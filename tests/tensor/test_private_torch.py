@@ -56,6 +56,7 @@ from partita.tensor.tensor_state import (
     count_holders,
     frees_graph,
     in_backward,
+    in_formula_of_backward,
     next_node,
     saving_hooks,
     will_execute,
@@ -166,6 +167,23 @@ def test_it_is_known_whether_a_backward_pass_will_execute_a_node():
     torch.autograd.grad(y, w, retain_graph=True)
     y.backward()
     assert seen == [False, True, True]
+
+
+def test_it_is_known_whether_an_operator_of_a_formula_of_backward_or_a_hook_is_running():
+    """`tensor/dispatch` runs the operators of a formula on pieces, and those of hooks on wholes."""
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.cos.default:
+                seen.append(in_formula_of_backward())
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_formula_of_backward()))
+    with Look():
+        x.sin().sum().backward()
+    assert seen == [True, False]
 
 
 def test_the_innermost_hooks_on_saved_tensors_can_be_asked_for():

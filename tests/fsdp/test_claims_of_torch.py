@@ -1719,7 +1719,7 @@ def a_block_runs_before_the_model(mesh):
     check_same_training(plain, model, lambda i: make_rows(i, 4, 6))
 
 
-@claim("test_fully_shard_multi_module_root", differs="without a call on the model")
+@claim("test_fully_shard_multi_module_root", differs="`fully_shard(model)` is optional")
 def modules_in_one_call_run_without_a_root(mesh):
     plain, model = make_stack(), make_stack()
     fully_shard([*model], mesh=mesh)

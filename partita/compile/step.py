@@ -48,6 +48,7 @@ from partita.graph.errors import (
     RefusedCall,
     make_dispatch_mode_error,
     make_lazy_parameter_error,
+    not_captured,
 )
 from partita.graph.graph_text import Graph
 from partita.graph.memory import scheduled
@@ -429,6 +430,8 @@ class CompiledStep:
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
+                if self.options.fallback is None:
+                    raise not_captured(f"the step raised {refused.why}", "it did not when it ran")
                 return None, [], refused
             call = _StepCall(args, kwargs, self._search_state(args, kwargs))
             return self._capture_call(signature, call, why, others)
@@ -492,10 +495,11 @@ class CompiledStep:
 
     def _run_eagerly(self, args: Any, kwargs: Any, why: RefusedCall | StepRaises | None) -> Any:
         result = self.step(*args, **kwargs)
-        if isinstance(why, RefusedCall):
-            why.note_run()
-        elif why is not None:  # eager has not raised
+        if isinstance(why, StepRaises):  # eager has not raised
             warnings.warn(f"ran eagerly: while it was captured the step raised {why}", stacklevel=4)
+            why = self._refuse_call(why.signature, why)
+        if why is not None:
+            why.note_run()
         return result
 
     def _run_graph(self, program: CapturedProgram, tensors: list[Any]) -> Any:
@@ -540,6 +544,7 @@ class CompiledStep:
                 call = dataclasses.replace(call, state=error.state)
                 return self._capture_call(signature, call, why, others)
             if isinstance(error, StepRaises):
+                error.signature = signature
                 return None, [], error
             if self.options.fallback is None or not isinstance(error, CaptureError):
                 raise
@@ -554,13 +559,13 @@ class CompiledStep:
         self._programs[key] = self._last = program
         return self._admit_program(program, tensors)
 
-    def _refuse_call(self, signature: Any, error: CaptureError) -> RefusedCall:
+    def _refuse_call(self, signature: Any, error: CaptureError | StepRaises) -> RefusedCall:
         """Store that calls of a signature could not be captured."""
         if len(self._eager) >= _REFUSED_KEPT:
             self._eager.clear()
         before = self._eager.get(signature)
         tries = 1 if before is None else before.tries + 1
-        self._eager[signature] = refused = RefusedCall(error.guards, tries)
+        self._eager[signature] = refused = RefusedCall(error.guards, tries, str(error))
         return refused
 
     def _prepare_program(

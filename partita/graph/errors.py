@@ -6,6 +6,7 @@ does, and at which line. `RefusedCall` decides when capture is tried again.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses import fake_tensor
 
 from partita.comm import Uneven, user_line
 from partita.layout import Fix, LayoutError
@@ -44,11 +45,12 @@ class RefusedCall:
     Args:
         guards: a `guards.Guards`; None if unknown, so that capture is never tried again.
         tries: the number of failed captures; after `_MOST_TRIES` capture is not tried again.
+        why: the reason, as text.
     """
 
-    def __init__(self, guards: Any, tries: int):
+    def __init__(self, guards: Any, tries: int, why: str):
         self._guards = guards if tries < _MOST_TRIES else None
-        self.tries = tries
+        self.tries, self.why = tries, why
 
     def holds(self) -> bool:
         """True if another capture would read the same values, and so fail again."""
@@ -167,7 +169,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         return error
     if isinstance(error.__cause__, CaptureError):  # torch has wrapped it
         return error.__cause__
-    if isinstance(error, DynamicOutputShapeException):
+    if isinstance(error, fake_tensor.DynamicOutputShapeException):
         return make_data_dependent_shape_error(error.func._schema.name, place=line)
     text = str(error).strip().split("\n")[0]
     if any(asks in text for asks in _OF_MEMORY):
@@ -178,7 +180,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
             place=line,
         )
     if (
-        isinstance(error, DataDependentOutputException)
+        isinstance(error, fake_tensor.DataDependentOutputException)
         or "_local_scalar_dense" in str(error)
         or "data-dependent" in str(error).lower()
         or "data is not allocated yet" in text  # a kernel that reads a tensor without memory
@@ -197,8 +199,11 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
             ),
             place=line,
         )
-    op, _, rest = text.partition(": ")
-    if rest.startswith("attempted to run this operator with Meta tensors"):
+    named = re.search(r"([\w:.]+)(: attempted to run this operator|\)>. This is necessary)", text)
+    op = named[1] if named else ""
+    if isinstance(error, fake_tensor.UnsupportedOperatorException):
+        op = error.func._schema.name
+    if op:
         return not_captured(
             f"the step calls {op.removeprefix('aten::')}, which needs memory",
             "the shape of its result is unknown, and during capture tensors have no values",

@@ -174,11 +174,6 @@ class Input:
             return found
         return id(self.home.now), self.path[0]
 
-    @property
-    def place_read(self) -> tuple[int, Any]:
-        """The identity of the place that code reads to get the number."""
-        return (id(self.home.optimizer), "param_groups") if self.path else self.place
-
     def number(self, tensors: Sequence[Any]) -> Any:
         """Returns the Python value of a "number" input, given the leaves of a call."""
         if self.index >= 0:

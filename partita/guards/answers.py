@@ -354,11 +354,15 @@ class StepRaises(Exception):
 
     Attributes:
         error: what the step raised while it was captured.
+        guards: guards of what the step had read until then.
+        signature: the signature of the call.
     """
 
-    def __init__(self, error: Exception):
+    signature: Any
+
+    def __init__(self, error: Exception, guards: Any):
         super().__init__(f"{type(error).__name__}: {error}")
-        self.error = error
+        self.error, self.guards = error, guards
 
 
 class AskedQuestions:

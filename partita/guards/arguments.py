@@ -30,6 +30,7 @@ _LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
 _SIMPLE = frozenset(_NUMBERS)
 LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
 """Types whose values are leaves."""
+_WITHOUT_IDENTITY = LEAVES | {*_DATA}
 _BASES = (OrderedDict, dict, list, SimpleNamespace, object)
 """Bases whose `__new__` makes an object of a class that does not define `__new__`."""
 _DEPTH = 32  # the most nested objects; each level takes frames of Python's stack
@@ -65,21 +66,31 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
         _HERE.made.clear()
 
 
-def objects_of_call(call: Any, seen: dict[int, Any] | None = None) -> list[Any]:
-    """Returns the containers, objects and leaves of (args, kwargs), each as often as it occurs."""
+def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
+    """Returns the containers and objects of (args, kwargs), each as often as it occurs.
+
+    Args:
+        kinds: the classes of objects that are taken apart.
+    """
     found: list[Any] = []
-    seen = {} if seen is None else seen
-    for leaf in pytree.tree_leaves(call, is_leaf=found.append):  # type: ignore[arg-type]
-        if type(leaf) not in LEAVES and id(leaf) not in seen and is_taken_apart(leaf):
-            seen[id(leaf)] = leaf
-            found += objects_of_call(_attributes_of_object(leaf), seen)
-    return found
-
-
-def repeats_any(call: Any) -> bool:
-    """True if a container, which `unflatten_call` makes anew, occurs twice in (args, kwargs)."""
-    ids = [id(v) for v in objects_of_call(call) if not pytree.tree_is_leaf(v)]
-    return len({*ids}) < len(ids)
+    inside, opened = [call], set[int]()  # values to visit; ids of objects that may hold themselves
+    for value in inside:
+        kind: type = type(value)
+        parts: Iterable[Any] = ()
+        if kind is dict:
+            parts = value.values()
+        elif kind is list or kind is tuple:
+            parts = value
+        elif kind in kinds:
+            if id(value) not in opened:
+                items = (v for _, v in _items_of_object(value)[1])
+                parts = *items, *_attributes_of_object(value).values()
+            opened.add(id(value))
+        elif not pytree.tree_is_leaf(value):
+            parts = _flatten_container(value)[0]
+        found.append(value)
+        inside += [v for v in parts if type(v) not in _WITHOUT_IDENTITY]
+    return found[3:]
 
 
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
@@ -91,12 +102,15 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
     if pytree.tree_is_leaf(call):
         if type(call) not in LEAVES and id(call) not in known and is_taken_apart(call):
             known[id(call)] = made
+            base, items = _items_of_object(call)
+            for key, value in items:
+                found = share_repeated(value, base.__getitem__(made, key), known)
+                base.__setitem__(made, key, found)
             for name, value in _attributes_of_object(call).items():
                 object.__setattr__(made, name, share_repeated(value, getattr(made, name), known))
         return made
     if id(call) not in known:
-        parts, structure = pytree.tree_flatten(call, is_leaf=lambda v: v is not call)
-        were = pytree.tree_leaves(made, is_leaf=lambda v: v is not made)
+        (parts, structure), were = _flatten_container(call), _flatten_container(made)[0]
         now = [share_repeated(v, m, known) for v, m in zip(parts, were, strict=True)]
         is_made = all(m is n for m, n in zip(were, now, strict=True))
         known[id(call)] = made if is_made else pytree.tree_unflatten(now, structure)
@@ -181,11 +195,9 @@ class _ObjectFlattener:
         base = _base_of(type(value))
         if base is None:
             return value
-        items: Any = ()
-        if issubclass(base, dict):
-            items = dict(base.items(value))
-        elif base is list:
-            items = list(base.__iter__(value))
+        items: Any = dict(_items_of_object(value)[1])
+        if base is list:
+            items = [*items.values()]
         attributes = _attributes_of_object(value)
         if not items and _SIMPLE.issuperset(map(type, attributes.values())):
             return value  # it holds only settings, as most objects do
@@ -220,6 +232,19 @@ def _base_of(kind: type) -> type | None:
         return None
     base = next(b for b in _BASES if issubclass(kind, b))
     return base if kind.__new__ is base.__new__ else None  # type: ignore[comparison-overlap]
+
+
+def _flatten_container(container: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Returns the items of a container, and the structure to make another one of them."""
+    return pytree.tree_flatten(container, is_leaf=lambda v: v is not container)
+
+
+def _items_of_object(value: Any) -> tuple[Any, Iterable[tuple[Any, Any]]]:
+    """Returns the base of an object that is taken apart, and its items as (key, value)."""
+    base: Any = _base_of(type(value))
+    if issubclass(base, dict):
+        return base, base.items(value)
+    return base, enumerate(base.__iter__(value)) if base is list else ()
 
 
 def _attributes_of_object(value: Any) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class CallGuard:
                 return None
         if active_modes() != self._modes:
             return None
-        if not self._as_before(self._held + arguments, (args, kwargs)):
+        if not self._as_before((args, kwargs)):
             return None
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
@@ -152,10 +152,10 @@ class CallGuard:
             found[at] = given.local_value(tensors)
         return found
 
-    def _as_before(self, leaves: list[Any], call: Any) -> bool:
+    def _as_before(self, call: Any) -> bool:
         """True if guards, training flags, optimizers and state tensors are as in this call."""
         assert self.program.guards is not None
-        if not self.program.guards.hold(leaves, call, are_the_same=True):
+        if not self.program.guards.hold(self._held, call, are_the_same=True):
             return False
         if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
             return False

@@ -32,6 +32,7 @@ from partita.capture.fakes import is_symbolic
 from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
 from partita.capture.graph_outputs import list_trained, program_of_trace
 from partita.capture.tracer import Tracer
+from partita.capture.whose_code import is_of_partita
 from partita.comm import user_line
 from partita.graph.backend.executor import function_of
 from partita.graph.errors import (
@@ -66,6 +67,7 @@ from .arguments import (
     classes_of_call,
     flatten_call,
     is_taken_apart,
+    objects_of_call,
     refuse_closed,
     share_repeated,
     unflatten_call,
@@ -173,8 +175,9 @@ def capture_step(
             has_symbols = run.numbers.traced or run.questions.reads
             is_final = isinstance(error, LayoutError) and not is_of_number(error.__cause__)
             if is_final or plain.why or not has_symbols:
-                if run.raised and (guesses.certain or not isinstance(error, LayoutError)):
-                    raise StepRaises(error) from error
+                of_step = not isinstance(error, LayoutError) and not is_of_partita(error)
+                if run.raised and (guesses.certain or of_step):
+                    raise StepRaises(error, run.guards(refused=True)) from error
                 raise error
             # Symbolic numbers cannot do all that Python's can: try once more with plain floats.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
@@ -596,7 +599,7 @@ class CaptureRun:
         Args:
             refused: True if capture failed. All tensors then count as equal.
         """
-        numbers = [i for i, _ in self.numbers.met if not refused or i.home is not None]
+        numbers = [given for given, _ in self.numbers.met if given.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
         if not refused:
             leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
@@ -608,7 +611,7 @@ class CaptureRun:
         with without_function_modes():  # which would intercept reads of tensors
             places = self.state.guarded_places()
             call = None if refused else (self.args, self.kwargs)
-            return self.record.make_guards(inputs, places, self.inputs.leaves, call)
+            return self.record.make_guards(inputs, places, call)
 
     def check_other_tensors(self) -> None:
         """Raise CaptureError if one of `other_tensors` is an input, or a result is unknown."""
@@ -775,7 +778,9 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
     codes = record.codes.values()
     asking = next(filter(asks_which_object, codes), None)
     comparing = asking or next(filter(compares_objects, codes), None)
-    made_anew = _made_anew(call)
+    # Containers and objects that are rebuilt for the step.
+    objects = objects_of_call(call, frozenset())
+    made_anew = [v for v in objects if not pytree.tree_is_leaf(v) or is_taken_apart(v)]
     _check_keys([v for v in made_anew if _is_equal_by_identity(v)], record)
     # Other classes define `==` by their contents, which rebuilding keeps.
     asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
@@ -828,19 +833,3 @@ def _form_of(container: Any) -> tuple[Any, list[type]]:
     keys, values = items_of(container)
     kinds = [torch.Tensor if isinstance(v, torch.Tensor) else type(v) for v in values]
     return None if keys is None else [*keys], kinds
-
-
-def _made_anew(call: Any) -> list[Any]:
-    """Returns the containers and objects among the arguments that are rebuilt for the step."""
-    found: list[Any] = []
-
-    def look(value: Any) -> bool:
-        apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
-        if apart:
-            found.append(value)
-        return False
-
-    args, kwargs = call
-    for argument in (*args, *kwargs.values()):
-        pytree.tree_leaves(argument, is_leaf=look)
-    return found

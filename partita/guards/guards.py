@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -39,7 +38,7 @@ from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import state_of
 
-from .arguments import flatten_call, objects_of_call, repeats_any
+from .arguments import classes_of_call, flatten_call, objects_of_call
 from .record import count_own_attributes
 from .values import (
     INSIDE,
@@ -98,8 +97,8 @@ class Guards:
             which is the home of the places.
         compared: identities of the places whose values code may compare by `is` or `id`; None if no
             code does.
-        leaves, call: the leaves and the (args, kwargs) of the captured call, whose objects code may
-            compare, too. `call` is None if the step has no program.
+        call: the (args, kwargs) of the captured call, whose objects code may compare, too; None if
+            the step has no program.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Guards:
         namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str] | None]] = (),
         owners: Sequence[tuple[str, Any]] = (),
         compared: Set[tuple[int, Any]] | None = None,
-        leaves: Sequence[Any] = (),
         call: Any = None,
     ):
         self._arguments = (places, types, inputs, huge, classes, namespaces, owners, compared)
@@ -154,9 +152,20 @@ class Guards:
         self._choose_comparisons()
         self._expect_objects(found, walk, set())
         self._sharing, self._first_met = self._find_sharing({})
-        self._compares_call = call is not None and (compared is not None or repeats_any(call))
-        self._shared_beside = self._find_shared_beside(leaves, call)
-        self.shared_numbers = self._find_shared_numbers(leaves, call)
+        numbers = () if compared is None else self._inputs.numbers
+        self._numbers = [(i, not i.path and i.place in (compared or ())) for i in numbers]
+        self._taken_apart = frozenset(classes_of_call(flatten_call(call)[1]))
+        objects = objects_of_call(call, self._taken_apart)
+        # Code that compares nothing may still write a container that is given twice.
+        written = [id(v) for v in objects if not (type(v) is tuple or pytree.tree_is_leaf(v))]
+        is_repeated = len({*written}) < len(written)
+        self._compares_call = call is not None and (compared is not None or is_repeated)
+        self._shared_beside = shared = self._find_shared_beside(call)
+        # Numbers that code may compare with another name of the same object.
+        also = {-2 - at for at in shared}
+        self.shared_numbers = [
+            given for i, (given, _) in enumerate(self._numbers) if shared[i] != -1 or i in also
+        ]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -182,12 +191,12 @@ class Guards:
         must be the same leaf of the call as at capture.
 
         Args:
-            leaves, call: as for `Guards`.
+            leaves, call: the leaves and the (args, kwargs) of the call.
             are_the_same: True if the leaves that were read are the tensors of the last call.
         """
         moved = self._find_moved()
         if not moved and are_the_same and self._have_same_names():
-            return self._find_shared_beside(leaves, call) == self._shared_beside
+            return self._find_shared_beside(call) == self._shared_beside
         if self._list_other_names():
             return False
         walk = self._make_walk(find_first_leaves(leaves))
@@ -206,7 +215,7 @@ class Guards:
             if sharing != self._sharing:
                 return False
             self._first_met = first_met
-        if self._find_shared_beside(leaves, call) != self._shared_beside:
+        if self._find_shared_beside(call) != self._shared_beside:
             return False
         self._expect_objects(found, walk, {at for at in moved if found[at].parts})
         return True
@@ -217,31 +226,21 @@ class Guards:
         walk.compared = None if self._compared is None else []
         return walk
 
-    def _list_beside(
-        self, leaves: Sequence[Any], call: Any
-    ) -> Iterator[tuple[Any, Input | None, bool]]:
-        """Yields (object, number input, True if the step reads it) of objects beside the places.
+    def _list_beside(self, call: Any) -> Iterator[tuple[Any, bool]]:
+        """Yields (object, True if the step reads it) of objects beside the places.
 
-        These are the number inputs, the settings of optimizers that contain such, and the objects
-        of the call.
+        These are the number inputs of slots and optimizers, and the containers and objects of the
+        call. Numbers and text of the call are no objects here: equal ones need not be one object.
         """
-        containers = set()
-        for given in self._inputs.numbers if self._compared is not None else ():
-            read = given.index >= 0 or given.place_read in self._compared  # type: ignore[operator]
+        for given, read in self._numbers:
             try:
-                value = given.number(leaves)
-                within = given.home[given.path[0]] if len(given.path) > 1 else value
+                yield given.number(()), read
             except (LookupError, AttributeError, ValueError):  # its place is gone
-                value = within = MISSING
-            yield value, given, read
-            if within is not value and given.place not in containers:
-                containers.add(given.place)
-                yield within, given, read
-        for value in objects_of_call(call) if self._compares_call else ():
-            if not isinstance(value, (bool, float, types.NoneType, torch.Tensor)):
-                yield value, None, True
+                yield MISSING, False
+        for value in objects_of_call(call, self._taken_apart) if self._compares_call else ():
+            yield value, True
 
-    def _find_shared_beside(self, leaves: Sequence[Any], call: Any) -> list[int]:
+    def _find_shared_beside(self, call: Any) -> list[int]:
         """Returns for each object of `_list_beside` what else is the same Python object.
 
         That is an object's number in `_find_sharing`; or -2 - i for the object i of that list, if
@@ -249,26 +248,13 @@ class Guards:
         """
         first: dict[int, int] = {}
         found = []
-        for i, (value, _, read) in enumerate(self._list_beside(leaves, call)):
+        for i, (value, read) in enumerate(self._list_beside(call)):
             shared = -1 if value is MISSING else self._first_met.get(id(value), -1)
-            if shared < 0 and read and value is not MISSING:
+            if shared < 0 and read:
                 other = first.setdefault(id(value), i)
                 shared = -1 if other == i else -2 - other
             found.append(shared)
         return found
-
-    def _find_shared_numbers(self, leaves: Sequence[Any], call: Any) -> list[Input]:
-        """Returns the number inputs that code may compare with another name of the same object."""
-        inputs = [given for _, given, _ in self._list_beside(leaves, call)]
-        shared = self._shared_beside
-        found = [inputs[i] for i, at in enumerate(shared) if at != -1]
-        found += [inputs[-2 - at] for at in shared if at < -1]
-        places = {given.place for given in found if given is not None and given.path}
-        return [
-            given
-            for given in self._inputs.numbers
-            if given in found or (given.path and given.place in places)
-        ]
 
     def _find_sharing(
         self, found: Mapping[int, PlaceContent]
@@ -486,7 +472,7 @@ class ReadInputs:
     Attributes:
         leaves: maps the id of each tensor to its first index among the leaves of the captured call.
         slots: the identities of the places whose tensors `TensorGuard` compares.
-        numbers: the number inputs: arguments, or in a slot or an optimizer's group.
+        numbers: the number inputs that are in a slot or an optimizer's group.
         written: the ids of the containers that the program writes.
     """
 
@@ -500,8 +486,7 @@ class ReadInputs:
         found = {}
         for i, given in enumerate(self.numbers):
             with suppress(LookupError):  # an optimizer may have fewer groups now
-                if given.home is not None:
-                    found[given.place] = i
+                found[given.place] = i
         return found
 
 

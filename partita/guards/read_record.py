@@ -31,7 +31,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -257,15 +257,13 @@ class ReadRecord(PlaceRecord):
             for value in items_of(huge)[1]:
                 yield value, f"an entry of a {type(huge).__name__}"
 
-    def make_guards(
-        self, inputs: ReadInputs, extra: Iterable[Place], leaves: Sequence[Any], call: Any
-    ) -> Guards:
+    def make_guards(self, inputs: ReadInputs, extra: Iterable[Place], call: Any) -> Guards:
         """Returns guards that expect the current values of all places that were read.
 
         Args:
             inputs: the values that are inputs of the graph.
             extra: more places to guard.
-            leaves, call: as for `Guards`.
+            call: as for `Guards`.
         """
         spaces = [(o, name) for o, name in self._namespaces.values() if not has_type(o, type)]
         asked = frozenset(self._names_asked | {"__getattr__"})
@@ -284,7 +282,6 @@ class ReadRecord(PlaceRecord):
             ],
             [(name, o) for name, o in objects if dict_of(o) is not None],
             self._list_compared(),
-            leaves,
             call,
         )
 
@@ -300,14 +297,12 @@ class ReadRecord(PlaceRecord):
         """
         if not self.asks_which_object:
             return None
-        found = {*self.places}
-        for known in self._objects.values():
-            if has_type(known.value, torch.optim.Optimizer):
-                if not known.names.get("defaults"):
-                    found.discard((id(dict_of(known.value)), "defaults"))
-                if known.names.get("param_groups"):
-                    found.add((id(known.value), "param_groups"))
-        return frozenset(found)
+        defaults = {
+            (id(dict_of(known.value)), "defaults")
+            for known in self._objects.values()
+            if has_type(known.value, torch.optim.Optimizer) and not known.names.get("defaults")
+        }
+        return frozenset(self.places.keys() - defaults)
 
     def _names_asked_of(self, space: Any, asked: frozenset[str]) -> frozenset[str] | None:
         """Returns the names that code may read from a namespace; None for all."""

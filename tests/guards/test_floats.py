@@ -512,3 +512,75 @@ def test_what_is_scaled_and_added_in_few_bits_is_rounded_as_in_eager(call, dtype
     step = pt.compile(call, backend="graph")
     for number in (0.3, 0.7):
         assert torch.equal(step(x, y, number), call(x, y, number))
+
+
+# -- one number in several places ------------------------------------------------------------------
+
+
+SUM = object()
+
+
+def grouped(settings):
+    """A step that reads an optimizer's groups, which share the settings of `settings(value)`."""
+    layer = nn.Linear(6, 2)
+    groups = [{"params": [p]} for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+
+    def step(x, mode):
+        layer(x).square().sum().backward()
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return x.sum() if mode is SUM else x.mean()
+
+    def arguments(value):
+        shared = settings(value)
+        for group in optimizer.param_groups:
+            group.update(shared)
+        return (SUM,)
+
+    return step, arguments
+
+
+def given(take):
+    """A step of arguments that `take(value)` returns."""
+
+    def step(x, one, other):
+        some = one if isinstance(one, float) else one["a"] + one["b"]
+        return x * some + (0 if other is SUM else 1)
+
+    return step, take
+
+
+SHARED = {
+    "rates": lambda: grouped(lambda value: {"lr": value}),
+    "betas": lambda: grouped(lambda value: {"betas": (value, 0.999)}),
+    "arguments": lambda: given(lambda value: (value, value)),
+    "items": lambda: given(lambda value: ({"a": value, "b": value}, None)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_one_float_in_several_places_is_an_input_though_the_step_compares_objects(name):
+    step, arguments = SHARED[name]()
+    compiled = graph_of(step)
+    for call in range(5):
+        compiled(x, *arguments(0.5 / (call + 1)))
+    assert compiled.reasons == ["the first call"]
+
+
+def test_equal_numbers_and_texts_need_not_be_one_object_on_all_ranks():
+    def train(mesh):
+        layer = pt.zero(nn.Linear(6, 2), mesh)
+        compiled = graph_of(lambda x, one, other: layer(x).sum() * (one is not layer))
+        for call in range(4):
+            first, again = int("1000"), int("1000")
+            text = "".join(["a", "b"])
+            is_one = (mesh.get_rank() == 0) == (call % 2 == 0)
+            data = pt.distribute_tensor(x, mesh, [S(0)])
+            compiled(data, [first, text], [first if is_one else again, text if is_one else "ab"])
+        return compiled.reasons
+
+    with pt.ranks(dp=2) as world:
+        assert [*world.run(train)] == [["the first call"]] * 2

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import partita as pt
+from partita.guards import capture_run
 
 KEPT = None
 
@@ -242,3 +243,51 @@ def test_what_a_step_writes_before_its_own_error_is_kept(body):
             torch.testing.assert_close(got, want)
         else:
             assert got == want
+
+
+@torch.library.custom_op("tests_of_left::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def raise_for_a_fake(x):
+    if isinstance(x, FakeTensor):
+        raise ValueError("it is a fake")
+    return x * 2
+
+
+@pytest.fixture
+def call_three_times(monkeypatch):
+    """A function that returns what each call returns or raises, and the number of captures."""
+
+    def find(body, fallback):
+        captures, trace = [], capture_run.trace_once
+        monkeypatch.setattr(capture_run, "trace_once", lambda r: (captures.append(1), trace(r))[1])
+        step, found = pt.compile(lambda x: body(x).sum(), backend="graph", fallback=fallback), []
+        for _ in range(3):
+            try:
+                found.append(step(torch.ones(3)).item())
+            except pt.CaptureError as error:
+                found.append(str(error).split(" (at")[0])
+        return found, len(captures)
+
+    return find
+
+
+@pytest.mark.parametrize("body", [twice, raise_for_a_fake])
+def test_a_step_that_raises_in_its_capture_alone_is_captured_once(body, call_three_times):
+    with pytest.warns(UserWarning, match="eager") as warned:
+        assert call_three_times(body, "eager") == ([6.0] * 3, 1)
+    assert len(warned) == 1
+
+
+def test_without_a_fallback_later_calls_of_such_a_step_raise(call_three_times):
+    with pytest.warns(UserWarning, match="ValueError: it is a fake"):
+        (first, *later), captures = call_three_times(raise_for_a_fake, None)
+    assert (first, captures) == (6.0, 1)
+    assert all(text == "capture: the step raised ValueError: it is a fake" for text in later)
+
+
+def test_an_op_without_a_fake_implementation_is_refused_by_its_name(call_three_times):
+    error = "capture: the step calls tests_of_left::twice, which needs memory"
+    assert call_three_times(twice, None) == ([error] * 3, 3)

@@ -74,6 +74,10 @@ for kind in KINDS:
 # -- an argument that is another argument, or is in a place ----------------------------------------
 
 
+class OfClass(dict):
+    """A dictionary that pytree does not know."""
+
+
 def compared_arguments(kind: str) -> None:
     """Two arguments, or an argument and an attribute, that are compared by `is`."""
     make = KINDS[kind]
@@ -98,15 +102,21 @@ def compared_arguments(kind: str) -> None:
         made = [Plain(t=torch.ones(3), a=one, b=another) for another in others]
         return Change(step, lambda: None, arguments=lambda i: (made[i],))
 
+    def within_a_dict_of_a_class() -> Change:
+        step = lambda x, held: x * held["t"] * (2 if held["a"] is held["b"] else 3)  # noqa: E731
+        made = [OfClass(t=torch.ones(3), a=one, b=another) for another in others]
+        return Change(step, lambda: None, arguments=lambda i: (made[i],))
+
     if kind not in ("frozen_sets", "objects"):  # beside which an object may not hold tensors
         CHANGES[f"{kind}_within_an_argument_object"] = within_an_object
+        CHANGES[f"{kind}_within_a_dict_of_a_class"] = within_a_dict_of_a_class
     CHANGES[f"{kind}_in_two_arguments"] = two_arguments
     CHANGES[f"{kind}_within_an_argument"] = within_an_argument
     if kind not in ("tuples", "lists", "dicts"):  # which arrive as copies, and are refused
         CHANGES[f"{kind}_in_an_argument_and_an_attribute"] = with_an_attribute
 
 
-for kind in ("floats", "ints", "texts", "tuples", "frozen_sets", "lists", "dicts", "objects"):
+for kind in ("tuples", "frozen_sets", "lists", "dicts", "objects"):  # numbers and text are not
     compared_arguments(kind)
 
 
@@ -472,42 +482,6 @@ def a_rate_that_a_scheduler_gives():
     rate = [torch.tensor(0.05)]
     return Change(
         lambda x: x * schedule.get_last_lr()[0], lambda: setattr(schedule, "_last_lr", rate)
-    )
-
-
-def two_groups(name: str, read: Callable[[Any], Any], key: str, value: Any) -> None:
-    """A setting that both groups of an optimizer have, as one object or as two."""
-
-    def build() -> Change:
-        layer = nn.Linear(3, 3)
-        groups = [{"params": [p], key: value} for p in layer.parameters()]
-        one = torch.optim.Adam(groups, lr=0.25)
-        step = lambda x: x * (2 if read(one)[0] is read(one)[1] else 3)  # noqa: E731
-        return Change(step, lambda: one.param_groups[1].update({key: copied(value)}))
-
-    CHANGES[name] = build
-
-
-def copied(value: Any) -> Any:
-    return (*[*value],) if isinstance(value, tuple) else type(value)(repr(value))
-
-
-def of_groups(key: str) -> Callable[[Any], Any]:
-    return lambda optimizer: [group[key] for group in optimizer.param_groups]
-
-
-two_groups("a_rate_of_two_groups", of_groups("lr"), "lr", float("0.125"))
-two_groups("betas_of_two_groups", of_groups("betas"), "betas", (*[0.5, 0.75],))
-
-
-@change
-def a_rate_that_is_an_argument():
-    rate = float("0.125")
-    one = optimizer(lr=rate)
-    return Change(
-        lambda x, v: x * (2 if one.param_groups[0]["lr"] is v else 3),
-        lambda: None,
-        arguments=lambda i: (rate if i % 2 else float("0.125"),),
     )
 
 

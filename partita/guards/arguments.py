@@ -236,7 +236,8 @@ def _base_of(kind: type) -> type | None:
 
 def _flatten_container(container: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Returns the items of a container, and the structure to make another one of them."""
-    return pytree.tree_flatten(container, is_leaf=lambda v: v is not container)
+    own = id(container)  # the function lives until the garbage collection, the container need not
+    return pytree.tree_flatten(container, is_leaf=lambda v: id(v) != own)
 
 
 def _items_of_object(value: Any) -> tuple[Any, Iterable[tuple[Any, Any]]]:

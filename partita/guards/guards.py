@@ -126,6 +126,7 @@ class Guards:
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
         self._class_sizes = [*map(count_own_attributes, classes)]
+        self._class_lengths = [*map(len, self._class_dicts)]
         self._class_bases = [*map(_read_bases, classes)]
         self._owner_names, self._owners = [name for name, _ in owners], [o for _, o in owners]
         self._dicts = [*self._read_dicts()]
@@ -199,6 +200,7 @@ class Guards:
             return self._find_shared_beside(call) == self._shared_beside
         if self._list_other_names():
             return False
+        self._class_lengths = [*map(len, self._class_dicts)]
         walk = self._make_walk(find_first_leaves(leaves))
         found: dict[int, PlaceContent] = {}
         compared = moved
@@ -342,7 +344,7 @@ class Guards:
         """True if types are the same, and classes and namespaces have as many names."""
         return (
             all(map(is_, map(type, self._objects), self._types))
-            and [*map(len, self._class_dicts)] == self._class_sizes
+            and [*map(len, self._class_dicts)] == self._class_lengths
             and all(map(is_, map(_read_bases, self._classes), self._class_bases))
             and self._read_ends() == self._namespace_ends
             and all(map(is_, self._read_dicts(), self._dicts))

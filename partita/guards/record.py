@@ -38,6 +38,7 @@ from partita.capture.fakes import Substitutes
 from partita.capture.whose_code import is_user_module
 from partita.graph.errors import CaptureError, not_captured
 from partita.layout import Fix
+from partita.tensor.tensor_state import KEPT_IN_CLASS
 
 from .arguments import is_taken_apart
 from .values import (
@@ -324,7 +325,7 @@ class _Copied:
             was, now = self.before.get(key, MISSING), self.value.get(key, MISSING)
             if was is now or key in _SET_BY_PYTHON or _is_same_value(was, now):
                 continue
-            if Substitutes.has(was) or Substitutes.has(now):
+            if Substitutes.has(was) or Substitutes.has(now) or key.startswith(KEPT_IN_CLASS):
                 continue
             place = place_in_namespace(f"{self.name}.{key}", self.owner, key)
             yield Write(place, was, now, is_attribute=users, is_of_library=not users)
@@ -663,10 +664,10 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """Returns the number of attributes of a class, without the one that `instrument` adds."""
+    """Returns the number of attributes of a class, without those that partita adds."""
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
-    return len(held) - added
+    return len(held) - added - sum(key.startswith(KEPT_IN_CLASS) for key in held)
 
 
 def has_own_getattribute(kind: type) -> bool:

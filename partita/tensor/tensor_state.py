@@ -42,12 +42,16 @@ Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
 
+KEPT_IN_CLASS = "_partita_kept"
+"""The beginning of the names of attributes that `keep_in_class` adds to users' classes."""
+
+
 def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Decorate a function of a class, so that the class keeps the result.
 
     A cache would keep alive each class that a program defines in a function.
     """
-    name = f"_partita{make.__name__}"
+    name = KEPT_IN_CLASS + make.__name__
 
     def find(cls: Any) -> Any:
         found = vars(cls).get(name)  # not a base's

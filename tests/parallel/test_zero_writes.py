@@ -572,7 +572,6 @@ def write_and_restore(model, x, write):
         (write_all, scale_data, False),
         (write_all, copy_data, True),
         (write_after_a_call_of_a_part, scale_a_list, False),
-        (write_after_a_call_of_a_part, replace_data, False),
         (write_after_each_call, scale_data, True),
         (write_in_backward, scale_data, False),
         (write_and_restore, copy_data, False),
@@ -594,6 +593,18 @@ def test_a_captured_backward_reads_what_was_written_since_its_forward(forward, w
         return losses, [whole(p) for p in model.parameters()]
 
     run(program, 3, mlp, ranks=2, persistent=persistent)
+
+
+def test_a_captured_step_refuses_other_memory_of_a_weight_before_backward_as_eager_does():
+    def program(model, spread):
+        def step(x):
+            write_after_a_call_of_a_part(model, x, replace_data).backward()
+
+        (pt.compile(step, backend="graph") if type(spread(X)) is pt.DTensor else step)(spread(X))
+        return gradients_of(model)
+
+    with pytest.raises(pt.CaptureError, match="other memory between its forward and its backward"):
+        run(program, 3, mlp, ranks=2)
 
 
 class StepsOnAnOldLoss(torch.optim.Optimizer):

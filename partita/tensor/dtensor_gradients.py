@@ -656,7 +656,9 @@ def mark_gradient_reduced(x: DTensor) -> None:
     """
     with local_ops():  # otherwise each attribute would be read through dispatch
         grad = _grad.__get__(x)
-        shared = grad is not None and len(state_of(grad).gradient_of) > 1
+        # Not by `state_of`: this runs for each parameter in each step.
+        state = None if grad is None else grad.__dict__.get(_STATE)
+        shared = state is not None and len(state.gradient_of) > 1
         for one in [x, *_find_owners(grad)] if shared else (x,):
             watch = state_of(one).reopens
             if one._spec is one._spec.gradient:
@@ -869,7 +871,7 @@ def _agree_on_gradients(params: list[DTensor], pending: dict[DTensor, DTensor]) 
     for wire, group in wires.items():
         # By positions, specs and origins, which are equal on all ranks; ids of objects are not. A
         # list of the parameters that have gradients gives other ones the same positions.
-        made = [find_origin(p) for _, p in group]
+        made = [p.__dict__.get(ORIGIN) for _, p in group]
         key = (
             len(params),
             *[(i, p._spec, o and o.number) for (i, p), o in zip(group, made, strict=True)],

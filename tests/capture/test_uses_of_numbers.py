@@ -179,7 +179,7 @@ OF_FLOATS = {
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_a_float_that_each_call_changes_is_refused_where_its_value_is_needed(name: str) -> None:
     step = pt.compile(lambda x, n: x * OF_FLOATS[name](n.item()), backend="graph")
-    with pytest.raises(pt.CaptureError, match=rf"(reads a value|computes).*{__name__[-15:]}"):
+    with pytest.raises(pt.CaptureError, match=rf"reads a value.*{__name__[-15:]}|step computes"):
         step(X, torch.tensor(5.5))
 
 

@@ -67,5 +67,6 @@ def test_calls_of_a_step_for_each_parameter(stage, most):
         return (many - few) / (4 * PARAMETERS)
 
     with pt.ranks(dp=2) as world:
-        (found, *_) = world.run(program)
-    assert found <= most
+        found = world.run(program)
+    # The last rank to arrive makes a move for all, and either may be the last.
+    assert sum(found) / len(found) <= most

@@ -125,6 +125,7 @@ def test_characters_that_do_something_are_shown_by_name(tmp_path):
     assert "<pre>a\n\tb\\x07" in page  # what the model writes keeps its lines
 
 
+@pytest.mark.slow
 def test_plotly_finds_no_tags_in_names(tmp_path):
     """It reads them in labels: `<stdin>:3` would be shown as `:3`, and a link be a link."""
     path = tmp_path / "run.html"

@@ -184,6 +184,7 @@ def unread_dropout(x):
     return unread(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "backend"), [(unread, "inductor"), (unread, "graph"), (unread_dropout, "graph")]
 )

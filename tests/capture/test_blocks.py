@@ -353,6 +353,7 @@ def test_what_runs_code_of_the_users_in_backward_is_folded(name):
     assert sections_of_forward(step) == (1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["WritingWhatItTakes", "Counting", "Normed"])
 def test_what_writes_memory_of_others_is_no_call(name):
     check(lambda: Stack(PROGRAMS[name]), squares)
@@ -477,6 +478,7 @@ def test_a_result_that_nobody_reads_gives_its_parameters_no_gradient():
     assert len(step.program.blocks.structures) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_result_that_nobody_reads_gives_parameters_in_shards_no_gradient(stage):
     """An optimizer that decays weights does so with a gradient of zeros, and not without one."""
@@ -1001,6 +1003,7 @@ class Scaled(Block):
         return torch.where(h > w, h * w, 3 * w).clamp(-9.0 - w) - h / (1 - w / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sections"), [(Scaled, 1), (Weighed, 0)])
 def test_floats_that_differ_between_blocks_are_inputs_where_no_bit_depends_on_it(kind, sections):
     check(lambda: Stack(kind), squares)
@@ -1026,6 +1029,7 @@ class Gated(Block):
         return h * (self.gate * (0.1 * (1 + self.number)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Factored, Gated])
 def test_floats_that_a_tensor_would_round_otherwise_are_no_inputs(kind):
     check(lambda: Stack(kind), squares)
@@ -1050,6 +1054,7 @@ class Mixed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_structure_that_has_to_be_inlined_leaves_the_others_calls(monkeypatch):
     wanted, _ = made(Mixed, squares, None, False)
     usual = fold.functionalize_graph
@@ -1085,6 +1090,7 @@ def squares_by_sgd(model, _):
     return squares(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+@pytest.mark.slow
 def test_blocks_with_sparse_gradients_are_the_same():
     step_of = squares_by_sgd
     wanted, _ = made(lambda: Stack(Looking), step_of, None, False)
@@ -1137,6 +1143,7 @@ def gathers_while_computing(mesh):
     return found
 
 
+@pytest.mark.slow
 def test_a_block_that_stays_a_call_is_gathered_while_the_one_before_computes():
     with pt.ranks(dp=2) as world:
         of_first, *others = world.run(gathers_while_computing)[0]

@@ -87,6 +87,7 @@ def test_counts_that_differ_from_the_beginning_stay_apart(kind):
     assert one.count_of(1) == 10 and one.count_of(0) == 4
 
 
+@pytest.mark.slow
 def test_a_count_that_is_set_between_two_calls_makes_another_program_that_says_why():
     one, eager = make_compiled_and_eager()
     for i in range(6):
@@ -99,6 +100,7 @@ def test_a_count_that_is_set_between_two_calls_makes_another_program_that_says_w
     assert "step is 3.0, where all 4 such numbers were equal" in one.step.reasons[-1]
 
 
+@pytest.mark.slow
 def test_counts_that_drift_apart_are_not_captured_for_each_drift():
     one, eager = make_compiled_and_eager()
     for i in range(8):
@@ -109,6 +111,7 @@ def test_counts_that_drift_apart_are_not_captured_for_each_drift():
     assert len(one.step.reasons) == 2
 
 
+@pytest.mark.slow
 def test_a_count_loaded_with_a_state_dict_is_read():
     one, eager = make_compiled_and_eager()
     for training in (one, eager):
@@ -122,6 +125,7 @@ def test_a_count_loaded_with_a_state_dict_is_read():
     assert one.count_of(2) == 32
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_left_out_once_lags_behind():
     one, eager = make_compiled_and_eager()
     for i in range(6):

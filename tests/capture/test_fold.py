@@ -159,6 +159,7 @@ def compiled(blocks):
     return lambda step: pt.compile(step, backend="graph", blocks=blocks, sections=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Block, Saving])
 @pytest.mark.parametrize("body", STEPS)
 def test_a_step_with_folded_blocks_has_the_bits_of_the_flat_one(body, kind):

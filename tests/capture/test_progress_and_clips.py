@@ -88,6 +88,7 @@ def test_who_listens_to_phases_shows_them_alone(shown):
     assert heard == ["capture"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_clip_of_torchs_in_a_compiled_step_sends_what_ours_sends(stage, norm_type):

@@ -399,6 +399,7 @@ def number(mesh, spread, compiled):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("spread", [[Shard(0)], [Shard(1)], [Replicate()], [pt.Partial()]])
 def test_an_integer_in_a_tensor_picks_a_view_as_an_int_does(spread, compiled):

@@ -202,6 +202,7 @@ def kl_of_rows_and_a_row(mesh, spread_rows, spread_row):
     return found if mesh is None else [t.full_tensor() for t in found]
 
 
+@pytest.mark.slow
 def test_a_loss_does_not_count_what_is_broadcast_over_the_padding_of_another_operand():
     def run(mesh):
         spread = [pt.Shard(0)] if mesh.ndim == 1 else [pt.Partial(), pt.Shard(0)]

@@ -151,6 +151,7 @@ def test_an_update_of_plain_tensors_is_the_same_with_that_of_a_block_traced_once
     assert counts(blocks) == ((f"{kind.__name__} of Block", BLOCKS),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["zero", "dp", "zero 1"])
 def test_the_update_of_alike_blocks_is_traced_once(place):
     assert counts(check_on_ranks(place=place)) == ONCE
@@ -179,6 +180,7 @@ class WithUnused(Block):
         return self.spare(x) if self.number % 2 else x
 
 
+@pytest.mark.slow
 def test_blocks_with_gradients_of_other_parameters_have_other_updates():
     updates = counts(check_on_ranks(build=lambda: Stack(WithUnused)))
     assert updates == (("AdamW of WithUnused", 3), ("AdamW of WithUnused", 3))
@@ -191,6 +193,7 @@ def in_two_groups(model):
     return optim.AdamW(groups, 1e-2)
 
 
+@pytest.mark.slow
 def test_parameter_groups_may_cut_through_blocks():
     assert counts(check_on_ranks(optimize=in_two_groups)) == ONCE
 
@@ -204,6 +207,7 @@ def with_rates_by_depth(model):
     return optim.AdamW([{"params": rest}, *groups], 1e-2)
 
 
+@pytest.mark.slow
 def test_blocks_with_a_learning_rate_of_their_own_are_updated_with_it():
     assert folded(check_on_ranks(optimize=with_rates_by_depth)) == ONCE
 
@@ -213,6 +217,7 @@ def with_two_rates(model):
     return optim.AdamW([{"params": halves[0]}, {"params": halves[1], "lr": 0.05}], 1e-2)
 
 
+@pytest.mark.slow
 def test_a_rate_that_differs_between_blocks_is_an_operand_of_their_update():
     assert folded(check_on_ranks(optimize=with_two_rates)) == ONCE
 
@@ -223,11 +228,13 @@ def freezing(model):
     return adamw(model)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay():
     updates = counts(check_on_ranks(optimize=freezing))
     assert sorted(count for _, count in updates) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_schedule_changes_the_rate_of_all_blocks_in_the_same_program():
     def run(mesh, captured):
         torch.manual_seed(0)
@@ -262,12 +269,14 @@ class TiedToTheHead(Stack):
         self.last.weight = self.blocks[2].linear.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [TiedBetweenBlocks, TiedToTheHead])
 def test_a_tied_parameter_is_updated_once(build):
     ((_, count),) = counts(check_on_ranks(build=build))
     assert count == (5 if build is TiedBetweenBlocks else 6)
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_hold_some_blocks_alone():
     updates = counts(check_on_ranks(optimize=lambda m: optim.AdamW(m.blocks[1:4].parameters())))
     assert updates == (("AdamW of Block", 3),)
@@ -286,6 +295,7 @@ def by_two(model, optimizers):
     return step
 
 
+@pytest.mark.slow
 def test_two_optimizers_have_updates_of_their_own():
     def optimize(model):
         flat = [p for p in model.parameters() if p.ndim == 1]
@@ -306,6 +316,7 @@ def repeated(model, optimizer):
     return step
 
 
+@pytest.mark.slow
 def test_a_second_update_of_a_step_reads_what_the_first_has_written():
     assert counts(check_on_ranks(step_of=repeated)) == (("AdamW of Block", 2 * BLOCKS),)
 
@@ -322,6 +333,7 @@ def clipped(model, optimizer):
     return step
 
 
+@pytest.mark.slow
 def test_clipped_gradients_are_what_blocks_are_updated_with():
     assert counts(check_on_ranks(step_of=clipped)) == ONCE
 
@@ -339,6 +351,7 @@ def of_sums(model, optimizer):
     return step
 
 
+@pytest.mark.slow
 def test_what_reads_parameters_and_state_after_an_update_reads_what_it_wrote():
     assert counts(check_on_ranks(step_of=of_sums)) == ONCE
 
@@ -352,6 +365,7 @@ class Counting(Stack):
         self.register_buffer("after", torch.zeros(()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_ranks", [False, True])
 def test_hooks_of_a_step_run_once(on_ranks):
     def run(mesh=None):
@@ -385,6 +399,7 @@ class Sharing(Stack):
             self.blocks[i].linear.weight = nn.Parameter(memory[i])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [None, True])
 def test_blocks_that_lie_in_one_memory_are_updated_together(sections):
     wanted, _ = trained(None, False, build=Sharing)
@@ -398,6 +413,7 @@ class OfItsOwn(optim.AdamW):
     """A user's optimizer may do what it likes with all parameters together."""
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_the_users_is_traced_as_it_runs():
     blocks = check_on_ranks(optimize=lambda model: OfItsOwn(model.parameters(), 1e-2))
     assert not blocks.updates
@@ -417,6 +433,7 @@ def with_closure(model, optimizer):
     return step
 
 
+@pytest.mark.slow
 def test_a_step_with_a_closure_is_traced_as_it_runs():
     assert not check_on_ranks(step_of=with_closure).updates
 
@@ -431,6 +448,7 @@ def accumulated(model, optimizer):
     return step
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_are_added_to():
     assert counts(check_on_ranks(step_of=accumulated)) == ONCE
 
@@ -445,6 +463,7 @@ def test_an_update_that_stays_a_call_is_one_section_that_writes_what_it_takes():
     assert len([*written_operands(calls[0])]) == 4 * weights  # each with two averages and a count
 
 
+@pytest.mark.slow
 def test_what_is_computed_from_step_counts_is_computed_once_beside_calls():
     def powers(step):
         return sum("pow" in line for line in canonical(step.program))
@@ -463,6 +482,7 @@ class Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+@pytest.mark.slow
 def test_blocks_that_stay_calls_take_no_more_memory():
     """What was gathered is unpacked, and a parameter updated, as early as in one graph."""
 
@@ -481,6 +501,7 @@ def test_blocks_that_stay_calls_take_no_more_memory():
     assert peaks[0] <= 1.01 * peaks[1]
 
 
+@pytest.mark.slow
 def test_parameters_with_names_are_updated_by_blocks():
     def optimize(model):
         return optim.AdamW(model.named_parameters(), 1e-2)
@@ -533,6 +554,7 @@ def step_within(enter):
     return step_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(
     "enter", [torch.inference_mode, lambda: torch.device("cpu"), torch.no_grad]
@@ -554,6 +576,7 @@ def test_an_update_within_a_setting_of_torch_counts_its_steps(enter, blocks):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [HearingCalls, HearingFunctions])
 def test_a_mode_around_what_comes_before_an_update_is_captured(kind):
     def step_of(model, optimizer):
@@ -616,6 +639,7 @@ class KeepingState(optim.SGD):
                 p.sub_(state["momentum_buffer"], alpha=group["lr"])
 
 
+@pytest.mark.slow
 def test_a_subclass_that_makes_state_in_its_own_way_does_so_when_captured():
     def optimizer_of(model):
         return KeepingState(model.parameters(), 0.1, momentum=0.9)
@@ -626,6 +650,7 @@ def test_a_subclass_that_makes_state_in_its_own_way_does_so_when_captured():
     assert its_state == state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [False, True])
 @pytest.mark.parametrize("kind", [Renamed, Halving])
 def test_a_subclass_of_an_optimizer_of_torchs_reckons_as_it_does_in_eager(kind, sections):
@@ -662,6 +687,7 @@ class Complex(Block):
         return super().forward((x * self.factor).real)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.RMSprop])
 def test_complex_parameters_are_updated_by_blocks(kind):
     blocks = check(build=lambda: Stack(Complex), optimize=lambda m: kind(m.parameters(), 1e-2))
@@ -698,6 +724,7 @@ def test_settings_that_differ_between_blocks_are_each_block_s_own(name):
     assert folded(blocks) == (("AdamW of Block", BLOCKS // many),) * many
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad])
 def test_numbers_in_the_program_are_each_block_s_own(kind):
     """Numbers stand in the graph as they are if one of them is an integer or is printed."""
@@ -715,6 +742,7 @@ def test_numbers_in_the_program_are_each_block_s_own(kind):
     check(optimize=with_settings("weight decay", kind), step_of=printing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "write", [lambda lr: torch._foreach_mul_([lr], 0.5), lambda lr: lr.data.mul_(0.5)]
 )

@@ -219,6 +219,7 @@ def test_what_a_step_gives_of_an_optimizers_counts_is_what_eager_gives(kind):
         torch.testing.assert_close(captured, eager, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD])
 def test_a_fused_optimizer_is_planned_for_tensors_without_memory(kind):
     def plan(**how):

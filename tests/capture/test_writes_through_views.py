@@ -129,6 +129,7 @@ def test_gradients_of_two_results_stay_apart_under_inductor():
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(size=st.tuples(st.integers(1, 4), st.integers(1, 4)), data=st.data())
 def test_as_strided_of_a_view_writes_what_it_shows(size, data):

@@ -86,6 +86,7 @@ def refuse(rank: int, path: str) -> str:
     return f"{caught.value}\n{unequal.value}"
 
 
+@pytest.mark.slow
 def test_every_process_raises_the_same_error(tmp_path):
     save_here(str(tmp_path / "c"), 3)
     first, second = run_ranks(refuse, 2, str(tmp_path / "c"))

@@ -116,6 +116,7 @@ def check(cases):
         assert [p for p in pool.map(find_problem, cases) if p is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [("save", "load", 2), ("async_save", "save_safetensors", 2), ("save", "ended", 2)],

@@ -178,6 +178,7 @@ def compile_a_collective(rank):
     return found
 
 
+@pytest.mark.slow
 def test_a_collective_is_compiled_in_one_graph_with_dtensors_and_without():
     for found in run_ranks(compile_a_collective, 2):
         assert [x.tolist() for x in found] == [[4.0, 4.0]] * 2
@@ -193,6 +194,7 @@ def test_every_collective_of_this_torch_keeps_its_name_and_signature():
                 assert getattr(dist, name, collective) is collective
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_tensor_subclass_is_made_by_torch_alone_before_there_is_a_dtensor():
     code = (
         "import torch; before = torch.Tensor.__init__; import partita as pt; "

@@ -196,6 +196,7 @@ def test_after_an_exception_in_the_middle_nothing_is_held(where):
         assert world.run(run) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_forward_that_no_backward_follows_leaves_no_memory_behind():
     """A node that saves its own result may not be held by what was saved."""
 

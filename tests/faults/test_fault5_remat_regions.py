@@ -68,6 +68,7 @@ def nothing_compiled_yet() -> Iterator[None]:
 # -- one of several regions is left out ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["nothing", "all regions", "the first", "the second"])
 def test_a_region_that_the_recompute_leaves_out_does_not_shift_the_others(keep: str):
     backend = Backend()
@@ -247,6 +248,7 @@ def test_regions_take_and_give_dtensors_with_integers_beside_floats(keep: list[i
 
 
 # Inductor's own modules, at first import.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("options", [None, {"wrap_inductor_compiled_regions": True}])
 def test_the_reported_program_with_inductor(options: dict[str, Any] | None):

@@ -133,6 +133,7 @@ def under_compile(mesh):
     return [step(*batch).item() for batch in batches]
 
 
+@pytest.mark.slow
 def test_a_compiled_step_trains_as_on_one_device():
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -146,6 +146,7 @@ def check_budgets(model, x, shares, **options):
     assert cost(steps[-1]) == (0, 0)
 
 
+@pytest.mark.slow
 @example([(30, 0, 3), (11, 4, 1), (5, 4, 1), (4, 0, 4)], [10, 11])
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0, 0, 1, 4, 9]), st.integers(1, 30))),
@@ -222,6 +223,7 @@ def test_what_norms_take_for_their_gradients_is_known():
         assert counted(step) == step.memory.peak
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_by_programs_of_the_same_calls_whose_gathered_weights_stay_and_do_not():
     """Gathered weights that stay, and such that do not, are in the same graph until passes run."""
 

@@ -71,6 +71,7 @@ def made_again(graph):
     return [note for note in notes if note.again and note.reason != "regather"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [0.0, 0.1])
 def test_a_sharded_step_of_blocks_keeps_a_budget_with_the_same_losses_and_parameters(drop):
     def body(mesh):
@@ -94,6 +95,7 @@ def test_a_sharded_step_of_blocks_keeps_a_budget_with_the_same_losses_and_parame
     assert one[0][1] >= one[-1][1] and one[0][2] < one[-1][2]
 
 
+@pytest.mark.slow
 def test_more_blocks_of_a_structure_have_no_more_variants():
     def body(mesh):
         found = []
@@ -111,6 +113,7 @@ def test_more_blocks_of_a_structure_have_no_more_variants():
     assert few == many
 
 
+@pytest.mark.slow
 def test_what_is_made_again_is_said_and_each_section_is_printed_once():
     def body(mesh):
         _, without = trained(mesh)
@@ -149,6 +152,7 @@ def least_of(step, **options):
     return int(caught.value.fixes[0].write.removeprefix("budget="))
 
 
+@pytest.mark.slow
 def test_blocks_are_inlined_where_no_variant_of_them_is_enough():
     """Then recomputes go back through several of them; a larger budget never costs more."""
     step = gradients_of(stacks.Stack((Thin() for _ in range(16)), WIDTH), rows=256)
@@ -174,6 +178,7 @@ def test_a_small_step_has_its_blocks_inlined_under_a_budget_too():
     assert small.memory.peak <= without.memory.peak * 3 // 4
 
 
+@pytest.mark.slow
 def test_items_of_one_call_are_made_again_together():
     """An item of what is there still would keep all of its items."""
     step = gradients_of(stack(4))

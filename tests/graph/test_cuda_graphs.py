@@ -105,6 +105,7 @@ def train(is_recorded, steps=6, dropout=0.0):
     return [loss.item() for loss in found], [p.detach().clone() for p in model.parameters()], fast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_recorded_step_trains_as_it_did_with_other_batches_rates_and_draws(dropout):
     losses, parameters, _ = train(False, dropout=dropout)
@@ -160,6 +161,7 @@ def test_a_step_is_recorded_in_its_second_call_and_runs_no_python_from_the_third
     assert len(ran) == 1  # the recording
 
 
+@pytest.mark.slow
 def test_another_shape_is_another_recording():
     step, _ = training(model_of())
     fast = recorded(step)
@@ -180,6 +182,7 @@ def test_state_that_moves_is_recorded_anew_and_then_copied():
     assert PlayedRecording.made == 3  # in the second call, and at the first two moves
 
 
+@pytest.mark.slow
 def test_a_recording_keeps_no_state_alive():
     import gc
     import weakref

@@ -59,6 +59,7 @@ def check(per_rank):
         assert abs(predicted - taken) <= 0.05 * taken
 
 
+@pytest.mark.slow
 def test_a_step_that_gathers_pieces_has_the_same_bits():
     check(run_ranks(both, 2, {"backend": "graph"}))
 

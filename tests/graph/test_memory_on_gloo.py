@@ -107,6 +107,7 @@ def featured(remat):
     return counted(step), sum(b.nbytes >= x.nbytes for b in memory.at(turn))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_compiled_code_does_not_make_at_once_what_backward_makes_again():
     """The second time reads what the first one does: Inductor would have one kernel do both."""
@@ -144,6 +145,7 @@ def of_four_layers(budget):
     return step(), counted(step)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_compiled_code_keeps_a_budget():
     wanted, most = of_four_layers(None)
@@ -152,6 +154,7 @@ def test_compiled_code_keeps_a_budget():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_budget_is_held_against_the_code_that_is_compiled():
     """One kernel makes what the graph makes one after the other."""
@@ -167,6 +170,7 @@ def test_a_budget_is_held_against_the_code_that_is_compiled():
     assert counted(warm(pt.compile(both, budget=least))) == least
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("sections", [None, True], ids=["whole", "blocks as calls"])
 def test_where_code_takes_more_than_its_budget_more_is_made_again(sections):

@@ -42,6 +42,7 @@ def outcome(names):
     return "equal" if programs.same(got, want) else "another result"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(SLICES))
 def test_what_is_exchanged_is_seen_or_refused_and_no_fake_tensor_is_left(part):
     chosen = programs.all_programs()[:EXAMPLES][part::SLICES]

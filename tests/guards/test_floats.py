@@ -408,6 +408,7 @@ def test_code_that_the_library_makes_is_no_part_of_a_user_s_program():
         assert code is None or not is_recorded(code.co_filename)
 
 
+@pytest.mark.slow
 def test_the_sign_of_a_zero_that_is_read_as_a_number_makes_another_program():
     fast = graph_of(lambda x, s: x * math.copysign(1.0, s))
     for s in (0.0, -0.0, 0.0):
@@ -561,6 +562,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 def test_one_float_in_several_places_is_an_input_though_the_step_compares_objects(name):
     step, arguments = SHARED[name]()

@@ -150,6 +150,7 @@ def test_only_what_was_captured_before_and_dropped_is_said_to_have_been():
     assert str(warned[0].message).endswith("Raise keep=")  # and nothing of shapes
 
 
+@pytest.mark.slow
 def test_a_float_that_is_read_as_a_number_is_told_of_and_was_not_dropped_before():
     def step(x, t):
         return x * math.exp(-t)
@@ -163,6 +164,7 @@ def test_a_float_that_is_read_as_a_number_is_told_of_and_was_not_dropped_before(
     assert not any("dropped" in reason for reason in fast.reasons)
 
 
+@pytest.mark.slow
 def test_a_zero_that_is_asked_about_is_said_where_it_is_asked_and_the_newest_program_tells():
     def step(x, t):
         if t > 0.5:
@@ -211,6 +213,7 @@ class Settings:
     factor = 2.0
 
 
+@pytest.mark.slow
 def test_a_reason_names_what_changed_in_words():
     model = nn.Linear(4, 4)
     settings = Settings()
@@ -608,6 +611,7 @@ def test_what_changes_within_a_model_between_calls_is_noticed(change):
     agree()
 
 
+@pytest.mark.slow
 def test_an_optimizers_state_that_was_loaded_is_what_the_step_goes_on_from():
     def trained(compiled):
         torch.manual_seed(0)
@@ -664,6 +668,7 @@ def test_an_error_of_a_shape_is_raised_and_not_logged_too(caplog):
     assert all(record.levelno < logging.ERROR for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_program_that_ranks_do_not_agree_on_leaves_no_trace():
     """Their numbers are compared when the step has been captured, and its optimizer has state."""
 

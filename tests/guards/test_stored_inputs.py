@@ -181,6 +181,7 @@ def test_keys_of_arguments_that_are_equal_but_of_another_type_are_seen():
 # -- classes that are dropped ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_class_that_a_step_has_used_is_freed_with_what_its_functions_hold():
     def use():
         m = nn.Linear(2, 2)

@@ -196,6 +196,7 @@ def test_torch_has_the_functions_that_read_its_settings() -> None:
     assert [name for name in OF_C.values() if not hasattr(torch._C, name)] == []
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_without_onednn_is_captured_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

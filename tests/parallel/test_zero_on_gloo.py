@@ -113,6 +113,7 @@ def hybrid(rank):
     return train(model, lambda t: pt.distribute_tensor(t, mesh, both), make=torch.optim.SGD)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_in_bfloat16_follows_one_device():
     single = train(odd(), lambda t: t, make=torch.optim.SGD)
     for losses in run_ranks(hybrid, 4):
@@ -138,6 +139,7 @@ def peaks(rank, widths):
     return found
 
 
+@pytest.mark.slow
 def test_a_step_holds_three_layers_whether_or_not_they_split_evenly():
     # A weight, its gradient, and half again on its way and of the layer before; no copy of a shard.
     for even, uneven in run_ranks(peaks, 2, (512, 511)):

@@ -39,6 +39,7 @@ def assert_right(reports: list[Report]) -> None:
     assert all(report.moves == reports[0].moves for report in reports)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("first", range(0, 6, 3))

@@ -289,6 +289,7 @@ def train_on(model, x):
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_that_nobody_holds_is_freed(stage):
     def body(mesh):
@@ -328,6 +329,7 @@ def call_with_a_copy(model, x):
     return refs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("replace", [assign_a_state, put_new_parameters, call_with_a_copy])
 def test_parameters_that_a_program_replaces_are_freed_and_the_new_ones_sharded(replace, stage):
@@ -351,6 +353,7 @@ def test_parameters_that_a_program_replaces_are_freed_and_the_new_ones_sharded(r
         assert found[0] == 0 and sorted(found[1]) == sorted(wanted[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_materialize_has_replaced_are_freed(stage):
     def body(mesh):

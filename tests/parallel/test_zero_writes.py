@@ -566,6 +566,7 @@ def write_and_restore(model, x, write):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "write", "persistent"),
     [
@@ -686,6 +687,7 @@ def test_a_captured_block_keeps_the_data_that_its_forward_sets(persistent):
     run(program, 3, lambda: nn.Sequential(Halving(), Halving()), ranks=2, persistent=persistent)
 
 
+@pytest.mark.slow
 def test_a_captured_average_that_is_written_after_backward_gathers_nothing():
     def body(mesh, averages):
         model, other = pt.zero(mlp(), mesh), pt.zero(mlp(), mesh)

@@ -72,6 +72,7 @@ class Drawn:
     exposed: dict[str, float]
 
 
+@pytest.mark.slow
 def test_pruning_finds_the_best_of_the_whole_space(drawn):
     assert 100 < len(drawn) <= 500
     peaks = sorted(peak for _, peak in drawn.values())
@@ -86,6 +87,7 @@ def test_pruning_finds_the_best_of_the_whole_space(drawn):
     assert pruned > 0
 
 
+@pytest.mark.slow
 def test_no_plan_is_above_its_memory_limit(drawn):
     draw = random.Random(0)
     least = min(peak for _, peak in drawn.values())

@@ -69,6 +69,7 @@ def test_a_number_that_decides_is_no_count_of_steps():
         pt.eager_memory(choosing)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_each_time():
     """Whatever ran before, and whatever torch has cached of fake tensors."""
     found = {pt.eager_memory(make(zero=zero, remat=True)).peak for zero in (3, 3, 3)}
@@ -92,6 +93,7 @@ def test_a_model_that_no_memory_would_hold_has_a_peak():
     assert pt.eager_memory(large).peak > 2**34  # a gathered weight of float32
 
 
+@pytest.mark.slow
 def test_the_staging_of_gloo_is_counted_where_the_mesh_says_so():
     def on(backend):
         return lambda: mixed_step(pt.dry_mesh(dp=4, backend=backend), zero=3)[:2]

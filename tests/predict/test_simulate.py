@@ -330,6 +330,7 @@ def test_a_given_link_is_taken_as_it_is():
         pt.simulate(step, mesh, machine=half, links={"tp": Link(1.0, 1.0)})
 
 
+@pytest.mark.slow
 def test_what_was_measured_prices_a_step_and_the_roofline_the_rest():
     curve = MeasuredCurve((0.0,), (3.0,))
     measured = dataclasses.replace(
@@ -359,6 +360,7 @@ def test_what_was_measured_prices_a_step_and_the_roofline_the_rest():
             assert event.seconds == before[event.name].seconds
 
 
+@pytest.mark.slow
 def test_where_links_take_the_processor_a_sum_is_waited_for_where_it_is_read():
     # A message lasts 1000 s, a byte 1 s: of a sum the bytes stop the processor, not the messages.
     slow = {"host": Link(1e3, 1.0), "network": Link(1e3, 1.0), "overlaps": False}
@@ -425,6 +427,7 @@ class PartlyUsed(torch.nn.Module):
         return self.used(x).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_a_rank_holds_and_no_step_reads_is_in_the_peak(stage):
     mesh = pt.dry_mesh(dp=2)
@@ -442,6 +445,7 @@ def test_what_a_rank_holds_and_no_step_reads_is_in_the_peak(stage):
     assert pt.simulate(step, mesh, "h100", [x]).classes["weights"] == found.classes["weights"]
 
 
+@pytest.mark.slow
 def test_what_kernels_of_a_processor_hold_meanwhile_is_none_of_a_gpus():
     asked = Strategy(zero=3, remat=False, layers=1, context=16)
     program, *_ = capture_model("gpt", {"dp": 2}, asked)
@@ -454,6 +458,7 @@ def test_what_kernels_of_a_processor_hold_meanwhile_is_none_of_a_gpus():
         assert found.peak == dataclasses.replace(memory, buffers=buffers).total_peak
 
 
+@pytest.mark.slow
 def test_a_trace_is_what_perfetto_reads(tmp_path):
     found = pt.simulate(*_dry(3), machine=UNIT)
     found.save_trace(tmp_path / "trace.json")
@@ -589,6 +594,7 @@ def test_a_step_is_called_by_its_name_and_one_that_does_nothing_costs_nothing():
         pt.simulate(frozen, "dp=2", UNIT, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, (1, 2)])
 def test_a_model_that_gives_no_tensor_gives_no_loss(given):
     class Silent(torch.nn.Linear):
@@ -868,6 +874,7 @@ def test_a_wrong_command_is_one_line_at_once(asked, says, capsys):
     assert says in told.err and not told.out
 
 
+@pytest.mark.slow
 def test_a_batch_is_that_of_all_ranks_in_every_command(capsys):
     from partita.cli import main
 

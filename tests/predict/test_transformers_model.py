@@ -59,6 +59,7 @@ def test_the_peak_is_that_of_the_step_that_runs(name):
             assert abs(found.peak - peak) <= 0.01 * peak
 
 
+@pytest.mark.slow
 def test_transformers_own_plan_is_that_of_tensor_parallelism():
     shape = shape_of("grouped heads")
     assert shape.plan(sequence=False)["model.model.layers.*.self_attn.q_proj.bias"] == {
@@ -72,6 +73,7 @@ def test_transformers_own_plan_is_that_of_tensor_parallelism():
         pt.simulate(shape_of("tied"), {"tp": 2})
 
 
+@pytest.mark.slow
 def test_adapters_hold_no_state_for_frozen_weights():
     whole, adapted = shape_of("dense"), shape_of("dense", lora=2)
     strategy = pt.Strategy(precision="float32")

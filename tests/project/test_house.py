@@ -70,6 +70,7 @@ def test_files_that_a_cached_addition_runs_through_are_found():
     assert re.search(r"files of a cached x \+ y .*[1-9]\n    tensor/dispatch.py\n", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_type_name_means_one_thing(house, modules):
     assert house.types_defined_twice([m for m in modules if m.is_runtime]) == []
 
@@ -152,6 +153,7 @@ def imports_of_tests():
                     yield path.relative_to(tests).as_posix(), name.name, ""
 
 
+@pytest.mark.slow
 def test_what_tests_share_stands_in_no_test():
     found = list(imports_of_tests())
     assert len(found) > 1000
@@ -175,6 +177,7 @@ def is_private(name):
     return name.startswith("_") and not name.endswith("_")
 
 
+@pytest.mark.slow
 def test_tests_import_no_private_name_of_the_package():
     ours = [f for f in imports_of_tests() if f[1].split(".")[0] == "partita"]
     assert len(ours) > 100
@@ -250,6 +253,7 @@ def of_package(modules):
     return found - {"_apply"}  # a method that torch's own classes have, which ours implement
 
 
+@pytest.mark.slow
 def test_tests_take_no_private_attribute_of_the_package(of_package):
     assert {"_spec", "_history"} <= of_package and len(of_package) > 500
     tests = Path(__file__).parents[1]

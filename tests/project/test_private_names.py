@@ -240,6 +240,7 @@ def _names_with_tests() -> set[str]:
     return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | texts
 
 
+@pytest.mark.slow
 def test_each_private_attribute_of_torchs_objects_has_a_test():
     used = _find_attributes_of_torch()
     held = {name for names in HOLDERS for name in names.split()}

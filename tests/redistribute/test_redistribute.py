@@ -222,6 +222,7 @@ def test_every_pair_of_layouts_of_a_matrix_keeps_value_and_adjoint(shape, mesh):
         check_value_and_adjoint(before, after, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [M22, M23], ids=str)
 @pytest.mark.parametrize("shape", [(4, 6, 2), (5, 1, 7)], ids=str)
 def test_every_pair_of_layouts_of_three_dimensions_keeps_value_and_adjoint(shape, mesh):

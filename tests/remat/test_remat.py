@@ -439,6 +439,7 @@ def test_a_function_may_read_a_new_tensor_of_equal_values_and_a_policy_gets_call
     assert seen == ["sin", "Times", "cos"]
 
 
+@pytest.mark.slow
 def test_a_policy_may_be_unhashable_and_is_freed() -> None:
     class Never:
         __hash__ = None  # type: ignore[assignment]
@@ -496,6 +497,7 @@ def test_messages_of_a_region_on_gloo_are_not_its_calls() -> None:
     run_ranks(compare_makers_on_gloo, 2)
 
 
+@pytest.mark.slow
 def test_a_mask_that_dies_after_its_forward_is_freed_with_the_graph() -> None:
     block = pt.remat(Masked())
     block.mask = torch.ones(4)
@@ -886,6 +888,7 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(one, one, one).view_as(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op", [torch.tanh, torch.relu, torch.exp, F.gelu, lambda x: x.softmax(-1), attention]
 )

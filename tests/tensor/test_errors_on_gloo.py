@@ -36,6 +36,7 @@ def mesh_of(rank, sizes=(2,), names=("dp", "tp")):
 # -- how long ranks wait ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["gloo", "cpu:gloo", "cuda:gloo"])
 def test_ranks_wait_as_long_as_the_job_says_whatever_its_devices_are(kinds, tmp_path):
     script = f"""
@@ -87,6 +88,7 @@ def leaves_at_once(rank, folder):
     return Path(folder, "made").exists()
 
 
+@pytest.mark.slow
 def test_no_rank_has_a_mesh_and_may_end_before_all_are_connected(tmp_path):
     assert run_ranks(leaves_at_once, 2, str(tmp_path)) == [True, True]
 

@@ -126,6 +126,7 @@ def test_what_a_backward_will_send_is_told_before_it_is_sent():
     assert told.moves[0].backward == log.moves[0].kind == "reduce_scatter"
 
 
+@pytest.mark.slow
 def test_the_gathers_of_zero_are_told_by_block():
     def program(mesh):
         model = pt.zero(nn.Sequential(Block(), Block()), mesh, axis="dp", stage=3)

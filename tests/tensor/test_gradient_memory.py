@@ -92,6 +92,7 @@ def test_a_view_of_a_reduced_gradient_is_as_it_was_on_every_rank(view, stage):
         assert world.run(program) == [True, True]
 
 
+@pytest.mark.slow
 def test_classes_that_a_program_defines_in_a_function_are_freed():
     def define(mesh):
         class Double(torch.autograd.Function):

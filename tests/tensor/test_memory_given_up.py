@@ -28,6 +28,7 @@ def swap(p):
     torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("give", [give_half, give_a_part, swap])
 def test_other_data_of_a_parameter_frees_the_memory_that_it_had(give):
     def body(mesh):

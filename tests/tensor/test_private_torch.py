@@ -417,6 +417,7 @@ def test_the_dispatcher_knows_what_autocast_lists_for_a_device():
         torch.set_autocast_enabled("cpu", True)
 
 
+@pytest.mark.slow
 def test_who_has_a_storage_is_counted_and_tensors_are_known_to_the_garbage_collector():
     x = torch.ones(4)
     assert count_holders(x.untyped_storage()) == 2

@@ -28,6 +28,7 @@ def test_bytes_are_those_of_the_values(x, values, read):
     assert read(x.contiguous()) == values.view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_a_view_is_of_the_memory_and_keeps_it():
     x = torch.zeros(4, dtype=torch.uint8)
     view = view_bytes(x)

@@ -771,7 +771,7 @@ def _make_misfit_error(
 
 
 def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
-    """Compare the pieces' shapes and dtypes, unless they follow a line's last ones as before.
+    """Compare the pieces' shapes and dtypes, unless earlier ones of the line predict them.
 
     A rank whose piece differs from earlier ones compares alone, and the error names it.
 

@@ -863,7 +863,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
 
 def _agree_on_gradients(params: list[DTensor], pending: dict[DTensor, DTensor]) -> None:
     """Raise on all ranks unless they have gradients of the same parameters, else their buckets
-    would differ. Compared unless the last parameters were followed by these before."""
+    would differ. Compared unless earlier steps predict these parameters (`is_agreed`)."""
     wires: dict[Wire, list[tuple[int, DTensor]]] = {}
     for i, p in enumerate(params):
         if p in pending:

@@ -82,7 +82,7 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
         return True
     if wire.scope.check is not None or (history := wire.agreed.get(series)) is None:
         return False
-    return key is None or history.predicts(hash(key))
+    return key is None or history.predicts(key)
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
@@ -92,42 +92,47 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
     history = wire.agreed.setdefault(series, AgreedKeys())
     if key is not None:
-        history.add(hash(key))
+        history.add(key)
 
 
 class AgreedKeys:
-    """The last keys of a series, as hashes. The next one is predicted from a time they were alike.
+    """The last keys of a series, as numbers. The next one is predicted from a time they were alike.
 
     `distance` says how many keys ago that was: 1 for a key that stays, n for a loop over n keys.
+    The keys themselves are kept: another object could get the hash of one that was freed.
     """
 
     def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
         self._keys: list[int] = []
         self._distance = 1
 
-    def predicts(self, key: int) -> bool:
+    def predicts(self, key: object) -> bool:
         """True if `key` is the predicted one, which it then adds."""
-        keys = self._keys
-        if len(keys) < self._distance or keys[-self._distance] != key:
+        keys, number = self._keys, self._numbers.get(key)
+        if number is None or len(keys) < self._distance or keys[-self._distance] != number:
             return False
-        self._append(key)
+        self._append(number)
         return True
 
-    def add(self, key: int) -> None:
+    def add(self, key: object) -> None:
         """Add a key that was not predicted."""
-        self._append(key)
+        if len(self._numbers) >= 2 * _REMEMBERED:  # at once on all ranks
+            self.__init__()  # type: ignore[misc]
+        number = self._numbers.setdefault(key, len(self._numbers))
+        self._append(number)
         keys, longest = self._keys, 0
         last = len(keys) - 1
         for at in range(last - 1, max(-1, last - _REMEMBERED), -1):
-            if keys[at] == key:
+            if keys[at] == number:
                 n = 1
                 while n <= at and n < _COMPARED and keys[at - n] == keys[last - n]:
                     n += 1
                 if n > longest:
                     longest, self._distance = n, last - at
 
-    def _append(self, key: int) -> None:
-        self._keys.append(key)
+    def _append(self, number: int) -> None:
+        self._keys.append(number)
         if len(self._keys) > 4 * _REMEMBERED:
             del self._keys[: 2 * _REMEMBERED]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from functools import partial
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 import partita as pt
 from partita import LayoutError, Partial, Replicate, Shard
 from partita.comm import wire_of
+from partita.comm.agreement import AgreedKeys
 
 T = torch.arange(32.0).view(8, 4)
 
@@ -444,3 +447,39 @@ def test_ranks_whose_loaders_part_after_both_shapes_were_read_are_refused():
         return [pt.distribute_batch(T[:n], mesh).mean().item() for n in sizes]
 
     assert all(isinstance(error, LayoutError) for error in each_rank(body, dp=2))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        [0],
+        [0, 1, 2],
+        [0, 0, 0, 1, 1, 1],
+        [0, 1, 0, 2],
+        ["a", "b", "b", "b"],
+        [*range(24)] * 5 + [99],
+    ],
+    ids=str,
+)
+def test_what_a_loop_repeats_is_predicted_from_its_third_round_on(loop):
+    history = AgreedKeys()
+    for turn in range(6):
+        missed = [key for key in loop if not history.predicts((key,)) and not history.add((key,))]
+        assert turn < 2 or not missed
+
+
+def test_only_one_key_is_predicted():
+    history, dice = AgreedKeys(), random.Random(0)
+    for i in range(5_000):
+        state = copy.deepcopy(vars(history)) if i % 50 == 0 else None
+        if state is not None:
+            keys = [key for key in range(5) if key in state["_numbers"]]
+            predicted = []
+            for key in keys:
+                one = AgreedKeys()
+                vars(one).update(copy.deepcopy(state))
+                predicted += [key] * one.predicts(key)
+            assert len(predicted) <= 1
+        key = dice.randrange(5)
+        if not history.predicts(key):
+            history.add(key)

@@ -85,7 +85,7 @@ class _Layouts(ParallelStyle):
 
 @dataclass(frozen=True)
 class _Plain:
-    """What torch takes plain tensors for at the boundary of a module: whole values or pieces."""
+    """The placements that torch assumes for plain tensors at the boundary of a module."""
 
     inputs: Sequence[Any] = ()
     named: Mapping[str, Any] = field(default_factory=dict)

@@ -118,7 +118,7 @@ class AgreedKeys:
     def add(self, key: object) -> None:
         """Add a key that was not predicted."""
         if len(self._numbers) >= 2 * _REMEMBERED:  # at once on all ranks
-            self.__init__()  # type: ignore[misc]
+            self._numbers, self._keys, self._distance = {}, [], 1
         number = self._numbers.setdefault(key, len(self._numbers))
         self._append(number)
         keys, longest = self._keys, 0

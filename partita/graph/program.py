@@ -148,7 +148,7 @@ class Input:
 
     @property
     def padding(self) -> PaddingBoundary | None:
-        """How the local tensor is padded before the graph; None if all ranks have equal shapes."""
+        """The padding of the local tensor before the graph; None if all ranks have equal shapes."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")

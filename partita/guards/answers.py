@@ -108,7 +108,7 @@ class CapturedNumbers:
         return bool(found)
 
     def keep_plain(self, numbers: Sequence[Input]) -> bool:
-        """Do not trace these floats from the next run on. Returns True if some are traced now."""
+        """Keep these floats plain from the next run on. Returns True if this run traces one."""
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
         return bool(traced)

@@ -95,7 +95,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one mesh axis holds a tensor: `Shard`, `Replicate`, `Partial` or `Invariant`."""
+    """The placement of a tensor on one mesh axis: Shard, Replicate, Partial or Invariant."""
 
     def dual(self) -> Placement:
         """Returns the placement of the gradient of a value with this placement.

@@ -144,7 +144,7 @@ class ShardedState:
 def agree_on_block(what: str, name: str, first: DTensor) -> None:
     """Raise on all ranks unless they gather, or reduce, the same block now: `what` says where.
 
-    Blocks may be equally large. The ranks compare, unless this block followed the last one before.
+    Blocks may be equally large. The ranks compare, unless earlier rounds predict it (`is_agreed`).
 
     Args:
         first: a parameter of the block. Its origin distinguishes blocks with equal names.

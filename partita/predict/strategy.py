@@ -158,7 +158,7 @@ of the shapes of MPT (github.com/mosaicml/llm-foundry, scripts/train/yamls); the
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is distributed and trained.
+    """A way to distribute and train a model.
 
     Attributes:
         zero: the ZeRO stage over the axis "dp".

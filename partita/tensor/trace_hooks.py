@@ -89,4 +89,4 @@ class TraceHooks:
         """Raise if remat regions of `title` cannot have a budget of bytes here."""
 
     def refuse_no_sync(self) -> None:
-        """Do nothing: ZeRO-3's gradients may wait for later micro-batches. A capture raises."""
+        """Allow ZeRO-3's gradients to wait for later micro-batches. A capture raises an error."""

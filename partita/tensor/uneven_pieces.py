@@ -511,7 +511,8 @@ class _Tie(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.tried, ctx.number, ctx.operands = tried, number, operands
         # As ranks with elements save something, whose hooks may run the forward again (remat).
-        ctx.save_for_backward(*[torch.empty(0)] * tried.saves)
+        if tried.saves:
+            ctx.save_for_backward(torch.empty(0))
         return out.clone()  # not a view: it may be written to
 
     @staticmethod

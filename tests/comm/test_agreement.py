@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from functools import partial
 
 import pytest
@@ -468,18 +466,20 @@ def test_what_a_loop_repeats_is_predicted_from_its_third_round_on(loop):
         assert turn < 2 or not missed
 
 
-def test_only_one_key_is_predicted():
-    history, dice = AgreedKeys(), random.Random(0)
-    for i in range(5_000):
-        state = copy.deepcopy(vars(history)) if i % 50 == 0 else None
-        if state is not None:
-            keys = [key for key in range(5) if key in state["_numbers"]]
-            predicted = []
-            for key in keys:
-                one = AgreedKeys()
-                vars(one).update(copy.deepcopy(state))
-                predicted += [key] * one.predicts(key)
-            assert len(predicted) <= 1
-        key = dice.randrange(5)
-        if not history.predicts(key):
-            history.add(key)
+def test_a_new_object_in_the_memory_of_a_freed_one_is_not_taken_for_it():
+    history = AgreedKeys()
+    for _ in range(200):
+        key = object()
+        assert not history.predicts(key)
+        history.add(key)
+        del key
+
+
+def test_a_series_of_ever_new_keys_stays_small_and_is_predicted_again_later():
+    history = AgreedKeys()
+    for key in range(5_000):
+        history.add(key)
+    assert max(map(len, (history._keys, history._numbers))) < 5_000
+    history.add("a")
+    history.add("a")
+    assert history.predicts("a") and not history.predicts("b")

@@ -1,4 +1,4 @@
-"""What torch's own tests of `fully_shard` claim holds for `partita.fsdp`, or differs as documented.
+"""Claims of torch's own tests of `fully_shard`. Each holds for `partita.fsdp`, or is documented.
 
 Each function with `@claim` states one claim and names the tests of torch (of the folder
 `test/distributed/_composable/fsdp`) that make it. The programs are our own.

@@ -1,4 +1,4 @@
-"""What a step stores is the object that eager stores, where eager stores it."""
+"""A captured step stores the same objects as eager code, in the same places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's own tests of tensor parallel styles claim holds here, or differs as documented.
+"""Claims of torch's own tests of tensor parallel styles. Each holds here, or is documented.
 
 Each function with `@claim` states one claim and names the tests of torch (of the folder
 `test/distributed/tensor/parallel`) that make it. The programs are our own.

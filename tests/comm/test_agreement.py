@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import weakref
 from functools import partial
 
 import pytest
@@ -476,10 +478,19 @@ def test_a_new_object_in_the_memory_of_a_freed_one_is_not_taken_for_it():
 
 
 def test_a_series_of_ever_new_keys_stays_small_and_is_predicted_again_later():
-    history = AgreedKeys()
-    for key in range(5_000):
+    history, alive = AgreedKeys(), weakref.WeakSet()
+    for _ in range(5_000):
+        key = frozenset([object()])
+        alive.add(key)
         history.add(key)
-    assert max(map(len, (history._keys, history._numbers))) < 5_000
+    del key
+    assert len(alive) < 5_000
     history.add("a")
     history.add("a")
     assert history.predicts("a") and not history.predicts("b")
+    tracemalloc.start()
+    try:
+        assert all(history.predicts("a") for _ in range(50_000))
+        assert tracemalloc.get_traced_memory()[0] < 100_000
+    finally:
+        tracemalloc.stop()

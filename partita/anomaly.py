@@ -50,7 +50,10 @@ _Finds = Mapping[tuple[str, str], _Find]
 
 
 class NanWatch:
-    """The NaN hooks of one model. Made by `detect_nan`; a `with` block removes them at its end."""
+    """The object that `detect_nan` returns: it owns the hooks that look for NaN in one model.
+
+    Use it in a `with` block, which removes the hooks at its end.
+    """
 
     def __init__(self, model: nn.Module):
         self._seen = self._steps = 0
@@ -85,7 +88,7 @@ class NanWatch:
         self._finds = {}  # what the loss does not see, such as the -inf of a mask, is no fault
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks from the model. The `with` block does this at its end."""
         for hook in self._hooks:
             hook.remove()
 

@@ -200,7 +200,10 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Train with these options as a rank, or start the ranks. Returns the exit code."""
+    """Run `partita train`, and return its exit code.
+
+    In a process that a launcher started, this trains as one rank. Otherwise it starts the ranks.
+    """
     try:
         options = _options(arguments)
         if arguments.print_config:
@@ -295,7 +298,7 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write the report page about logs. Returns 2 if it cannot be written."""
+    """Run `partita report`: write the HTML page about training logs. Returns 2 if this fails."""
     out, logs = options.out, options.logs
     try:
         check_plotly()
@@ -314,7 +317,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run one of `BENCHES` on the requested device. Returns the exit code."""
+    """Run `partita bench NAME`: one benchmark on the requested device. Returns the exit code."""
     from partita.bench.place import DEVICE_VARIABLE
 
     name, device = options.name, options.device
@@ -350,7 +353,7 @@ def _describe_package(name: str, use: str) -> str:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Print the capabilities of this machine. Returns 1 if torch lacks Gloo, which ranks need."""
+    """Run `partita doctor`: print what this machine supports. Returns 1 if torch has no Gloo."""
     from .comm.backends import can_compare, installed_backends
     from .tensor.plan import IN_C
 
@@ -405,7 +408,9 @@ _NO_AXES = {name for name, p in signature(dry_mesh).parameters.items() if p.kind
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Print the explanation of a call. Returns 2 if the call cannot be read or made."""
+    """Run `partita explain`: print how one call of an op would run. Returns 2 if it cannot be
+    made.
+    """
     try:
         axes = read_mesh(options.mesh)
         if taken := _NO_AXES & axes.keys():
@@ -540,7 +545,10 @@ def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp"
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Print the simulation. Returns 2 if there is none, 1 if the model does not fit."""
+    """Run `partita simulate`: print the predicted time and memory of a training step.
+
+    Returns 2 if it cannot be simulated, and 1 if the model does not fit into memory.
+    """
     try:
         if options.report:
             check_plotly()
@@ -616,7 +624,9 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Print the plan. Returns 2 if there is none."""
+    """Run `partita plan`: print the parallelism that fits a machine best. Returns 2 if none is
+    found.
+    """
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
             raise ValueError(
@@ -662,7 +672,9 @@ _RANKS_OF_A_CORE = 64
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """Measure the machine, write its file and print it. Returns 2 if that fails."""
+    """Run `partita calibrate`: measure this machine and write the result to a file. Returns 2 on
+    failure.
+    """
     try:
         most = _RANKS_OF_A_CORE * count_cores()
         if not 1 <= options.ranks <= most:
@@ -687,7 +699,9 @@ _ACTIONS = {
 
 
 def run_cache(options: argparse.Namespace) -> int:
-    """Run one of `_ACTIONS` on the user's store, print its result, and return the exit code."""
+    """Run `partita cache ACTION` on the user's store of compiled programs. Returns the exit
+    code.
+    """
     action = options.action
     try:
         store = default_store()

@@ -368,7 +368,7 @@ def parallelize_module(
 
 @cache
 def warn_of_global_shapes() -> None:
-    """Warn, once in a process: the default of torch's styles differs here."""
+    """Warn, once in a process, that `parallelize_module` returns DTensors and not local tensors."""
     warnings.warn(
         "parallelize_module: results stay DTensors of the global shape, also where "
         "use_local_output=True; keep the global number of heads in views",
@@ -399,7 +399,10 @@ _STYLES: dict[str, Any] = {
 
 
 def list_placements(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns the placement of each parameter by name or pattern, of a plan of transformers.
+    """Returns parameter placements for a tensor-parallel plan of Hugging Face transformers.
+
+    The keys are parameter names or patterns. Returns None if the plan has an unknown style, a style
+    for a module other than nn.Linear and nn.Embedding, or a module that `module` lacks.
 
     None if the plan has a style that is unknown or is not one of nn.Linear or nn.Embedding, or
     names a module that `module` lacks.

@@ -1,4 +1,4 @@
-"""Versions: partita's own, the tested versions of torch, and differences between those.
+"""Versions: partita's own version, the tested versions of torch, and how torch versions differ.
 
 Code checks torch for a feature, not for its version number, because a build between two releases
 may have either form. Three differences need no check, because the same code works for all versions.
@@ -45,7 +45,7 @@ def name_of_checkpoint_generator(checkpoints: ModuleType) -> str:
 
 
 def frames_hold_inputs(frame: type) -> bool:
-    """True if a frame of `torch.utils.checkpoint` saves its inputs by its own methods.
+    """True if `frame`, a class of `torch.utils.checkpoint`, has methods that save inputs.
 
     Torch 2.11 saves them by an `autograd.Function`.
     """
@@ -53,8 +53,9 @@ def frames_hold_inputs(frame: type) -> bool:
 
 
 def base_of_scheduler_passes(passes: ModuleType) -> type:
-    """Returns the class of Inductor's passes over fused kernels.
+    """Returns the base class for a custom Inductor pass over fused kernels.
 
-    Torch 2.11 has none, and accepts any pass over graphs."""
+    Torch 2.11 has none, and accepts any pass over graphs.
+    """
     found: type = getattr(passes, "CustomSchedulerPass", passes.CustomGraphPass)
     return found

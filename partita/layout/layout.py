@@ -22,10 +22,15 @@ from .text import Fix, LayoutError
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns `(offset, length)` in elements of piece `index` when `size` is cut into `parts`.
+    """Returns the offset and length, in elements, of one chunk of a dimension, as `torch.chunk`
+    cuts it.
 
-    Sizes are the same as for `torch.chunk`. If `torch.chunk` returns fewer than `parts` pieces, the
-    missing pieces are empty.
+    If `torch.chunk` returns fewer than `parts` chunks, the missing chunks are empty.
+
+    Args:
+        size: the length of the dimension.
+        parts: the number of chunks.
+        index: the chunk whose `(offset, length)` is returned.
     """
     step = -(-size // parts)
     start = min(index * step, size)
@@ -34,7 +39,9 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A global shape over named mesh axes. An axis that is not mentioned is Replicate.
+    """How a tensor of a global shape is distributed over the named axes of a mesh.
+
+    An axis that no field names is Replicate.
 
     Attributes:
         shape: the global shape, in elements.
@@ -126,7 +133,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that are Shard, Partial or Invariant in this layout."""
+        """The names of the axes that are Shard, Partial or Invariant, that is, not Replicate."""
         split = [axis for dim in self.shards for axis in dim]
         return (*split, *(axis for axis, _ in self.partial), *self.invariant)
 
@@ -185,15 +192,26 @@ class Layout:
     # -- what one rank holds -------------------------------------------------------------------
 
     def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
-        """Returns the local shape, in elements, on the rank at coordinates `at`."""
+        """Returns the shape, in elements, of the piece on one rank.
+
+        Args:
+            at: the rank's coordinate, one index for each axis of the mesh.
+        """
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
-        """True if the rank at coordinates `at` holds no element although the tensor has some."""
+        """True if the rank at coordinate `at` has an empty piece of a tensor that is not empty.
+
+        This happens if a dimension has fewer elements than there are ranks to shard it.
+        """
         return 0 not in self.shape and 0 in self.local_shape(mesh, at)
 
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
-        """Returns `(offset, length)` for each dimension: the slice that the rank at `at` holds."""
+        """Returns the slice of the global tensor that the rank at coordinate `at` holds.
+
+        Returns:
+            `(offset, length)` in elements, for each dimension.
+        """
         region = []
         for size, axes in zip(self.shape, self.shards, strict=True):
             start, length = 0, size
@@ -223,7 +241,11 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> Layout:
-        """Returns the layout that `str` printed. LayoutError shows the part that is wrong."""
+        """Returns the layout that a text describes. `text` has the form that `str(layout)` returns.
+
+        Raises:
+            LayoutError: the text is not a layout. The error shows the part that is wrong.
+        """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise LayoutError(

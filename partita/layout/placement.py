@@ -23,7 +23,10 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes: `Mesh(("dp", "tp"), (2, 4))` has eight ranks, row-major."""
+    """A mesh: named axes of ranks and their sizes. `Mesh(("dp", "tp"), (2, 4))` has eight ranks.
+
+    Ranks are numbered in row-major order: the last axis varies fastest.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -47,7 +50,7 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def size(self, axis: str | None = None) -> int:
-        """Returns the number of ranks along `axis`, or of all ranks."""
+        """Returns the number of ranks along `axis`; without `axis`, of all ranks of the mesh."""
         if axis is None:
             return math.prod(self.sizes)
         try:
@@ -69,7 +72,7 @@ class Mesh:
         )
 
     def coordinates(self) -> tuple[Coordinate, ...]:
-        """Returns every rank's coordinate, in rank order."""
+        """Returns the coordinate of every rank (one index for each axis), in rank order."""
         return tuple(product(*(range(n) for n in self.sizes)))
 
     def group(self, axes: tuple[str, ...], at: Coordinate) -> tuple[Coordinate, ...]:
@@ -113,7 +116,10 @@ class Placement:
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """True if every rank holds a share that is not yet reduced (by `reduce_op`, if given)."""
+        """True if every rank holds one addend of the value (or one operand of a max or min).
+
+        If `reduce_op` is given, True only for a Partial of that operation.
+        """
         return False
 
     def is_invariant(self) -> bool:
@@ -165,10 +171,11 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Every rank holds a share. The value is the sum, max or min (`reduce_op`) of the shares.
+    """Every rank holds a share. The value is the sum, max or min (`reduce_op`) of all ranks'
+    shares.
 
-    Only a sum has a gradient, which is Replicate. There is no "avg": a mean is a sum divided by
-    the global number of elements.
+    Only a Partial sum has a gradient, which is Replicate. There is no "avg": a mean is a sum
+    divided by the global number of elements.
     """
 
     reduce_op: str = "sum"
@@ -216,7 +223,9 @@ class Invariant(Placement):
 
 
 def own_placement(given: Any) -> Any:
-    """Returns partita's placement for one of torch's. Returns anything else unchanged."""
+    """Converts a placement of `torch.distributed.tensor` to partita's. Returns other values
+    unchanged.
+    """
     kind = type(given)
     if isinstance(given, Placement) or not kind.__module__.startswith("torch."):
         return given
@@ -232,7 +241,8 @@ def own_placement(given: Any) -> Any:
 def own_placements(
     mesh: Mesh, given: Sequence[Any], order: Sequence[str]
 ) -> tuple[list[Any], Sequence[str]]:
-    """Returns partita's placements for a user's, and the order in which axes split a dimension.
+    """Converts a user's placements to partita's, and finds the order in which axes split a
+    dimension.
 
     In torch a `_StridedShard` means that later axes of the mesh split the same dimension before
     this one. Its split factor is the number of pieces that they make.
@@ -259,9 +269,9 @@ def own_placements(
 
 
 def split_factors(mesh: Mesh, stacks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Returns torch's split factor of each axis whose dimension a later mesh axis splits first.
+    """Returns the split factor of each axis, from which torch's `_StridedShard` is made.
 
-    The factor is the number of pieces that those axes make.
+    It is the number of pieces that later mesh axes make of a dimension before this axis splits it.
 
     Args:
         stacks: for each dimension, the axes that split it, outermost first.

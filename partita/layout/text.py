@@ -1,4 +1,4 @@
-"""Text for users: errors, and amounts, names, values and tables in ledgers, reports and errors."""
+"""Text for users: error messages, and how amounts, names and tables are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fix:
-    """A correction that works: the code to write, and what it sends ("all_reduce 12 MiB")."""
+    """A correction that an error proposes: the code to write, and its traffic ("all_reduce 12
+    MiB").
+    """
 
     write: str
     moves: str = ""
@@ -54,11 +56,16 @@ class LayoutError(ValueError):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The constructor's arguments, by name."""
+        """The arguments with which this error was constructed, by name. Used to build a changed
+        copy.
+        """
         return {name: getattr(self, name) for name in _PARTS}
 
     def with_place(self, place: str) -> LayoutError:
-        """Returns a copy of this error with `place`, or the error itself if it has a place."""
+        """Returns a copy of this error that names the user's line `place`.
+
+        An error that names a line already is returned as it is.
+        """
         if self.place or not place:
             return self
         return _rebuild_error(type(self), self.parts | {"place": place})
@@ -92,7 +99,8 @@ def escape_controls(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns a wrong argument as errors show it: numbers and text as they are, else the type.
+    """Returns text for a wrong argument in an error message: a number or string as it is, else its
+    type.
 
     Reading the value of a tensor may wait for other ranks, and a `repr` may be long.
     """
@@ -109,7 +117,7 @@ def describe_value(value: object) -> str:
 
 
 def human(nbytes: float, nothing: str = "-") -> str:
-    """Returns an amount of bytes as text: 1536 is "1.5 KiB", and 0 is `nothing`."""
+    """Returns an amount of bytes as text: 1536 gives "1.5 KiB", and 0 gives the text `nothing`."""
     if nbytes == 0:
         return nothing
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -137,7 +145,9 @@ def format_count(number: float, unit: str = "") -> str:
 def format_table(
     rows: Sequence[Sequence[str]], right: Container[int] = (), widest: int = 1 << 20
 ) -> str:
-    """Returns rows of equally many cells as lines of aligned text. Unprintable text is escaped.
+    """Returns a table as text with aligned columns. All rows have the same number of cells.
+
+    Unprintable characters are escaped.
 
     Args:
         right: the indices of the columns that are aligned to the right.
@@ -166,7 +176,13 @@ class _Uncallable(ModuleType):
 
 
 def explain_calls(package: str, instead: str) -> None:
-    """Make a call of the package `package` raise an error that shows the code to write, `instead`.
+    """Make a call of the package itself (`partita.compile(...)`) raise an error that shows a fix.
+
+    Call this while the package is being imported.
+
+    Args:
+        package: the full name of the package.
+        instead: the code to write instead of the call.
 
     Call this while the package is being imported.
     """

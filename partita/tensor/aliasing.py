@@ -47,7 +47,11 @@ T = torch.Tensor
 
 
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
-    """Mark the results of a view op as view copies of `args[0]`. Returns the results."""
+    """Mark the results of a view op as view copies of `args[0]`, and return them.
+
+    A view copy has its own memory, but behaves like a view: it is copied again after a write to its
+    source.
+    """
     source = args[0]
     if func is T.__getitem__:
         if not is_index_of_view(args[1]):  # a mask where the plan was made for a number
@@ -95,7 +99,12 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DT
 
 
 def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Run `write(copy, ...)`, an in-place op on a view copy, and write the result to its source."""
+    """Run an in-place op on a view copy, and write the changed values to the source tensor, too.
+
+    Args:
+        write: the in-place op.
+        copy: a tensor with its own memory that is a view of another tensor on one device.
+    """
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
     copied: CopiedView | None = state_of(copy).copied_view
@@ -140,9 +149,9 @@ def _before_expand(copied: CopiedView) -> CopiedView:
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Run `reshape(copy, ...)`, which changes the shape of a view copy in place.
+    """Run an op that changes a view copy's shape in place, such as `x.squeeze_()`.
 
-    The result is a view copy of the tensor with the old shape.
+    Afterwards the tensor is a view copy of its old self: writes still reach the source.
     """
     before, spec = _alias_of(copy), copy._spec
     own_state(copy).copied_view = None
@@ -173,9 +182,10 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
 
 
 def may_be_denser_than_whole(spec: Spec) -> bool:
-    """True if a piece of `spec` may be contiguous although the whole is not.
+    """True if this rank's piece may be contiguous although the global tensor is not.
 
-    This happens if the piece has at most one element in a dimension, and the whole has more.
+    This happens if the piece has at most one element in a dimension, and the global tensor has
+    more.
     """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
@@ -192,7 +202,9 @@ def _has_short_pieces(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """Returns the result of an op that may copy, as a copy exactly if one device copies.
+    """Returns a result such that it is a copy exactly if a single device would copy.
+
+    For ops that copy or return a view depending on strides (`contiguous`, `reshape`, `to`).
 
     Args:
         moved: True if the operand was redistributed for the call, or is itself a view copy.
@@ -251,9 +263,10 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
 
 
 def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
-    """Wraps an op that may copy, for a piece that `may_be_denser_than_whole`.
+    """Wraps an op such as `contiguous` so that it copies exactly if a single device would copy.
 
-    The result is a copy exactly if one device would copy."""
+    Needed for pieces for which `may_be_denser_than_whole` is True.
+    """
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
 
@@ -278,9 +291,7 @@ _stride = torch._C.TensorBase.stride
 
 
 def global_strides(x: DTensor) -> tuple[int, ...]:
-    """Returns the strides, in elements, of the global tensor whose pieces are laid out like x.
-
-    For a view copy, the strides of the view on one device."""
+    """Returns the strides, in elements, that the global tensor of x would have on one device."""
     if state_of(x).copied_view is not None:
         with _disable_current_modes():
             return make_meta_twin(x).stride()
@@ -288,11 +299,15 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
 
 
 def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a tensor of `shape` in memory order of its piece `x`.
+    """Returns the strides, in elements, of a global tensor, derived from one rank's piece.
 
-    A dense piece corresponds to a dense tensor with the same order of dimensions. A gap between
-    rows, as a slice leaves it, stays the same number of rows. If a piece has a single row, its
-    stride between rows is arbitrary. Then the size of its storage shows whether there are gaps.
+    A dense piece gives dense strides with the same order of dimensions. A gap between rows, as a
+    slice leaves it, stays the same number of rows. If a piece has a single row, its stride between
+    rows is arbitrary. Then the size of its storage shows whether there are gaps.
+
+    Args:
+        x: the piece.
+        shape: the global shape.
     """
     with local_ops():
         local = _stride(x)
@@ -322,7 +337,9 @@ def _fills_memory(x: torch.Tensor) -> bool:
 
 
 def make_meta_twin(x: DTensor) -> torch.Tensor:
-    """Returns a tensor on "meta" with the global shape and strides of x."""
+    """Returns a "meta" tensor with the global shape and strides of x, to compute strides without
+    data.
+    """
     copied: CopiedView | None = state_of(x).copied_view
     with local_ops():
         if copied is None:

@@ -76,7 +76,7 @@ def _is_list_of_places(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an op that is being planned, or that runs on gathered operands.
+    """One call of an op: the function, its arguments, and properties that planning needs.
 
     Attributes:
         form, func: the function, and its `Form` (the op to which it belongs).
@@ -89,7 +89,7 @@ class OpCall:
     kwargs: Kwargs
 
     def run(self) -> Any:
-        """Make the call."""
+        """Call the function with the arguments, and return its result."""
         return self.func(*self.args, **self.kwargs)
 
     def with_values(self, new: dict[Path, Any]) -> OpCall:
@@ -98,30 +98,40 @@ class OpCall:
 
     @cached_property
     def tensors(self) -> dict[Path, Any]:
-        """The tensors by their paths, also those in lists and tuples."""
+        """All tensors among the arguments by their paths (positions), also those in lists and
+        tuples.
+        """
         return _all_tensors(self.args, self.kwargs)
 
     @cached_property
     def wire(self) -> Wire:
-        """The wire of its DTensors. Raises LayoutError if they are on two meshes."""
+        """The wire (this rank's connection to other ranks) of the DTensors among the arguments.
+
+        Raises:
+            LayoutError: they are on two meshes.
+        """
         return find_wire(self.form.name, self.tensors.values())
 
     @cached_property
     def written(self) -> set[Path]:
-        """The paths of the tensors that the call writes."""
+        """The paths (positions) of the argument tensors that the call writes in place."""
         places = {w.path(self.args, self.kwargs) for w in self.form.writes}
         places |= {(0,)} if self.form.inplace else set()
         return {path for path in self.tensors if path[:1] in places}
 
     @property
     def view_copies(self) -> tuple[Path, ...]:
-        """The paths of operands that are view copies (see `aliasing`)."""
+        """The paths of arguments that are view copies, which may have to be copied again (see
+        `aliasing`).
+        """
         found = self.tensors.items()
         return tuple(path for path, t in found if isinstance(t, DTensor) and t._spec.is_copy)
 
     @property
     def writes_view_copy(self) -> bool:
-        """True if the call is in place on a view copy."""
+        """True if the call is an in-place op on a view copy, so that it must also write the
+        source.
+        """
         return self.form.inplace and (0,) in self.view_copies
 
     @property
@@ -153,7 +163,10 @@ class OpCall:
         return away if all(map(_is_number, away.values())) else {}
 
     def read_numbers_of_other_meshes(self) -> OpCall:
-        """Returns the call with those numbers as plain tensors; Partial ones are reduced first."""
+        """Returns the call with the DTensors of `numbers_of_other_meshes` as plain tensors.
+
+        Partial ones are reduced first.
+        """
         with torch.no_grad():
             plain: dict[Path, Any] = {
                 path: move_local(t, t._spec, t._spec.reduced, self.form.name, "implicit")
@@ -163,7 +176,7 @@ class OpCall:
 
     @cached_property
     def operands(self) -> list[tuple[Path, Any]]:
-        """The path and the value of each term of the rule's sentence, in order.
+        """The path and the value of each operand that the rule's sentence names, in order.
 
         For a fixed sentence, None means an operand that is not passed.
         """
@@ -176,9 +189,11 @@ class OpCall:
 
     @cached_property
     def declared(self) -> tuple[list[Any], Kwargs, list[tuple[Path, Any]]]:
-        """Returns the arguments that a rule function declares: positional, keyword, and tensors.
+        """The arguments that a rule function has as parameters.
 
-        "Tensors" are the tensors among the arguments, with their paths, in order."""
+        A triple: positional arguments, keyword arguments, and `(path, tensor)` for each tensor
+        among them.
+        """
         assert self.form.rule is not None
         args, kwargs, i = self.args, self.kwargs, 0
         positional: list[Any] = []
@@ -216,9 +231,10 @@ class OpCall:
 def normalize_call(
     form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs, torch.Tensor | None]:
-    """Returns the arguments with the rule's parameter names and without `out=`, and the `out`.
+    """Returns arguments under the rule's parameter names, and the `out=` tensor by itself.
 
-    Torch has other names for some parameters (`axis`, `input`, ...), which are replaced."""
+    Torch has other names for some parameters (`axis`, `input`, ...), which are replaced.
+    """
     if not kwargs:
         return args, kwargs, None
     kwargs = dict(kwargs)
@@ -254,7 +270,12 @@ def _is_number(t: DTensor) -> bool:
 
 
 def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
-    """Returns the wire of the DTensors in `tensors`. LayoutError if they are on two meshes."""
+    """Returns the wire (connection to the other ranks) of the DTensors in `tensors`.
+
+    Raises:
+        LayoutError: they are on two meshes.
+        TypeError: none is a DTensor.
+    """
     wires = list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
     if not wires:
         raise TypeError(f"{op}: no DTensor among the operands")
@@ -264,7 +285,8 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
-    """Returns the path in this call of the argument at `path` of another call with the same key.
+    """Returns the path of an argument in this call, given its path in another call of the same
+    plan.
 
     One call may pass by position what the other passes by name.
 
@@ -278,13 +300,13 @@ def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs)
 
 
 def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
-    """Returns the value at `path` of a call."""
+    """Returns the argument at `path`, its position in the call."""
     value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     return value if len(path) == 1 else value[path[1]]
 
 
 def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[list[Any], Kwargs]:
-    """Returns the arguments with the values at the paths of `new` replaced. Lists are copied."""
+    """Returns copies of the arguments in which the values at the paths of `new` are replaced."""
     args, kwargs = list(args), dict(kwargs)
     for path, value in new.items():
         home: Any = kwargs if isinstance(path[0], str) else args
@@ -298,7 +320,7 @@ def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[
 
 
 def collect_tensors(out: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a result, through tuples and lists, in order."""
+    """Returns all tensors in a result, which may be nested tuples and lists, in order."""
     if isinstance(out, torch.Tensor):
         return [out]
     if isinstance(out, (tuple, list)):
@@ -335,7 +357,9 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments with Python numbers for DTensors that torch would read as numbers."""
+    """Returns the arguments with DTensors replaced by Python numbers where torch expects a
+    number.
+    """
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
     sizes: Kinds = frozenset()
@@ -372,12 +396,15 @@ def _in_lists(kinds: Kinds) -> frozenset[str]:
 
 
 def takes_numbers(func: Function) -> bool:
-    """True if any argument of `func`, in any of its overloads, must be a number."""
+    """True if a parameter of `func` must be a number (such as `k` of `topk`), in any overload.
+
+    Then a DTensor that is passed there must be read before the call.
+    """
     return any(map(_are_numbers, _kinds_of_arguments(func)[1].values()))
 
 
 def read_number(x: DTensor) -> Any:
-    """Returns the value of a tensor of one element as a Python number."""
+    """Returns the value of a one-element tensor as a Python int, float, complex or bool."""
     has_index = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
 
@@ -442,7 +469,9 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 
 
 def make_transform_error(name: str) -> LayoutError:
-    """Returns the error for a function transform that gets a DTensor."""
+    """Returns the error to raise if a transform of `torch.func` gets a DTensor and cannot support
+    it.
+    """
     return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
         Fix("torch.autograd.grad(f(x), x)", "for gradients: it supports DTensors"),
@@ -581,14 +610,18 @@ def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
-    """Returns a DTensor, Invariant on every axis, with the memory of `x`, which may be written."""
+    """Returns a DTensor that shares the memory of a plain tensor, Invariant on every axis.
+
+    A write to the result changes `x`.
+    """
     with local_ops():
         return as_dtensor(x.view_as(x), spec_of_plain(x, wire))
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Make `x` (and its base, if `x` is a view) a DTensor if a write through its alias has made it
-    depend on DTensors.
+    """Make a plain tensor a DTensor after an in-place write connected it to DTensors in autograd.
+
+    If `x` is a view, its base becomes a DTensor, too.
     """
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
@@ -597,7 +630,7 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
 
 
 def write_into_plain(call: OpCall, paths: Sequence[Path]) -> Any:
-    """Make a call that writes the plain tensors at `paths`.
+    """Run a call that writes plain tensors in place, although other operands are DTensors.
 
     Raises:
         LayoutError: one of them is not a whole value (see `check_plain_tensor`).

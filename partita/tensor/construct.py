@@ -146,7 +146,11 @@ def distribute_tensor(
 
 
 def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
-    """Returns `tensor` distributed with this spec, without requires_grad."""
+    """Returns a DTensor of `spec` with the values of `tensor`. It does not require grad.
+
+    Args:
+        src_data_rank: the rank whose value is used, as in `distribute_tensor`.
+    """
     with torch.no_grad():
         value = tensor.detach()
         if value.is_meta:
@@ -204,9 +208,12 @@ def distribute_module(
 
 
 def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
-    """Returns the DTensor that replaces the plain buffer `b` on a mesh, made by `spread`.
+    """Returns the DTensor that replaces the plain buffer `b` on a mesh. Makes it at the first call.
 
-    It is the same for all modules that share `b`, whenever they are distributed.
+    Modules that share a buffer get the same DTensor.
+
+    Args:
+        spread: a function that distributes the buffer.
     """
     placed = _PLACED.get(b)
     if placed is None or placed._spec.wire is not wire:
@@ -351,7 +358,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if `value` can become the value of `p`.
+    """True if `value` can be assigned to the parameter `p` as `p.data`.
 
     Both must be on "meta" or neither, and on one device type.
     """
@@ -359,13 +366,17 @@ def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def refuse_all_but_modules(given: Any, by: str) -> None:
-    """Raise TypeError unless `given`, the first argument of `by`, is a module."""
+    """Raise TypeError unless `given`, the first argument of the function `by`, is an nn.Module."""
     if not isinstance(given, nn.Module):
         raise make_argument_error(by, "a torch.nn.Module", given, f"pt.{by}(model, ...)")
 
 
 def refuse_lazy(model: nn.Module, by: str) -> None:
-    """Raise unless `model` is a module with no uninitialized parameters, for the function `by`."""
+    """Raise unless `model` is an nn.Module without uninitialized (lazy) parameters.
+
+    Args:
+        by: the name of the calling function, for the error.
+    """
     refuse_all_but_modules(model, by)
     for name, part in model.named_modules():
         own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
@@ -379,7 +390,9 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
 
 
 def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
-    """Make `value` the value of the parameter `p`. Its attributes and hooks stay.
+    """Replace the data of the parameter `p` by `value`, in place. Attributes and hooks of `p` stay.
+
+    So optimizers and modules that refer to `p` see the distributed value.
 
     Returns:
         The gradient of `p`, which is removed, because it has the layout of the old value.
@@ -413,10 +426,14 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
 
 
 def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
-    """Convert an optimizer's element-wise state of `p` to the layout `update_spec(p)`.
+    """Convert the optimizer state of a parameter to the layout in which the parameter is updated.
 
-    The state may be whole, or in the layout of `p`, because it was loaded or made while `p` was
-    plain.
+    Needed for state that was loaded or made before `p` was distributed. It changes `state` in
+    place.
+
+    Args:
+        p: a parameter; its updates have the layout `update_spec(p)`.
+        state: the optimizer's state of `p` by name, in the layout of `p` or as plain tensors.
     """
     update = update_spec(p)
     for name, value in state.items():
@@ -433,7 +450,9 @@ def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
 
 
 def is_whole_state(p: DTensor, value: Any) -> bool:
-    """True if `value` is a plain tensor with an element for each element of `p`."""
+    """True if `value` is optimizer state that is not distributed yet: a plain tensor of p's global
+    shape.
+    """
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -443,19 +462,24 @@ def is_whole_state(p: DTensor, value: Any) -> bool:
 
 
 def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
-    """Copy the attributes of the parameter `p` to `whole`, which replaces it in a module.
+    """Copy the Python attributes of a parameter to the tensor that replaces it in a module for a
+    while.
 
-    Returns the attributes."""
+    Returns the attributes.
+    """
     given = {key: v for key, v in p.__dict__.items() if key not in OURS}
     whole.__dict__.update(given)
     return given
 
 
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
-    """Copy attributes to `p` that were set on `whole` while it replaced `p` in a module.
+    """Copy Python attributes that were set or deleted on `whole` back to the parameter `p`.
+
+    While a module runs, `whole` replaced `p` in it.
 
     Args:
-        given: the attributes that `copy_attributes` had copied to `whole`."""
+        given: the attributes that `copy_attributes` had copied to `whole`.
+    """
     now = whole.__dict__
     if not given and now.keys() <= OURS:
         return

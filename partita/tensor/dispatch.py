@@ -157,7 +157,7 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Run `func` on DTensors by the plan of this call. It is `DTensor.__torch_function__`."""
+    """The body of `DTensor.__torch_function__`: finds the plan of a call, and runs it."""
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)
@@ -221,7 +221,7 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 
 
 def op_of(func: Function) -> Op:
-    """Returns the Op of a function, made when the function is first called."""
+    """Returns the `Op` of a torch function, which stores its plans. The first call makes it."""
     op = OPS.get(func)
     if op is None:
         op = Op(func)
@@ -354,11 +354,12 @@ on_first_wire(lambda: inspect_collectives(_operands_of_collective))
 
 
 def run_gathered(call: OpCall) -> Any:
-    """Run a call on gathered operands. Its result is whole on every rank.
+    """Run a call on whole operands, because no rule says how to run it on pieces.
 
-    An operand that is written keeps its layout, because other code may refer to it: a gathered copy
-    is written, and then redistributed back. If the layout is Partial, the first rank gets the
-    result and the others get zeros; for a max or min, all ranks get it.
+    All operands are gathered first, and the result is whole on every rank. An operand that is
+    written keeps its layout, because other code may refer to it: a gathered copy is written, and
+    then redistributed back. If the layout is Partial, the first rank gets the result and the others
+    get zeros; for a max or min, all ranks get it.
 
     Raises:
         LayoutError: the written operand would get another shape.

@@ -97,7 +97,7 @@ class DTensor(torch.Tensor):
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh that was passed when the tensor was made."""
+        """The mesh of the tensor, as the object that the user passed when it was made."""
         return self._spec.wire.device_mesh
 
     @property
@@ -333,7 +333,7 @@ class DTensor(torch.Tensor):
     # -- memory: each rank has another part of it ------------------------------------------------
 
     def as_subclass(self, cls: type) -> Any:
-        """Raise an error: a DTensor has no global memory for another class.
+        """Raise an error: other tensor classes expect the memory of the global tensor.
 
         With torch-function disabled: torch.Tensor.as_subclass of the local tensor.
         """
@@ -342,7 +342,10 @@ class DTensor(torch.Tensor):
         return super().as_subclass(cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Set the value to the DTensor `source`'s, like `x.data = source`. Returns `self`.
+        """Replace this tensor's data by the data of the DTensor `source`, like `x.data = source`.
+
+        Returns `self`. Raises for any other argument. With torch-function disabled:
+        torch.Tensor.set_ of the local tensor.
 
         Raises for any other argument. With torch-function disabled: torch.Tensor.set_ of the local
         tensor.
@@ -406,7 +409,10 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 
 def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
-    """Redistribute `x` to the spec `after`; recorded as explicit. Differentiable."""
+    """Returns `x` redistributed to the spec `after`. Differentiable.
+
+    The ledger records the traffic as requested by the user ("explicit") in the op `op`.
+    """
     return as_dtensor(move_local(x, x._spec, after, op, "explicit"), after)
 
 
@@ -417,9 +423,10 @@ TYPED: dict[type, type] = {torch.Tensor: DTensor}
 
 
 def as_dtensor(local: torch.Tensor, spec: Spec) -> DTensor:
-    """Turn the local tensor into a DTensor of `spec`, in place, and return it.
+    """Turn a local tensor into a DTensor in place: replace its class, set its spec, and return it.
 
-    No other code may use it as a plain tensor."""
+    No other code may use the object as a plain tensor any more.
+    """
     local.__class__ = TYPED.get(local.__class__, DTensor)
     local._spec = spec  # type: ignore[attr-defined]
     return local  # type: ignore[return-value]
@@ -450,7 +457,11 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Run the moves of a plan on the local tensor `x`, without autograd. Returns the result."""
+    """Redistribute a local tensor by the moves of a plan, and return the result. No autograd.
+
+    Args:
+        op, reason: the op that needs the redistribution, and why, for the ledger.
+    """
     watcher = HERE.watcher
     if watcher is not None and reason != "gradient":
         return watcher.run_redistribution(
@@ -590,7 +601,7 @@ class _NoView(torch.autograd.Function):
 
 
 def alias_without_base(x: torch.Tensor) -> torch.Tensor:
-    """Returns a differentiable alias of `x` that keeps neither `x` nor its base alive."""
+    """Returns an alias of `x`, connected in autograd, whose existence does not keep `x` alive."""
     alias: torch.Tensor = _NoView.apply(x)
     return alias
 
@@ -611,7 +622,11 @@ class _OnGradient(torch.autograd.Function):
 
 
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of local `x` that redistributes its gradient from `given` to `wanted`."""
+    """Returns an alias of the local tensor `x` with the same values but another layout of its
+    gradient.
+
+    Backward gets a gradient of spec `given` and redistributes it to `wanted`, the one that x needs.
+    """
     line = "" if given.layout.shards == wanted.layout.shards else user_line()
     with local_ops():
         return _OnGradient.apply(x, _move_gradient, given, wanted, op, line)
@@ -626,7 +641,7 @@ def _move_gradient(
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Returns the error for `grad_placements` that shard a gradient differently from its value."""
+    """Returns the error for `grad_placements` whose Shard differs from that of the value."""
     return LayoutError(
         f"{op}: grad_placements shard the gradient differently from the value",
         place=line,
@@ -640,7 +655,7 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
 
 
 def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of local `x` whose backward raises if its gradient's layout is unknown.
+    """Returns an alias of the local tensor `x` whose backward raises if it cannot know the layout.
 
     If `x` is Replicate, a gradient that arrives is either each rank's part (Partial), or the same
     whole value on all ranks. By duality it would be the first; in torch.distributed.tensor it is
@@ -699,7 +714,9 @@ def _format_placement(p: Placement) -> str:
 
 
 def piece_held(x: torch.Tensor) -> Piece:
-    """Returns this rank's piece of `x`, or all of a plain tensor. It shares the memory of `x`.
+    """Returns the part of `x` that this rank saves in a checkpoint. It shares the memory of `x`.
+
+    For a plain tensor that is all of it.
 
     Raises:
         LayoutError: `x` is Partial, so no rank has a part of the value.
@@ -724,7 +741,7 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 
 
 def destination(x: torch.Tensor) -> Piece | None:
-    """Returns the piece of `x` into which a loaded value is written.
+    """Returns the part of `x` on this rank into which a checkpoint's value is loaded.
 
     For a Partial sum the first rank gets the value. On other ranks this is None, and their local
     tensors become zeros.
@@ -854,7 +871,9 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
 
 
 def make_memory_error(name: str) -> LayoutError:
-    """Returns the error for the method `name`, which needs the memory of the global tensor."""
+    """Returns the error for calling `name` (such as `set_`), which needs the global tensor's
+    memory.
+    """
     return make_layout_error(
         f"{name} cannot take a DTensor",
         Fix(f"x.to_local().{name}(...)", "on this rank's piece"),
@@ -905,7 +924,12 @@ def _make_disagreement_error(
 def shape_of_pieces(
     pieces: Sequence[Sequence[int]], shards: Sequence[Sequence[str]], mesh: Mesh
 ) -> tuple[int, ...]:
-    """Returns the global shape of pieces of these shapes, sharded along `shards`."""
+    """Returns the global shape of a tensor, computed from the shapes of all ranks' pieces.
+
+    Args:
+        pieces: the shape of each rank's piece, in rank order.
+        shards: for each dimension the axes that split it.
+    """
     by_coordinate = list(zip(mesh.coordinates(), pieces, strict=True))
     return tuple(
         sum(
@@ -935,7 +959,9 @@ _WORDS = 1 << 18
 
 
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Returns (number of dimensions, hash of sizes and dtype, hash of the bytes), of 63 bits each.
+    """Returns numbers by which ranks compare a tensor without sending it.
+
+    They are the number of dimensions, a hash of sizes and dtype, and a hash of the bytes (63 bits).
 
     Two tensors of one shape that differ in a single 64-bit word have different hashes: each word is
     multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as empty.

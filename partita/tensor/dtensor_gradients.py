@@ -90,7 +90,7 @@ def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """The gradient of this tensor, as a DTensor. Repeated reads return the same object."""
+    """Returns `x.grad` as a DTensor. Repeated reads return the same object."""
     _show_gradient(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
@@ -159,7 +159,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """Set `x.grad = None` for each tensor; fast if there is none."""
+    """Set `x.grad = None` for each tensor. Costs little if no tensor has a gradient."""
     shown = None
     with DisableTorchFunction():
         for x in tensors:
@@ -362,7 +362,9 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """Returns the hook to register on `x` so that the user's `hook` gets DTensors."""
+    """Returns a wrapper of a tensor hook that passes gradients to it as DTensors, not local
+    tensors.
+    """
     # A parameter may get another layout later; the result of an op keeps its layout.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -418,7 +420,9 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns the hook to register on the leaf `x` for the user's `hook` after accumulation.
+    """Returns the wrapper to register for a user's post-accumulate-grad hook on the leaf `x`.
+
+    The wrapper skips calls that the engine makes if a node gave no gradient (see `_may_be_unused`).
 
     The engine also calls such hooks if a node gave no gradient (see `_may_be_unused`).
     """
@@ -448,7 +452,7 @@ def _may_be_unused(leaf: Any) -> bool:
 
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
-    """Make the leaf `x` require grad inside the block, to register hooks on a frozen parameter."""
+    """Make `x` require grad inside the block. Torch registers hooks only on such tensors."""
     with local_ops():
         frozen = not _requires_grad(x)
         if frozen:
@@ -461,7 +465,7 @@ def requiring_grad(x: torch.Tensor) -> Iterator[None]:
 
 
 def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the user's hooks on a tensor, also post-accumulate-grad hooks."""
+    """Returns the backward hooks that a user has registered on a tensor, of all kinds."""
     with local_ops():
         one, other = hooks_of_backward(t), hooks_of_gradient(t)
     if not one and not other:
@@ -470,7 +474,7 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks of the user among `hooks`, without partita's hooks."""
+    """Returns the hooks in the dictionary `hooks` that are a user's and not partita's own."""
     if not hooks:
         return ()
     found = [
@@ -493,7 +497,8 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 
 @Node.register
 class NodeOfPieces:
-    """A node in the autograd graph of a DTensor. Its hooks get DTensors, or it raises an error.
+    """The `grad_fn` of a DTensor, as a user reads it. Its hooks get DTensors, or registering them
+    raises.
 
     Attributes:
         node: the autograd node, which computes on local tensors.
@@ -507,7 +512,8 @@ class NodeOfPieces:
         return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """Register a hook after the node of a leaf, which is called with `((), (gradient,))`.
+        """Register a hook that runs after a leaf's AccumulateGrad node, with arguments `((),
+        (gradient,))`.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -521,7 +527,9 @@ class NodeOfPieces:
         return self.node.register_hook(call_typed_hook)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
-        """Register a hook before the node of a leaf, which gets `(gradient,)` and may replace it.
+        """Register a hook that runs before a leaf's AccumulateGrad node.
+
+        It gets `(gradient,)` and may return a replacement.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -598,19 +606,27 @@ DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 
 
 def reduced_gradient_spec(x: DTensor) -> Spec:
-    """Returns the spec of the reduced gradient of x: the spec of x, or the one that ZeRO uses."""
+    """Returns the layout (spec) that x's gradient has after reduction.
+
+    That is the spec of x itself, or a sharded one if ZeRO shards x's gradients.
+    """
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.gradient
 
 
 def update_spec(x: DTensor) -> Spec:
-    """Returns the spec of x's update and optimizer state: the spec of x, or the one of ZeRO."""
+    """Returns the layout (spec) in which the optimizer updates x and keeps its state.
+
+    That is the spec of x itself, or a sharded one if ZeRO shards the update.
+    """
     layouts = state_of(x).zero_layouts
     return x._spec if layouts is None else layouts.update
 
 
 def store_gradient(x: DTensor, grad: DTensor) -> None:
-    """Set `x.grad = grad`, also if the local shapes differ, which torch does not allow."""
+    """Set `x.grad = grad`. Unlike torch, it allows a gradient whose local shape differs from
+    x's.
+    """
     # Also hidden from modes, because the program did not make this write.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         whole = x.data
@@ -650,9 +666,10 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 
 def mark_gradient_reduced(x: DTensor) -> None:
-    """Record that x's gradient is reduced. A hook makes it Partial before backward adds to it.
+    """Record that x's gradient is reduced, and register a hook for the next backward pass.
 
-    If the same object is the gradient of other tensors, this is recorded for them, too.
+    The hook makes the gradient Partial again before backward adds to it. If other tensors have the
+    same gradient object, this is recorded for them, too.
     """
     with local_ops():  # otherwise each attribute would be read through dispatch
         grad = _grad.__get__(x)
@@ -693,7 +710,7 @@ def _unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """True if x has the hook of `mark_gradient_reduced`."""
+    """True if x has a reduced gradient with the hook that `mark_gradient_reduced` registers."""
     watch = state_of(x).reopens
     if watch is None:
         return False
@@ -703,7 +720,8 @@ def is_watched(x: torch.Tensor) -> bool:
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
-    """Remove partita's weak references to the leaf `x` before `swap_tensors`, which allows none.
+    """Remove partita's weak references to the leaf `x`: `torch.utils.swap_tensors` does not allow
+    any.
 
     Returns:
         A function that makes the references again, to the object that is passed to it.
@@ -731,7 +749,12 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
 
 
 def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.Tensor | None:
-    """Make the settled gradient of `x` Partial, before the local `coming` is added to it.
+    """Make the reduced gradient of `x` Partial again, before backward adds a new one to it.
+
+    Otherwise each rank would add its own addend to the full sum.
+
+    Args:
+        coming: the local gradient that backward is about to add.
 
     Returns:
         The tensor to add in place of `coming`; None if `coming` is added.
@@ -770,8 +793,10 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
 
 
 def refuse_copied_part(grad: torch.Tensor | None) -> None:
-    """Raise if `grad`, to which backward adds, was set to a part of another tensor. It raises even
-    if that tensor is no longer alive, because it may be alive on some ranks only.
+    """Raise if backward would add to a `.grad` that a user set to a part of another tensor.
+
+    On one device that other tensor would change, too; here it would not. It raises even if that
+    tensor is no longer alive, because it may be alive on some ranks only.
     """
     if grad is not None and state_of(grad).is_copied_part:
         raise make_layout_error(
@@ -811,7 +836,10 @@ def _find_owners(grad: torch.Tensor) -> Iterator[DTensor]:
 
 
 def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
-    """Returns the tensors whose Partial gradients are among `values`, each once, in order."""
+    """Returns the tensors whose gradients are among `values` and not reduced yet (Partial).
+
+    Each tensor is returned once, in order.
+    """
     owners: dict[int, DTensor] = {}
     for value in values:
         if isinstance(value, DTensor) and value._spec.is_pending:
@@ -1042,16 +1070,24 @@ def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """Returns the local gradient of a value of `spec` as a DTensor. Either may be None."""
+    """Returns the local gradient of a value as a DTensor. `spec` is the value's, not the
+    gradient's.
+
+    Returns `grad` itself if either argument is None.
+    """
     if grad is None or spec is None:
         return grad
     return as_dtensor(_alias_with_history(grad), spec.gradient)
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
-    """Returns tensors that autograd had saved, with those that were DTensors as DTensors again.
+    """Returns tensors that autograd had saved, as DTensors again if they were DTensors when saved.
 
-    Autograd returns a saved input as a DTensor, but a saved output as a local tensor."""
+    Autograd returns a saved input as a DTensor, but a saved output as a local tensor.
+
+    Args:
+        specs: the spec of each tensor when it was saved; None for a plain tensor.
+    """
     return tuple(
         t
         if t is None or spec is None or isinstance(t, DTensor)

@@ -61,7 +61,7 @@ def _is_clean(plan: CallPlan) -> bool:
 
 
 def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a `torch._foreach_*` function."""
+    """Run a `torch._foreach_*` function on lists of DTensors."""
     if not _OWN_NAMES.issuperset(kwargs):
         args, kwargs = _place_arguments(func, args, kwargs)
     named = [(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]
@@ -252,7 +252,7 @@ def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a fused optimizer kernel, element-wise on lists of tensors in the parameters' layouts."""
+    """Run a fused optimizer kernel (such as `torch._fused_adam_`) on lists of DTensors."""
     new: dict[tuple[int | str, ...], Any] = {}
     shares = []
     for j, values in enumerate(args):
@@ -413,7 +413,10 @@ OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
 # torch's own DTensor adds itself to the same list.
 def let_clip_use_foreach(kind: type[torch.Tensor]) -> None:
-    """Make torch's gradient clipping use one foreach call for tensors of this class."""
+    """Make torch's gradient clipping use fast foreach kernels for tensors of the class `kind`.
+
+    Torch does so only for the classes in a list.
+    """
     if kind not in _in_clip:
         _in_clip.append(kind)
 

@@ -35,9 +35,10 @@ _FLOATS = frozenset((float, complex))
 def wrap_for_infinite_factors(
     kernel: Function | None, call: OpCall, plan: CallPlan
 ) -> Function | None:
-    """Returns the kernel for Partial sum operands, which reduces them if a factor is infinite.
+    """Wraps the kernel of a call that multiplies a Partial sum, in case a factor is infinite.
 
-    Returns `kernel` itself if there is no factor.
+    The wrapper reads the factor in each call. If it is infinite, it reduces the sum before the
+    multiplication. Returns `kernel` itself if the call has no factor to check.
 
     Args:
         kernel: the kernel that runs with finite factors; None for the function itself.

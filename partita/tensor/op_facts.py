@@ -49,7 +49,7 @@ F = TypeVar("F", bound=Function)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An operand that a call writes.
+    """An argument of an op that the op writes in place.
 
     The call must write the user's tensor, not a redistributed copy. Schemas of operators list such
     operands, except the running statistics of older normalizations.
@@ -67,7 +67,9 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Returns the operand's position or name in a call; None if this call does not write it."""
+        """Returns the written argument's position or name in a call; None if this call does not
+        write it.
+        """
         if self.flag is not None:
             i, name = self.flag
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
@@ -75,7 +77,7 @@ class Written:
         return (self.place,) if self.place < len(args) else (self.name,)
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns this operand of a call; None if it is not passed."""
+        """Returns the value of the written argument in a call; None if it is not passed."""
         return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
 
@@ -132,7 +134,7 @@ class OpFacts:
 
 @functools.lru_cache(maxsize=8192)
 def facts_of(target: Any) -> OpFacts:
-    """Returns the properties of the target of a graph node.
+    """Returns the properties of an operator, or of another target of an fx graph node.
 
     A target is an operator of torch, `operator.getitem`, or a function with `declare_facts`. For
     anything else all properties are False.
@@ -180,7 +182,7 @@ def facts_of(target: Any) -> OpFacts:
 
 
 def declare_facts(facts: OpFacts) -> Callable[[F], F]:
-    """Returns a decorator that sets the properties of a Python function that graphs call."""
+    """Returns a decorator that attaches `OpFacts` to a Python function that fx graphs call."""
 
     def declare(function: F) -> F:
         function.facts = facts  # type: ignore[attr-defined]
@@ -259,7 +261,7 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 
 class Cast(enum.Enum):
-    """The cast that autocast applies to floating-point operands of an op (never to float64)."""
+    """How autocast casts the floating-point operands of an op. It never casts float64."""
 
     FLOAT32 = "to float32"
     FLOAT32_UNLESS_GIVEN = "to float32, unless the call gives a dtype"
@@ -422,7 +424,10 @@ def _list_aten_overloads() -> dict[str, list[str]]:
 
 @cache
 def cast_of(op: str, device_type: str) -> Cast | None:
-    """Returns how autocast casts an op's operands on a device; None if it acts on ops inside it."""
+    """Returns how autocast casts an op's operands on a device type.
+
+    None if autocast does not list the op, but ops that it calls.
+    """
     overloads = _list_aten_overloads().get(op)
     if overloads is None:
         return None
@@ -460,7 +465,8 @@ def without_any_autocast() -> AbstractContextManager[None]:
 
 
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
-    """Returns a function that calls `run`, which implements `op`, with the casts of autocast.
+    """Wraps the function `run`, which implements `op`, so that autocast treats it as it treats
+    `op`.
 
     Torch casts the operands of the ops on its lists, and runs them without autocast. A decomposed
     op must behave like `op` and not like the ops inside: its operands are cast first, and autocast
@@ -539,7 +545,8 @@ False.
 
 @dataclass(frozen=True)
 class Form:
-    """A function, as one of the functions (forms) of an op.
+    """A torch function and the op to which it belongs: `torch.add` and `Tensor.add_` are forms of
+    add.
 
     Attributes:
         func: the function.
@@ -568,7 +575,7 @@ class Form:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that its rule reads, in order."""
+        """The names of the function's parameters that its rule reads, in order."""
         assert self.rule is not None
         if self.rule.derive is not None:
             return tuple(p.name for p in self.rule.params)
@@ -577,9 +584,10 @@ class Form:
 
 @cache
 def form_of(func: Function) -> Form:
-    """Returns the form of a function. Its rule is its own, or otherwise the rule of its op.
+    """Returns the form of a torch function: its op, its rule, and how it differs from the op.
 
-    A function written in Python can only have its own rule. Without one, its body runs.
+    The rule is the function's own, or otherwise the rule of its op. A function written in Python
+    can only have its own rule. Without one, its body runs.
     """
     operator = _operator_of(func)
     if operator is not None:
@@ -683,9 +691,9 @@ OVERRIDES: dict[Function, Function] = {}
 
 
 def runs_as_torch_has_it(func: Function) -> bool:
-    """True if this function gives the right result on the local tensor.
+    """True if a function gives the right result on the local tensor, without a rule.
 
-    These are attributes that `OVERRIDES` lacks.
+    These are attributes for which `OVERRIDES` has no entry, and functions that ignore the layout.
     """
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
@@ -693,7 +701,10 @@ def runs_as_torch_has_it(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """Returns a decorator that registers a function in `OVERRIDES` for functions of torch."""
+    """Returns a decorator for a function that replaces functions of torch on DTensors.
+
+    It registers the function in `OVERRIDES`.
+    """
 
     def register_override(f: Function) -> Function:
         for function in functions:
@@ -704,7 +715,9 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """Returns the `func` that `__torch_function__` receives when a tensor's attribute is read."""
+    """Returns the function that `__torch_function__` gets when the attribute `name` of a tensor is
+    read.
+    """
     return getattr(torch.Tensor, name).__get__
 
 
@@ -713,7 +726,7 @@ def find_getter(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator, or one overload of it.
+    """An operator of `torch.ops` with all its overloads, or with one of them.
 
     Attributes:
         name: its name, without namespace and overload.
@@ -728,7 +741,9 @@ class Operator:
 
 
 def overloads_of(func: Any) -> list[OpOverload]:
-    """Returns the overloads of an `OpOverloadPacket`, `[func]` for an `OpOverload`, else []."""
+    """Returns the overloads of an operator; a list of one for an `OpOverload`, [] for other
+    objects.
+    """
     if isinstance(func, OpOverload):
         return [func]
     if isinstance(func, OpOverloadPacket):
@@ -751,7 +766,7 @@ def _operator_of(func: Function) -> Operator | None:
 
 
 def find_unknown_effect(target: Any) -> str:
-    """Returns a text about a possible side effect of a custom operator; "" if it has none.
+    """Returns why a call of a custom operator may have an unknown side effect; "" if it has none.
 
     The schema and the registration must show that it only returns new tensors. By the contract of
     `torch.library.custom_op` it sends nothing, and has a tag if it draws random numbers. The same
@@ -801,7 +816,9 @@ _UPDATING = ("training", "use_input_stats")
 
 
 def written_by(func: Function) -> tuple[Written, ...]:
-    """Returns the operands that `func` writes, as far as they are known."""
+    """Returns the arguments that `func` writes in place, as far as its schema or signature
+    shows.
+    """
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
         return _find_written_statistics(
@@ -892,7 +909,7 @@ def _has_questions(func: Any) -> bool:
 
 
 def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
-    """Returns a function with the code of `func` and the globals of `space`."""
+    """Returns a copy of a Python function that looks up its globals in `space`."""
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )

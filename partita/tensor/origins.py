@@ -90,7 +90,7 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Record that the program's current call, which all ranks make, has made `out`."""
+    """Record the user's current call, which all ranks make, as the origin of the tensor `out`."""
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
@@ -133,7 +133,7 @@ def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class NotingKernel:
-    """A kernel that records the origins of its results; see `note_origins_of`."""
+    """A kernel that also records which call made its results (see `note_origins_of`)."""
 
     __slots__ = ("_keeps_origin", "_kernel")
 
@@ -183,7 +183,14 @@ def find_origin(x: torch.Tensor) -> TensorOrigin | None:
 
 
 def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") -> Reading:
-    """Returns the description that ranks compare when the program reads a value by `op`."""
+    """Returns a description of a read (`x.item()`), which ranks exchange before they read the
+    value.
+
+    If the descriptions differ, the ranks read different tensors, and an error names both.
+
+    Args:
+        op: the function that reads.
+    """
     made, layout = find_origin(x), f"{str(x.dtype).removeprefix('torch.')} {spec.layout.brief()}"
     if made is None:
         return Reading(op, layout, verb=verb)
@@ -191,17 +198,20 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
 
 def is_beside_program(wire: Wire) -> bool:
-    """True in a thread other than the main one, if ranks wait for each other.
+    """True in a thread other than the main one, on a wire whose ranks wait for each other.
 
-    Ranks do not compare there, because exchanges of several threads would be mixed up."""
+    Ranks do not compare there, because exchanges of several threads would be mixed up.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     return bool(wire.ranks_to_wait_for) and not is_main
 
 
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
-    """True if ranks compare which tensor they redistribute: a small one, or one that all get whole.
-    They compare only if all ranks of the mesh take part and collectives block the host anyway. In
-    threads other than the main one they do not, because the rank itself would seem to wait.
+    """True if ranks compare which tensor they redistribute, before they do so.
+
+    They do for small tensors, and for those that all ranks get whole. They do only if all ranks of
+    the mesh take part and collectives block the host anyway. In threads other than the main one
+    they do not, because the rank itself would seem to wait.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

@@ -58,7 +58,7 @@ from .tensor_state import (
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way to distribute an op over the mesh.
+    """The chosen way to run an op on pieces: the layouts of its operands and of its results.
 
     Attributes:
         inputs: the layout that each operand must have; None if it is absent or a number.
@@ -74,14 +74,20 @@ class Choice:
     splits: dict[str, tuple[str, ...]]
 
     def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
-        """Returns the layout of output i if the kernel returns local tensors of shape `local`."""
+        """Returns the global layout of output i, given the shape of the local tensor that the
+        kernel made.
+
+        Args:
+            bound: the rule's sentence with the sizes of this call.
+            local: the shape of the local tensor.
+        """
         shape = bound.output_shape(i, local)
         return Layout(shape, self.outputs[i], self.partial[i], self.invariant[i])
 
 
 @dataclass(frozen=True)
 class Target:
-    """An operand that is converted before the kernel runs.
+    """An operand that must be converted to another layout before the kernel runs.
 
     Attributes:
         path: the operand's position in the call.
@@ -97,7 +103,10 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """The plan of all calls with one key, on this rank.
+    """How this rank runs a call: which operands it redistributes, the kernel, and the results'
+    specs.
+
+    Calls with the same key share one plan.
 
     Attributes:
         op: the op's name.
@@ -147,7 +156,7 @@ class CallPlan:
     hits: int = field(default=0)
 
     def listen(self, on: bool) -> None:
-        """Start or stop recording the work of calls in the open ledgers.
+        """Start (`on`) or stop recording the operations of matrix products in open ledgers.
 
         This replaces the kernel, so calls have no extra cost while no ledger is open.
         """
@@ -207,18 +216,20 @@ class CallPlan:
 
     @property
     def notes_origin(self) -> bool:
-        """True if the kernel records the origins of its results."""
+        """True if the kernel must record which call made its results (see `origins`)."""
         noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
         return noted and self.work is None
 
     @property
     def keeps_origin(self) -> bool:
-        """True if a result may be the operand itself, a view of it, or its conversion."""
+        """True if a result gets its operand's origin: it may be the operand, a view or a conversion
+        of it.
+        """
         facts = facts_of_function(self.op)
         return facts.is_view or facts.may_copy
 
     def tag(self, out: Any) -> Any:
-        """Make each new local tensor of a result a DTensor with its spec.
+        """Set the specs of a call's results: each new local tensor becomes a DTensor.
 
         Raises:
             LayoutError: the shapes or the number of results do not fit the rule.
@@ -346,7 +357,7 @@ class PlanWork:
     run: Function
 
     def run_noting_work(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernel, and record the products in the open ledgers."""
+        """Run the kernel, and record its matrix products in the open ledgers."""
         scope = self.wire.scope
         if not scope.recomputing:
             place = user_line()
@@ -357,7 +368,12 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the work of a call by `plan`. `run` is the function that runs without a kernel."""
+    """Returns the matrix products that calls of `plan` compute on a rank.
+
+    Args:
+        work: the matrix products of the global op.
+        run: the function that runs if the plan has no kernel.
+    """
     assert plan.choice is not None and plan.bound is not None
     wire, splits, sizes = plan.wire, plan.choice.splits, plan.bound.sizes
     products, is_even = [], True
@@ -381,7 +397,7 @@ def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWor
 
 
 class Op:
-    """One function and the plans of its calls.
+    """A torch function with the cache of plans for its calls.
 
     Attributes:
         func, form: the function, and its `Form` (the op to which it belongs).
@@ -402,7 +418,9 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Set the form after a rule was registered, and drop the plans of the old rule."""
+        """Set the form after a rule was registered, and drop the plans that were made with the old
+        rule.
+        """
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name
@@ -454,11 +472,14 @@ _FACTORS = frozenset(("alpha", "beta", "value"))
 
 
 class Unkeyed(TypeError):
-    """Raised if a call has no key: its arguments must be normalized first, or are unknown."""
+    """Raised if no plan can be looked up for a call as it is.
+
+    Its arguments must be normalized first, or the rule does not know them.
+    """
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns what the key of a call holds for an operand that is not a DTensor."""
+    """Returns the part of a plan's key for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -467,7 +488,9 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """Returns a hashable key for a declared argument. A float is replaced by its type."""
+    """Returns a hashable value that represents an argument in a plan's key; for a float, its
+    type.
+    """
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
@@ -501,8 +524,10 @@ def freeze_value(value: Any) -> Any:
 def check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
-    """Raise Unkeyed if an argument that the rule does not declare could matter: another name of a
-    parameter, a tensor, an infinite factor (see `infinite_factors`), or `inplace=True`.
+    """Raise Unkeyed if an argument outside the plan's key could change the result.
+
+    Such are another name of a parameter, a tensor, an infinite factor (see `infinite_factors`), and
+    `inplace=True`.
     """
     for name, value in named.items():
         if type(value) is float and name in _FACTORS and not math.isfinite(value):
@@ -540,7 +565,10 @@ KeyParameters = Sequence[tuple[str, int, Any]]
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
-    """Returns the key function of a fixed sentence: the specs and kinds of its operands.
+    """Returns a function that computes the plan's key of a call, for a rule that is a fixed
+    sentence.
+
+    The key has the operands' specs, or their kinds if they are not DTensors.
 
     Args:
         names: the names of the operands' parameters.
@@ -551,7 +579,10 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """Returns the key function of a rule function: the key has the declared arguments."""
+    """Returns a function that computes the plan's key of a call, for a rule that is a function.
+
+    The key has the arguments that the rule function declares.
+    """
     return _make_key([(p.name, _classify_parameter(p), p.default) for p in params], flagged)
 
 
@@ -632,7 +663,10 @@ class CacheInfo(NamedTuple):
 
 
 class Plans(dict[Any, Any]):
-    """The plans of an op for each key of a call: recently used plans, and an older generation."""
+    """The cached plans of one op, by the key of a call.
+
+    This dictionary has the plans that were used recently; an older generation is dropped next.
+    """
 
     def __init__(self, name: str):
         super().__init__()
@@ -641,14 +675,16 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Move a plan from the older generation to the younger one. Returns it, or None."""
+        """Returns a plan of the older generation, or None. The plan is moved to the younger
+        generation.
+        """
         plan = self.old.pop(key, None)
         if plan is not None:
             self.remember(key, plan)
         return plan
 
     def forget(self) -> None:
-        """Drop every plan of this op."""
+        """Drop every cached plan of this op."""
         with _CACHE.lock:
             _CACHE.young -= len(self)
             _CACHE.forgotten_hits += sum(p.hits for p in (*self.values(), *self.old.values()))
@@ -675,7 +711,10 @@ class _Cache:
         self.lock = threading.RLock()
 
     def rotate_generations(self) -> None:
-        """Begin a new generation: drop the old plans, and make the recent ones old."""
+        """Drop the plans that were not used recently: the older generation of every op.
+
+        The younger generation becomes the older one.
+        """
         for plans in self.ops:
             self.forgotten_hits += sum(p.hits for p in plans.old.values())
             plans.old = dict(plans)
@@ -690,12 +729,14 @@ _CACHE = _Cache()
 
 
 def note_miss() -> None:
-    """Count a call for which there was no plan."""
+    """Count a cache miss: a call for which there was no plan."""
     _CACHE.misses += 1
 
 
 def cache_info() -> CacheInfo:
-    """Returns the hits, misses, entries, limit, and entries by op of the plan cache."""
+    """Returns statistics of the plan cache: hits, misses, number of plans, limit, and plans
+    by op.
+    """
     with _CACHE.lock:
         live = [p for plans in _CACHE.ops for p in (*plans.values(), *plans.old.values())]
         by_op: dict[str, int] = {}
@@ -716,9 +757,10 @@ def cache_clear() -> None:
 
 
 def forget_plans_on(wires: Container[Wire]) -> None:
-    """Drop the plans of calls on `wires`, which are not used again.
+    """Drop the cached plans of calls on `wires`, which are not used again.
 
-    A plan would keep its wire alive, and its kernel the tensors that it refers to."""
+    A plan would keep its wire alive, and its kernel the tensors that it refers to.
+    """
 
     def is_on_wires(key: Any) -> bool:
         if type(key) is tuple:
@@ -764,7 +806,7 @@ another version is not used."""
 
 
 def load_extension() -> Any:
-    """Returns the extension module; None if it is not built, out of date or disabled."""
+    """Returns the C extension of the hot path; None if it is not built, out of date or disabled."""
     if os.environ.get("PARTITA_HOT_PATH") == "python":
         return None
     try:

@@ -434,9 +434,10 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 
 @dataclass(frozen=True)
 class Considered:
-    """A row that was priced for an axis.
+    """A row that the search priced for a mesh axis, and whether it took it.
 
-    The price is in seconds, for forward and backward together."""
+    The price is in seconds, for forward and backward together.
+    """
 
     axis: str
     row: Row
@@ -483,7 +484,9 @@ class RowChooser:
     rows: list[Row] = field(default_factory=list)
 
     def choose(self) -> Choice | None:
-        """Choose a row for each axis. Returns None if `inplace` excludes every row of an axis."""
+        """Choose the cheapest row for each axis. Returns None if no row keeps an in-place op's
+        operand.
+        """
         parts: dict[str, int] = {}
         for axis in self.mesh.names:
             self.axis, n = axis, self.mesh.size(axis)

@@ -201,7 +201,8 @@ for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
 
 
 def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function | None:
-    """Returns `kernel` with a check that compares generators when a line first draws.
+    """Wraps a kernel that draws random numbers: ranks compare their generators at each line's first
+    draw.
 
     None if there are no ranks to compare with.
     """
@@ -213,7 +214,10 @@ def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function |
 def run_with_generator_check(
     run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `run(*args, **kwargs)`. Raises on all ranks if it drew from different generators."""
+    """Returns `run(*args, **kwargs)`, a call that draws random numbers.
+
+    At the first draw of a line, raises on all ranks if their generators had different states.
+    """
     # A disabled dropout draws nothing: its numbers distinguish the calls of one line.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
     key = (call_site(), "draw", op, numbers)
@@ -228,7 +232,11 @@ def run_with_generator_check(
 
 
 def compare_draws(op: str, wire: Wire, generator: torch.Generator, before: torch.Tensor) -> None:
-    """Raise on all ranks if `op` drew from a generator whose old state `before` differs."""
+    """Raise on all ranks if `op` drew random numbers from generators in different states.
+
+    Args:
+        before: this rank's generator state before the draw.
+    """
     if torch.equal(before, generator.get_state()):
         return
     state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class ForwardNote:
-    """A link of the list: a forward that has begun, or a position between two forwards.
+    """An entry of the linked list of forwards: a forward that has begun, or a position between two.
 
     Attributes:
         block: an object that identifies the block; None for a position.
@@ -71,12 +71,12 @@ def note_forward(block: object, is_of_other_values: bool) -> None:
 
 
 def note_end_of_forward() -> None:
-    """Record that the forward of a block has ended."""
+    """Record that the forward of the current block has ended."""
     _append_note(ForwardNote())
 
 
 def place_in_forward() -> ForwardNote:
-    """Returns the current position in the list, at which a checkpoint begins.
+    """Returns the current position in the list of forwards, for a checkpoint that begins now.
 
     If a block's forward has just begun, the checkpoint may be a hook of that block. Its rerun then
     calls the block itself, so the position is before that forward.
@@ -90,13 +90,16 @@ def place_in_forward() -> ForwardNote:
 
 
 def find_forward_of_rerun(block: object) -> ForwardNote | None:
-    """Returns the recorded forward that the current call of `block` in a rerun repeats, or None."""
+    """Returns the original forward that a block now repeats in a checkpoint's rerun.
+
+    None if no rerun is in progress or the forward was not recorded.
+    """
     return None if _THREAD.rerun is None else _THREAD.rerun.find_next(block)
 
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Mark the block as the rerun of a checkpoint that began at `start`."""
+    """Mark the code in the `with` block as the rerun of a checkpoint that began at `start`."""
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
     try:
         yield
@@ -105,7 +108,9 @@ def running_again(start: ForwardNote) -> Iterator[None]:
 
 
 class Rerunnable:
-    """A function of a checkpoint, which began when this object was made.
+    """A wrapper of a checkpointed function: its second and later calls count as reruns.
+
+    Make it when the checkpoint begins.
 
     Args:
         function: the function that the checkpoint calls.

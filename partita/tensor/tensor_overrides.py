@@ -209,7 +209,7 @@ _write = torch.Tensor.__setitem__
 
 @implements(torch.Tensor.__setitem__)
 def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
-    """Run `torch.Tensor.__setitem__` if x, the index or the value is a DTensor.
+    """Runs `x[index] = value` if x, the index or the value is a DTensor.
 
     Ints and slices select a range of each dimension. Each rank writes the part of the range that it
     holds. Nothing is sent except a value that is sharded or Partial. Into a Partial sum the first

@@ -47,7 +47,7 @@ KEPT_IN_CLASS = "_partita_kept"
 
 
 def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate a function of a class, so that the class keeps the result.
+    """Decorate a function of a class so that its result is cached as an attribute of that class.
 
     A cache would keep alive each class that a program defines in a function.
     """
@@ -64,7 +64,12 @@ def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
-    """Returns a LayoutError that names the user's line."""
+    """Returns a LayoutError with the user's file and line.
+
+    Args:
+        fact: what was requested, and why it is impossible.
+        more: other arguments of `LayoutError`.
+    """
     return LayoutError(fact, place=user_line(), fixes=fixes, **more)
 
 
@@ -134,18 +139,21 @@ class Spec:
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
     def invariant_of(self, shape: Sequence[int]) -> Spec:
-        """The spec of a whole value of `shape`: Replicate axes stay, others become Invariant."""
+        """Returns the spec of a value of `shape` that is whole on every rank.
+
+        Axes that are Replicate in this spec stay Replicate; others become Invariant.
+        """
         axes = tuple(a for a, p in self.by_axis() if not p.is_replicate())
         return spec_of(Layout(tuple(shape), invariant=axes), self.wire)
 
     @cached_property
     def is_pending(self) -> bool:
-        """True if it is Partial on any axis."""
+        """True if a value of this spec must still be reduced: it is Partial on any axis."""
         return bool(self.layout.partial)
 
     @cached_property
     def is_sharded(self) -> bool:
-        """True if any axis splits a dimension."""
+        """True if any axis is Shard."""
         return any(self.layout.shards)
 
     @cached_property
@@ -165,13 +173,15 @@ class Spec:
 
     @cached_property
     def used_differently(self) -> tuple[str, ...]:
-        """The axes with more than one rank on which the value is Replicate."""
+        """The Replicate axes of more than one rank, along which ranks may compute different
+        things.
+        """
         return tuple(
             a for a, p in self.by_axis() if p.is_replicate() and self.wire.mesh.size(a) > 1
         )
 
     def by_axis(self) -> list[tuple[str, Placement]]:
-        """Each axis of the mesh with its placement."""
+        """Returns `(axis, placement)` for each axis of the mesh."""
         return list(zip(self.wire.mesh.names, self.placements, strict=True))
 
     @cached_property
@@ -187,7 +197,9 @@ class Spec:
 
     @cached_property
     def is_uneven(self) -> bool:
-        """True if some ranks have smaller pieces than others. Equal on all ranks."""
+        """True if some ranks have smaller pieces than others. The result is the same on all
+        ranks.
+        """
         return is_uneven(self.layout, self.wire.mesh)
 
     @cached_property
@@ -203,7 +215,10 @@ class Spec:
 
     @cached_property
     def as_copy(self) -> Spec:
-        """The spec of view copies in the same layout: another object, whose `is_copy` is True."""
+        """The spec for a view copy in this layout (see `aliasing`).
+
+        It is a different object with the same layout and wire, and its `is_copy` is True.
+        """
         if self.is_copy:
             return self
         copy = Spec(self.layout, self.wire)
@@ -227,7 +242,7 @@ ON_NEW_SPEC: list[Callable[[Spec], None]] = []
 
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:
-    """Returns the one Spec of `layout` on `wire`."""
+    """Returns the spec of `layout` on `wire`. Equal arguments return the same object."""
     spec = _INTERNED.get((layout, wire))
     if spec is None:
         spec = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
@@ -237,7 +252,7 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
 
 
 def any_spec(kind: type = Wire) -> Spec | None:
-    """Returns any Spec that is in use on a wire of this class; None if there is none."""
+    """Returns some spec that is in use on a wire of class `kind`; None if there is none."""
     return next((s for s in list(_INTERNED.values()) if isinstance(s.wire, kind)), None)
 
 
@@ -315,11 +330,12 @@ class ZeroLayouts:
 
 @dataclass(frozen=True, slots=True)
 class RetypedValue:
-    """An alias of a tensor with another spec, and thus another layout of its gradient.
+    """A cached alias of a tensor with another spec, so that its gradient has another layout.
+
+    It may be used while the tensor's version and grad_fn are unchanged.
 
     Attributes:
-        version, grad_fn: the tensor's version and grad_fn when the alias was made. The alias is
-            used while both are unchanged.
+        version, grad_fn: those of the tensor when the alias was made.
     """
 
     spec: Spec
@@ -328,7 +344,9 @@ class RetypedValue:
     value: torch.Tensor
 
     def is_of(self, x: torch.Tensor, spec: Spec) -> bool:
-        """True if this alias is up to date with `x` and its graph, and has this spec."""
+        """True if this alias can be used for `x` in this spec: neither x nor its graph has
+        changed.
+        """
         return (
             self.spec is spec
             and self.version == x._version
@@ -374,7 +392,9 @@ class TensorState:
 
     @property
     def written_unseen(self) -> bool:
-        """True if the tensor may have been written, or may yet be written, through its `.data`."""
+        """True if the tensor may be written through its `.data`, which torch does not count as a
+        write.
+        """
         return self.unseen_writes > 0 or self.data is not None
 
 
@@ -382,18 +402,22 @@ _NOTHING = TensorState()
 
 
 def state_of(x: torch.Tensor) -> TensorState:
-    """Returns the state of `x`, for reading only: tensors without state share one object."""
+    """Returns partita's data about the tensor `x`, only to be read: tensors without data share one
+    object.
+    """
     state: TensorState = x.__dict__.get(_STATE, _NOTHING)
     return state
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
-    """Returns `state_of` each tensor."""
+    """Returns the result of `state_of` for each tensor."""
     return [x.__dict__.get(_STATE, _NOTHING) for x in tensors]
 
 
 def own_state(x: torch.Tensor) -> TensorState:
-    """Returns the state of `x` to be written; makes one if `x` has none."""
+    """Returns partita's data about the tensor `x`, to be changed. Makes an object if `x` has
+    none.
+    """
     state: TensorState | None = x.__dict__.get(_STATE)
     if state is None:
         state = x.__dict__[_STATE] = TensorState()
@@ -401,13 +425,16 @@ def own_state(x: torch.Tensor) -> TensorState:
 
 
 def count_writes(x: torch.Tensor) -> int:
-    """Returns how many writes of `x` torch has counted (its version); 0 in inference mode."""
+    """Returns the number of in-place writes to `x`, as torch counts them (`x._version`).
+
+    0 for a tensor made in inference mode, which has no version.
+    """
     with DisableTorchFunction():
         return 0 if x.is_inference() else x._version
 
 
 def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns `count_writes` of each tensor."""
+    """Returns the result of `count_writes` for each tensor."""
     with DisableTorchFunction():
         try:
             return [x._version for x in tensors]
@@ -426,7 +453,7 @@ def count_unseen_writes(x: torch.Tensor) -> int:
 
 
 def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns `count_unseen_writes` of each tensor."""
+    """Returns the result of `count_unseen_writes` for each tensor."""
     # Nearly all have nothing to count, and ZeRO calls this for each gradient of each step.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
@@ -441,7 +468,7 @@ def note_unseen_write(x: torch.Tensor) -> None:
 
 
 def note_other_memory(x: torch.Tensor) -> None:
-    """Count a replacement of the memory of `x`, as by `x.data = y`."""
+    """Record that the memory of `x` was replaced, as by `x.data = y`."""
     note_unseen_write(x)
     state = own_state(x)
     if (known := state.data) is not None:
@@ -454,7 +481,7 @@ def note_other_memory(x: torch.Tensor) -> None:
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:
-    """True if `x` may have other values than when `count` writes were counted."""
+    """True if `x` may have been written since `count_writes(x)` was `count`."""
     return count_writes(x) != count or state_of(x).written_unseen
 
 
@@ -463,7 +490,9 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 @dataclass(slots=True)
 class CopiedView:
-    """The source of a view copy: result `index` of `view(source, *args, **kwargs)`.
+    """The data of a view copy: the source and the view op from which it is made.
+
+    The copy is result `index` of `view(source, *args, **kwargs)`.
 
     A view copy has its own memory, but on one device it would be a view, which changes with its
     base. So it is copied again when it is read after its source was written. Torch counts a
@@ -489,7 +518,7 @@ class CopiedView:
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
     def take_again(self, copy: Any) -> Any:
-        """Returns `copy` if it is up to date, else a new copy of the same part of the source."""
+        """Returns the view copy if it is up to date; otherwise makes a new one from the source."""
         source = current(self.source)
         count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
         with DisableTorchFunction():
@@ -511,7 +540,10 @@ class CopiedView:
 
 
 def current(x: Any) -> Any:
-    """Returns `x`, or a new copy if `x` is a view copy that is out of date."""
+    """Returns `x` with up-to-date values.
+
+    That is `x` itself, or a new copy if `x` is a view copy whose source was written.
+    """
     copied = state_of(x).copied_view
     return x if copied is None else copied.take_again(x)
 
@@ -530,7 +562,12 @@ class Watcher(Protocol):
     def run_function(
         self, function: Any, args: tuple[Any, ...], kwargs: Kwargs, run: Callable[[], Any]
     ) -> Any:
-        """Intercept `function.apply(*args, **kwargs)` or a compiled region, which `run()` calls."""
+        """Intercept a call of an `autograd.Function` or of a compiled region.
+
+        Args:
+            function: the function whose `apply(*args, **kwargs)` is called.
+            run: makes the call and returns its result.
+        """
 
     def announce_write(self, t: torch.Tensor) -> None:
         """Record that the current `autograd.Function` is about to write `t` in place."""
@@ -538,7 +575,12 @@ class Watcher(Protocol):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Intercept the redistribution `what` (a plan of moves) of `x`, which `run()` makes."""
+        """Intercept the redistribution of the local tensor `x`.
+
+        Args:
+            what: the redistribution: a plan of moves.
+            run: does it and returns the result.
+        """
 
 
 class _Here(threading.local):
@@ -566,8 +608,10 @@ class _Here(threading.local):
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """End what begins inside the block, however the block is left. Torch does not call a
-        module's forward hooks if its forward raises a bare BaseException."""
+        """End the blocks whose forward begins inside the `with` block, however it is left.
+
+        Torch does not call a module's forward hooks if its forward raises a bare BaseException.
+        """
         n = len(self.unfinished)
         try:
             yield
@@ -593,7 +637,9 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True in a TorchDispatchMode which a formula of torch has called in backward, not in hooks."""
+    """True inside a TorchDispatchMode if a derivative formula of torch called it, not a backward
+    hook.
+    """
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return in_backward() and below_autograd(torch._C.DispatchKey.AutogradFunctionality)
 
@@ -609,12 +655,14 @@ def frees_graph() -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call `call` when the running backward pass ends, unless it raises."""
+    """Call `call` at the end of the running backward pass, unless the pass raises an error."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def next_node() -> int:
-    """Returns the sequence number of the next autograd node of this thread; it increases."""
+    """Returns the sequence number that the next autograd node of this thread gets. Numbers
+    increase.
+    """
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
@@ -628,7 +676,7 @@ def saving_hooks() -> tuple[Any, Any] | None:
 
 
 def without_history(t: torch.Tensor) -> torch.Tensor:
-    """Returns a detached alias of `t`, which a hook that packs saved tensors may keep.
+    """Returns a detached alias of `t`, for hooks that pack tensors that autograd saves.
 
     A node may save its own result. That result refers to the node, which refers to the packed
     object: a cycle through C++ that is not collected until a backward pass runs.
@@ -638,5 +686,7 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
 
 
 def count_holders(storage: torch.UntypedStorage) -> int:
-    """Returns the number of tensors and storage objects with this memory, the caller's included."""
+    """Returns the number of tensors and storage objects that share this memory, the argument
+    included.
+    """
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

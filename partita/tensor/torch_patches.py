@@ -76,7 +76,11 @@ def holds_dtensor(value: Any) -> bool:
 
 
 def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
-    """Replace the attribute `name` of `homes` by `function`, also for pickle and TorchScript.
+    """Replace a public function of torch by partita's, also for pickle and TorchScript.
+
+    Args:
+        name: the function's name.
+        homes: the modules or classes that have it as an attribute.
 
     Returns:
         The original function.
@@ -669,7 +673,8 @@ are compiled like a user's: models, and benches with their rivals.
 
 
 def only_entered(function: F) -> F:
-    """Make Dynamo skip frames of `function`, but still inline it into other frames.
+    """Make Dynamo never compile `function` by itself, but allow it to inline it into other
+    functions.
 
     If Dynamo compiled a function that calls `is_dynamo_compiling()` by itself, it would fold the
     call to True, and always run Dynamo's branch. Private torch: `torch.compiler` can disable a

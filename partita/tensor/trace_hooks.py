@@ -17,7 +17,8 @@ _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class TraceHooks:
-    """The hooks of this thread.
+    """Methods that code calls so that a capture can record or replace an action; here they act
+    eagerly.
 
     Attributes:
         is_tracing: True while the program runs over fake tensors. They have no memory: no value is
@@ -46,7 +47,7 @@ class TraceHooks:
     def step(
         self, optimizer: Any, run: Callable[[], Any], originals: Mapping[Any, torch.Tensor]
     ) -> None:
-        """Make the update of an element-wise optimizer.
+        """Run the update of an element-wise optimizer, so that a capture can record it.
 
         Args:
             run: a function that makes it.
@@ -67,26 +68,43 @@ class TraceHooks:
         return False
 
     def end_block(self, gather: Any) -> bool:
-        """End the forward of a block. Returns True if the gather is a part of the graph."""
+        """End the forward of a block that `begin_block` began.
+
+        Returns True if the gather is a part of the graph.
+        """
         return False
 
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Swap the contents of two tensors, as `torch.utils.swap_tensors`. Returns True if done."""
+        """Swap the contents of two tensors as `torch.utils.swap_tensors` does, if this is a
+        capture.
+
+        Returns True if it did so. Eagerly it returns False, and the caller swaps them.
+        """
         return False
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which calls belong to a remat region."""
+        """Returns a context manager for the calls of a rematerialization region."""
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager in which the remat region keeps all results, if `keep`."""
+        """Returns a context manager in which the remat region saves all results for backward, if
+        `keep`.
+        """
         return nullcontext()
 
     def keep(self, x: torch.Tensor) -> None:
-        """Make the current remat region keep `x` for backward."""
+        """Make the current remat region save `x` for backward instead of recomputing it."""
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise if remat regions of `title` cannot have a budget of bytes here."""
+        """Raise if a remat region cannot have a memory budget here. Eagerly this does nothing.
+
+        Args:
+            nbytes: the budget, in bytes.
+            title: the name of the regions.
+        """
 
     def refuse_no_sync(self) -> None:
-        """Allow ZeRO-3's gradients to wait for later micro-batches. A capture raises an error."""
+        """Raise if gradients cannot be accumulated without reduction, as in a capture.
+
+        Eagerly this does nothing.
+        """

@@ -64,7 +64,10 @@ _PATIENCE = 60.0  # seconds
 
 
 def outside_transforms() -> Any:
-    """Suspend the transforms of torch.func inside the block: none applies to a redistribution."""
+    """Returns a context manager in which the active transforms of `torch.func` do not apply.
+
+    A redistribution runs inside it.
+    """
     return temporarily_clear_interpreter_stack()
 
 
@@ -160,7 +163,7 @@ class WholeValues(TorchFunctionMode):
             self._is_gathering = False
 
     def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call `function`. Ranks that are threads take turns in forward mode."""
+        """Call `function`. Threads that are ranks take turns if it uses forward-mode autograd."""
         if name not in _FORWARD_MODE or any_spec(RankWire) is None:
             return function(*args, **kwargs)
         if not _FORWARD_LOCK.acquire(timeout=_PATIENCE):
@@ -198,7 +201,9 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """Returns a plain result as a DTensor, if the transform has replaced any DTensor."""
+        """Returns a plain result of the transform as a DTensor, if the transform had DTensors as
+        input.
+        """
         if self.wire is None or not _is_plain(leaf):
             return leaf
         with local_ops():  # an alias: other code may refer to the tensor itself

@@ -45,7 +45,10 @@ _data: Any = torch._C.TensorBase.data
 
 
 def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
-    """Returns an uninitialized contiguous local tensor of `spec`, with room for its padding."""
+    """Returns an uninitialized local tensor of `spec`, with memory for padding after its end.
+
+    A captured graph uses the padded size (that of the first rank's piece).
+    """
     if not _has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     whole = torch.empty(math.prod(spec.padded_shape), dtype=dtype, device=device)
@@ -56,7 +59,7 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
 
 
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns a contiguous copy of the local tensor, with room for its padding."""
+    """Returns a contiguous copy of the local tensor, with memory for padding after its end."""
     # A call of the program on every rank, also for a mode that records calls (remat).
     copy = local.clone(memory_format=torch.contiguous_format)
     if _has_room(spec, local.device):
@@ -66,7 +69,7 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns the local tensor, or a contiguous copy if it lacks room for its padding."""
+    """Returns the local tensor if it has memory for padding after its end; otherwise copies it."""
     if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
     return copy_with_room(local, spec)
@@ -81,7 +84,15 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
 
 
 def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the first elements of contiguous memory, as a tensor with a storage of that size."""
+    """Returns the first elements of a tensor as a tensor whose storage seems to have only that
+    size.
+
+    The full memory stays allocated, and `find_padded` returns it.
+
+    Args:
+        whole: a contiguous tensor.
+        shape: the shape of the result.
+    """
     count = math.prod(shape)
     # By DLPack, a storage can refer to a part of another storage, which it keeps alive.
     front = torch.from_dlpack(to_dlpack(whole.view(-1).view(torch.uint8)[: count * whole.itemsize]))
@@ -93,7 +104,8 @@ def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """Returns `local` and the room after it as one tensor of `shape`; None if there is no room.
+    """Returns `local` together with its padding as one tensor of `shape`; None if it has no
+    padding.
 
     Args:
         shape: the shape of `local`, except that one dimension is larger. All dimensions before
@@ -118,7 +130,7 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
 
 
 def give_room(x: torch.Tensor) -> None:
-    """Replace the memory of `x` by memory with room for its padding, if it has none.
+    """Replace the memory of `x` by memory with space for padding after its end, if it has none.
 
     It does nothing if another tensor shares that memory, or if torch did not allocate it: writes to
     `x` would no longer be visible there.
@@ -141,7 +153,7 @@ def give_room(x: torch.Tensor) -> None:
 
 
 def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function | None:
-    """Returns `kernel` for padded shards, which first fills the padding that the op reduces.
+    """Wraps a kernel that reduces padded shards: it first fills the padding with neutral values.
 
     Pieces are padded only while a step is captured (`Wire.padded`). An op that keeps the split
     names runs unchanged. An op that reduces such a name gets operands whose padding does not change
@@ -421,7 +433,7 @@ def node_of_tensor(t: torch.Tensor) -> Node:
 
 
 def nodes_behind(outs: Iterable[torch.Tensor], ends: Iterable[Node]) -> set[Node]:
-    """Returns the autograd nodes between `outs` and the nodes `ends`, including their own."""
+    """Returns the autograd nodes that lead from `outs` back to the nodes `ends`, both included."""
     ends = {*ends}
     ahead = [node_of_tensor(t) for t in outs if t.requires_grad]
     seen: set[Node] = set()
@@ -473,7 +485,7 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Returns `t` with `operands`, which require grad, in its autograd graph.
+    """Returns `t` connected in autograd to `operands`, although it does not depend on them.
 
     Each of them gets a gradient of zeros.
     """
@@ -567,7 +579,11 @@ class _TieWithZeros(torch.autograd.Function):
 def differentiate_meta(
     out: torch.Tensor, operands: list[torch.Tensor], seed_has_history: bool
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]] | None:
-    """Returns a gradient of `out` and the operands' gradients; None if backward needs values."""
+    """Run backward on "meta" tensors, to see which operands get a gradient.
+
+    Returns:
+        A gradient of `out` and the operands' gradients; None if backward needs values.
+    """
     seed = torch.empty_like(out).requires_grad_(seed_has_history)
     hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
     again = torch.is_grad_enabled()

@@ -278,7 +278,8 @@ def _refuse_other_lengths(
 
 
 def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
-    """Returns `layout` with `placement` on `axis`. The dimension of a Shard may be negative.
+    """Returns a copy of `layout` with `placement` on `axis`. The dimension of a Shard may be
+    negative.
 
     Raises:
         LayoutError: a tensor of this shape has no such dimension.
@@ -329,11 +330,13 @@ def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any
 def replace_instances(
     value: Any, kind: type, change: Callable[[Any], Any], mapping: type = dict
 ) -> Any:
-    """Returns a copy of `value` with `change(x)` in place of each instance x of `kind`, in order.
+    """Returns a copy of a nested container in which each instance of `kind` is replaced.
 
-    Dataclasses are copied without a call of `__init__`, whose checks of a tensor may fail.
+    Tuples, lists, dicts and dataclasses are searched, in order. Dataclasses are copied without a
+    call of `__init__`, whose checks of a tensor may fail.
 
     Args:
+        change: a function that gets an instance and returns its replacement.
         mapping: the type whose instances are treated as dicts. An instance that is not a dict is
             made by calling its class with the items.
     """
@@ -361,5 +364,7 @@ def replace_instances(
 
 
 def remake_sequence(like: Any, parts: list[Any]) -> Any:
-    """Returns a tuple, named tuple or list of the type of `like`, with the items `parts`."""
+    """Returns a sequence with the items `parts` and the type of `like`: a tuple, named tuple or
+    list.
+    """
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

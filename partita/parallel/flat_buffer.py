@@ -37,7 +37,8 @@ from partita.tensor.uneven_pieces import find_padded
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """A rank's partial gradients of one flat buffer.
+    """A rank's unreduced gradients of the parameters in one flat buffer, in the order of the
+    shards.
 
     Attributes:
         sums: a tensor of shape (ranks, length): a row for the shard of each rank.
@@ -48,7 +49,7 @@ class PartialGradients:
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """Returns the sum of both. It overwrites the memory of this object."""
+        """Returns the sum of both gradients. It reuses the memory of this object."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 
@@ -94,7 +95,11 @@ class _FlatPiece:
 
     @property
     def is_in_order(self) -> bool:
-        """True if rows of `length` elements, one per rank, are the parameter and then padding."""
+        """True if the gathered rows of this parameter are already the parameter, followed by
+        padding.
+
+        A row has `length` elements, and there is one row for each rank.
+        """
         # A run is in order if its first and its last rank are.
         return all(
             run.at == run.ranks[0] * self.length
@@ -105,12 +110,16 @@ class _FlatPiece:
 
     @property
     def is_even(self) -> bool:
-        """True if no rank has padding."""
+        """True if the shards of all ranks have the same size, so that none has padding."""
         return len(self.runs) <= 1 and all(run.length == self.length for run in self.runs)
 
     def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
-        """Pairs of parts that hold the same elements: of `flat`, the parameter, and of `rows`, a
-        row for each rank."""
+        """Returns pairs of views of the same elements: in the parameter, and in the gathered rows.
+
+        Args:
+            flat: the parameter, as one dimension.
+            rows: a row for each rank, with that rank's shard.
+        """
         pairs = []
         for run in self.runs:
             if run.length:
@@ -119,7 +128,7 @@ class _FlatPiece:
         return pairs
 
     def padding(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the parts of `rows` that are padding."""
+        """Returns views of the parts of `rows` (one row for each rank) that are padding."""
         short = [run for run in self.runs if run.length < self.length]
         return [rows[slice(*run.ranks), run.length :] for run in short]
 
@@ -168,7 +177,7 @@ def _find_rank_spans(
 
 
 class FlatBuffer:
-    """The memory of parameters of one dtype that one collective gathers.
+    """The memory into which one collective gathers several parameters of one dtype.
 
     Args:
         name, names: the name of the block, and of each parameter.
@@ -246,7 +255,14 @@ class FlatBuffer:
     # -- gathered ----------------------------------------------------------------------------------
 
     def start_gather(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
-        """Begin to gather the local `shards`. Returns False if this has been done already."""
+        """Begin the all-gather of this rank's `shards`, without waiting for it.
+
+        Returns False if the gather has begun or ended before.
+
+        Args:
+            shards: the local shard of each parameter.
+            reason: the reason for the ledger.
+        """
         if self.here or self._arriving is not None:
             return False
         with local_ops(), torch.no_grad():
@@ -296,7 +312,7 @@ class FlatBuffer:
         return mine
 
     def finish_gather(self) -> None:
-        """Wait for the gather, and sort the gathered data by parameter."""
+        """Wait for the all-gather that `start_gather` began, and sort the data by parameter."""
         if self._arriving is None:
             return
         out = self._wait_for_gather()
@@ -315,7 +331,9 @@ class FlatBuffer:
             self.span = (start, start + self.nbytes)
 
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait for the gather, write each parameter into `wholes`, and free the buffer."""
+        """Wait for the all-gather, write each gathered parameter into a tensor of `wholes`, and
+        free the buffer.
+        """
         out = self._wait_for_gather()
         # A parameter may have another memory format, such as channels_last.
         flats = [w if w.is_contiguous() else new_empty(w, w.shape) for w in wholes]
@@ -339,7 +357,9 @@ class FlatBuffer:
         return out
 
     def views(self) -> list[torch.Tensor]:
-        """Returns a new plain view of each parameter, in its true local shape."""
+        """Returns each gathered parameter as a new plain view of the buffer, in its true local
+        shape.
+        """
         storage = self._full.untyped_storage()
         return [
             empty(0, dtype=self.dtype, device=self.device).set_(
@@ -349,11 +369,13 @@ class FlatBuffer:
         ]
 
     def is_view_here(self, t: torch.Tensor) -> bool:
-        """True if `t` is a view of the gathered storage. Also for fake tensors."""
+        """True if `t` is a view of this buffer's gathered storage. Works for fake tensors, too."""
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free the gathered storage. If a plain view of it is alive, leave it to that view."""
+        """Free the gathered storage. If a plain tensor that is a view of it is alive, only that one
+        keeps it.
+        """
         if self._arriving is not None:
             self._wait_for_gather()
         held, self.alive = self.alive, 0
@@ -368,13 +390,17 @@ class FlatBuffer:
             self._full, self._rows = empty(0, dtype=self.dtype, device=self.device), []
 
     def find_piece(self, element: Any) -> int:
-        """Returns the index of the parameter that has this element of the gathered storage."""
+        """Returns the index of the parameter to which an element of the gathered storage
+        belongs.
+        """
         return bisect_right([piece.place for piece in self.pieces], element) - 1
 
     def make_view(
         self, dtype: torch.dtype, offset: Any, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Returns a view of the gathered storage."""
+        """Returns a view of the gathered storage with this dtype, offset, size and stride (in
+        elements).
+        """
         view = empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
@@ -420,9 +446,13 @@ class FlatBuffer:
         *,
         is_kept: bool = False,
     ) -> PartialGradients:
-        """Returns the gradients of the gathered parameters as rows of shards, added to `held`.
+        """Copy gradients of the gathered parameters into rows, one for each rank, to be
+        reduce-scattered.
 
         Args:
+            grads: the gradient of each parameter; None if it has none.
+            dtype: the dtype of the rows.
+            held: gradients of earlier backward passes, to which these are added.
             is_kept: True copies a single gradient, too. Others are added to what is kept, and
                 autograd may give the gradient's memory to nodes that run later.
         """
@@ -459,7 +489,11 @@ class FlatBuffer:
         return PartialGradients(sums, used)
 
     def start_all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begin to sum the ranks' gradients. Returns a function that waits and returns the sums."""
+        """Begin an all-reduce (sum) of `grads`, without waiting for it.
+
+        Returns:
+            A function that waits and returns the sums.
+        """
         flat = self._end_to_end_of(grads)
         work = self.wire.start(self.sum, flat, flat, op=self.name, reason="settle")
 
@@ -586,10 +620,11 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """Returns the Python tensors in `storage`, except `own`. It searches until `count` are found.
+    """Returns the Python tensors that share `storage`, except the tensors in `own`.
 
-    Young objects are searched first, because a running backward's tensors are among them. All
-    objects are searched only for tensors that are older, or to which only C++ refers.
+    The search ends when `count` are found. Young objects are searched first, because a running
+    backward's tensors are among them. All objects are searched only for tensors that are older, or
+    to which only C++ refers.
     """
     kinds, found, ours = _kinds_of_tensors(), [], set(map(id, own))
     for generation in range(3):

@@ -104,7 +104,8 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """The state that `zero` stores for a model: `ZeroState`, or `GradReducer` for stages 0 to 2.
+    """The state that `pt.zero` stores for a model. Subclasses: `ZeroState`, and `GradReducer`
+    (stages 0-2).
 
     Its parameters refer to it as `ZeroLayouts.owner`.
 
@@ -131,22 +132,32 @@ class ShardedState:
             self.keeps_partial_gradients = before
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """Gather updated parameters if necessary. Called when an optimizer has updated `params`."""
+        """Gather updated parameters if the stage requires it. Called after an optimizer has updated
+        `params`.
+        """
 
     def show_gradient(self) -> None:
-        """Reduce kept gradients if necessary. Called when a gradient is read or cleared."""
+        """Reduce gradients whose reduction was postponed, if there are any.
+
+        Called when a program reads or clears a gradient.
+        """
 
     def find_phase(self, p: DTensor) -> str:
-        """Returns "forward" or "backward" if the block of `p` has begun its own; else ""."""
+        """Returns what the block of the parameter `p` is doing now: "forward", "backward", or ""
+        for neither.
+        """
         return ""
 
 
 def agree_on_block(what: str, name: str, first: DTensor) -> None:
-    """Raise on all ranks unless they gather, or reduce, the same block now: `what` says where.
+    """Raise on all ranks if they are about to gather or reduce different blocks.
 
-    Blocks may be equally large. The ranks compare, unless earlier rounds predict it (`is_agreed`).
+    Blocks may be equally large, so nothing else would show it. The ranks compare, unless earlier
+    rounds predict it (`is_agreed`).
 
     Args:
+        what: what the ranks do with the block, for the error.
+        name: the block's name.
         first: a parameter of the block. Its origin distinguishes blocks with equal names.
     """
     wire, made = first._spec.wire, find_origin(first)
@@ -200,7 +211,7 @@ _SMALL = 8
 
 
 class FsdpGroup:
-    """One block's parameters, and whether they are gathered.
+    """The parameters of one block under ZeRO-3, and the state of their gathers.
 
     Attributes:
         depth: the number of forwards of the block that have begun and not ended.
@@ -268,7 +279,7 @@ class FsdpGroup:
         self._begin_with(zero, block)
 
     def fit_buffers(self, shards: Sequence[DTensor]) -> None:
-        """Make new flat buffers if `shards` do not fit the existing ones, as after `model.to()`."""
+        """Make new flat buffers if the existing ones do not fit `shards`, as after `model.to()`."""
         with local_ops():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
@@ -304,14 +315,19 @@ class FsdpGroup:
         self._dtypes = [dtypes for dtypes, _ in by_kind]
 
     def gradient_dtype(self, k: int, *, is_kept: bool) -> torch.dtype:
-        """Returns the dtype in which gradients of flat buffer `k` are sent, or kept (at least
-        that).
+        """Returns the dtype in which gradients of flat buffer `k` are sent.
+
+        Args:
+            is_kept: True returns the dtype in which they are kept for later backward passes. It
+                is at least as wide.
         """
         _, sent, summed = self._dtypes[k]
         return torch.promote_types(sent, summed) if is_kept else sent
 
     def shards(self) -> Sequence[DTensor]:
-        """Returns the sharded parameters that the modules have, or that gathered ones replace."""
+        """Returns the block's sharded parameters, also while gathered ones replace them in the
+        modules.
+        """
         if self.installed:
             return self.gathered
         return [
@@ -355,13 +371,14 @@ class FsdpGroup:
         return True
 
     def has_hooks(self) -> bool:
-        """True if a parameter has hooks of the user."""
+        """True if a user has registered hooks on a parameter of the block."""
         return bool(find_hooked(self.shards()))
 
     @property
     def may_recompute_within(self) -> bool:
-        """True if a part of the block may run under its own checkpoint, which intercepts saved
-        tensors. The hooks of this group do not get those tensors.
+        """True if a part of the block may run under a checkpoint of its own.
+
+        That checkpoint intercepts saved tensors, so the hooks of this group do not get them.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -372,7 +389,7 @@ class FsdpGroup:
 
     @property
     def alive(self) -> int:
-        """Bytes that are gathered, or being gathered."""
+        """Bytes of this block that are gathered or being gathered now."""
         return sum([flat.alive for flat in self.flats])
 
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
@@ -384,7 +401,7 @@ class FsdpGroup:
         return bool(self.depth or self.calls_in_backward) and all(flat.here for flat in self.flats)
 
     def start(self, shards: Sequence[DTensor] | None = None) -> None:
-        """Begin to gather `shards`, by default the current parameters of the modules."""
+        """Begin to gather `shards`, by default the block's current parameters, without waiting."""
         if shards is None:
             if not self.holds_shards:
                 return
@@ -410,12 +427,12 @@ class FsdpGroup:
 
     @property
     def is_current(self) -> bool:
-        """True unless a parameter was written after it was gathered."""
+        """True if the gathered values are up to date: no shard was written after the gather."""
         unseen = count_unseen_writes_of(self.gathered)
         return self.versions == count_writes_of(self.gathered) and self.unseen_writes == unseen
 
     def gather(self, shards: Sequence[DTensor] | None = None) -> None:
-        """Gather `shards`, by default the modules' current parameters, and wait for them."""
+        """Gather `shards`, by default the block's current parameters, and wait for the result."""
         if self._is_ready and are_same(shards or self.shards(), self.gathered):
             return
         if in_backward():
@@ -426,7 +443,7 @@ class FsdpGroup:
         self.zero.note_alive()
 
     def check_unwritten(self, number: int, saved: SavedVersions) -> None:
-        """Raise if parameter `number` was written after a forward saved it.
+        """Raise if parameter `number` was written in place after a forward saved it for backward.
 
         Raises:
             RuntimeError: like autograd's own check, which does not cover shards.
@@ -449,7 +466,7 @@ class FsdpGroup:
         return f"{slot.attr} of a {type(slot.owner).__name__} in the block {self.name!r}"
 
     def release(self) -> None:
-        """Free gathered parameters, unless they are in use or the model is persistent.
+        """Free the block's gathered parameters, unless they are in use or the model is persistent.
 
         It is called when the block's forward ends, when backward has the gradients of all its
         parameters (and of its inputs, if they need them), when any backward pass ends, and after an
@@ -461,14 +478,14 @@ class FsdpGroup:
             self.gathered = ()
 
     def end_backward(self) -> None:
-        """Release the block. Called when a backward pass that gathered it has ended."""
+        """Release the block at the end of a backward pass that gathered it."""
         self.calls_in_backward.clear()
         if not self.depth:
             self.put_shards_back()
         self.release()
 
     def reset_after_abort(self) -> None:
-        """Reset the state of a forward or a backward that was aborted."""
+        """Reset the block after a forward or backward pass was aborted by an exception."""
         self.calls_in_backward.clear()
         self.open_forwards.clear()
         self.depth = 0
@@ -477,11 +494,16 @@ class FsdpGroup:
     # -- gathered parameters in the modules --------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
-        """Returns the gathered parameters as plain local tensors, in the order of the flats."""
+        """Returns the gathered parameters as plain local tensors, in the order of the flat
+        buffers.
+        """
         return [v for flat in self.flats for v in flat.views()]
 
     def install(self, plain: Sequence[torch.Tensor]) -> None:
-        """Set the gathered parameters `plain`, in the order of the flat buffers, in the modules."""
+        """Put the gathered parameters into the modules in place of the shards, for a forward.
+
+        `plain` has them as local tensors, in the order of the flat buffers.
+        """
         shards = self.gathered
         wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
@@ -492,7 +514,10 @@ class FsdpGroup:
         self.install_wholes(wholes)
 
     def install_wholes(self, wholes: Sequence[tuple[int, DTensor]]) -> None:
-        """Set gathered parameters, as (index, parameter), as attributes of the modules."""
+        """Put gathered parameters into the modules in place of the shards.
+
+        `wholes` has pairs of the parameter's index in the group and the gathered parameter.
+        """
         self.gathered = shards = self.shards()
         writes = count_writes_of([whole for _, whole in wholes])
         self.installed = [
@@ -504,7 +529,7 @@ class FsdpGroup:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
     def write_back(self) -> dict[int, tuple[int, int]]:
-        """Copy writes of the forward into gathered parameters to this rank's shards.
+        """Copy values that the forward wrote into gathered parameters to this rank's shards.
 
         Returns:
             For each parameter that was written: its version now, and the number of writes that
@@ -546,18 +571,24 @@ class FsdpGroup:
         return written
 
     def was_written(self, place: int) -> bool:
-        """True if the forward has written the gathered parameter at index `place` of the flats."""
+        """True if the forward has written the gathered parameter at index `place` of the flat
+        buffers.
+        """
         if not self.installed:
             return False
         one = self.installed[place]
         return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
 
     def find_first_version(self, place: int) -> int:
-        """Returns the version that the gathered parameter at `place` had when it was installed."""
+        """Returns autograd's version counter of a gathered parameter from when it was installed.
+
+        Args:
+            place: the index of the parameter in the flat buffers.
+        """
         return self.installed[place].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
-        """Set the shards as attributes of the modules, in place of the gathered parameters."""
+        """Put the sharded parameters back into the modules, in place of the gathered ones."""
         installed, self.installed = self.installed, []
         for one in installed:
             # It refers to a view of `whole`, which refers to `whole`: a cycle that Python's
@@ -569,7 +600,9 @@ class FsdpGroup:
 
 
 class SavedVersions:
-    """The write counts of a parameter when autograd saved a view or a cast of it in a forward.
+    """How often a parameter had been written when autograd saved a view or a cast of it.
+
+    Backward compares these counts, as autograd does for saved tensors.
 
     Attributes:
         versions, unseen_writes: the values of these attributes of the group at that time.
@@ -587,7 +620,7 @@ class SavedVersions:
 
 @dataclass(eq=False, slots=True)
 class InstalledParameter:
-    """A gathered parameter that is set in the modules in place of its shard.
+    """A gathered parameter that replaces its shard as an attribute of the modules.
 
     Attributes:
         number: the index of the parameter in its group.
@@ -622,7 +655,7 @@ _REPLACED = (
 
 
 def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """Returns an error like autograd's for a saved tensor whose version has changed."""
+    """Returns the error for a saved tensor that was written in place, with autograd's wording."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {now}; expected version {expected}{why}"
@@ -634,7 +667,7 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """The calls of blocks in one forward whose gathered parameters one token connects to shards.
+    """How often each block was called in one forward, as far as one `Token` serves its gradients.
 
     What a backward pass sends depends on these counts, which are equal on all ranks. It must not
     depend on which results of a forward are still alive, because Python frees them at different
@@ -684,24 +717,32 @@ class BackwardPass:
     unwatched: Any = None
 
     def freeze_again(self) -> None:
-        """Freeze what hooks froze. Called when the pass ends, also by an error."""
+        """Set requires_grad=False again for the parameters that hooks froze during the pass.
+
+        Called when the pass ends, also after an error.
+        """
         with local_ops():
             for p in self.frozen:
                 p.requires_grad_(False)
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
-        """Record the gradients of one call of `group`. Returns True if it was the last call."""
+        """Record that the gradients of one call of `group` have arrived.
+
+        Returns True if it was the last call that backward has to reach.
+        """
         came = self.came[counts, group] = self.came.get((counts, group), 0) + 1
         return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Record that the gradient of `p`, which has hooks, has arrived from a call of `group`."""
+        """Record that the gradient of `p`, a parameter with hooks, has arrived from a call of
+        `group`.
+        """
         came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
         if came >= counts.made[group]:
             self.complete.add(p)
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """Add to the gradient of `p`, which is a part of the graph of `create_graph=True`."""
+        """Add `grad`, which has an autograd graph (`create_graph=True`), to the gradient of `p`."""
         before = self.with_history.get(p)
         self.with_history[p] = grad if before is None else before + grad
 
@@ -741,7 +782,9 @@ class _Reducing:
     pieces: Sequence[torch.Tensor] = ()
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Wait for the reduction, once. Returns this rank's pieces."""
+        """Wait for the reduction, and return this rank's piece of each gradient. Later calls do not
+        wait.
+        """
         if self.wait is not None:
             self.pieces, self.wait = self.wait(), None
         return self.pieces
@@ -771,7 +814,9 @@ class ZeroState(ShardedState):
         self.adopt_parameters(model.parameters())
 
     def register_hooks(self) -> None:
-        """Register hooks around the model's forward, outside of the blocks' hooks."""
+        """Register the hooks that run before and after the model's forward, outside of the blocks'
+        hooks.
+        """
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.model.register_forward_hook(self._end, always_call=True)
 
@@ -796,7 +841,7 @@ class ZeroState(ShardedState):
         BROKEN_OFF.watchers.add(self)
 
     def detach_from_model(self) -> None:
-        """Remove the hooks: the state of an enclosing model takes over."""
+        """Remove this state's hooks, because `pt.zero` was applied to an enclosing model."""
         self.reset_after_abort()
         BROKEN_OFF.watchers.discard(self)
         for module in {m for group in self.groups for m in group.modules} | {self.model}:
@@ -809,7 +854,9 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Mark the model's parameters: gradients and updates get the layouts of the parameters."""
+        """Record on each parameter that its gradient and update have the parameter's own sharded
+        layout.
+        """
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
@@ -845,7 +892,7 @@ class ZeroState(ShardedState):
         return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """True if `p` is a parameter with the sharding of this state."""
+        """True if `p` is a parameter that is sharded as this state shards parameters."""
         return (
             isinstance(p, DTensor)
             and isinstance(p, nn.Parameter)
@@ -881,7 +928,9 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather `group`, and prefetch the group that followed it last time."""
+        """Gather a block whose forward begins, and prefetch the block that followed it in the last
+        step.
+        """
         if in_backward():
             if not group.alive:
                 # A recomputed region has several blocks: each is gathered again for its backward.
@@ -897,7 +946,12 @@ class ZeroState(ShardedState):
         self._gather_and_prefetch(group, self._next.get)
 
     def enter_backward(self, group: FsdpGroup, shards: Sequence[DTensor]) -> None:
-        """Gather `shards` of `group`, and prefetch the group that came before it in forward."""
+        """Gather a block whose backward begins, and prefetch the block that came before it in
+        forward.
+
+        Args:
+            shards: the sharded parameters of the block in that forward.
+        """
         if not self.persistent:
             agree_on_block("backward under zero", group.name, shards[0])
         self._gather_and_prefetch(group, self._find_needed_before, shards)
@@ -940,7 +994,7 @@ class ZeroState(ShardedState):
     # -- backward ----------------------------------------------------------------------------------
 
     def release_after_backward(self, group: FsdpGroup) -> None:
-        """Release `group` when the running backward pass ends, if it has not been released before.
+        """Release the block when the running backward pass ends, unless it was released before.
 
         Normally a group is released when the gradients of its parameters arrive. If a backward pass
         computes only gradients of inputs, they never do.
@@ -948,7 +1002,7 @@ class ZeroState(ShardedState):
         self.pass_at_work().groups[group] = None
 
     def pass_at_work(self) -> BackwardPass:
-        """Returns the state of the running backward pass."""
+        """Returns the state of the backward pass that is running now."""
         number = backward_pass()
         if number not in self._passes:
             self._passes[number] = BackwardPass()
@@ -1009,10 +1063,15 @@ class ZeroState(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce gradients of one flat buffer and those kept before, or keep them.
+        """Begin to reduce a flat buffer's gradients, or keep them for a later pass under `no_sync`.
 
-        They are kept under `no_sync`, unless the parameters have hooks of the user: hooks run in
-        each backward pass, on the sum of all ranks.
+        Gradients that were kept before are added first. Parameters with hooks of the user are
+        always reduced: hooks run in each backward pass, on the sum of all ranks.
+
+        Args:
+            k: the index of the flat buffer in the group.
+            shares: this rank's unreduced gradients.
+            counts: the calls of the forward to which they belong.
         """
         shards = counts.shards[group]
         params = [shards[i] for i in group.members[k]]
@@ -1042,7 +1101,9 @@ class ZeroState(ShardedState):
         counts: CallCounts | None,
         shards: Sequence[DTensor],
     ) -> None:
-        """Wait for other groups' reductions, then begin to reduce gradients of one flat buffer."""
+        """Begin to reduce a flat buffer's gradients, after the running reductions of other blocks
+        end.
+        """
         params = [shards[i] for i in group.members[k]]
         agree_on_block("gradients under zero", group.name, params[0])
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
@@ -1058,9 +1119,12 @@ class ZeroState(ShardedState):
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> dict[DTensor, torch.Tensor]:
-        """Wait for the reductions of `counts` in this backward pass.
+        """Wait for reductions that this backward pass has begun, and return their results.
 
         An enclosing backward pass collects its own gradients: hooks get each pass's gradients.
+
+        Args:
+            counts: the forward whose gradients are collected.
 
         Returns:
             The gradient of each parameter, as a plain local tensor.
@@ -1135,18 +1199,20 @@ class ZeroState(ShardedState):
         return "a parameter"
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """Replace `old` by `new`, which has its layout and its place in the model."""
+        """Transfer ZeRO's layouts to the parameter `new`, which has replaced `old` in the model."""
         own_state(new).zero_layouts = state_of(old).zero_layouts
 
     def show_gradient(self) -> None:
-        """Reduce the kept Partial gradients. Called when the program reads or clears a gradient."""
+        """Reduce gradients that `no_sync` has kept. Called when the program reads or clears a
+        gradient.
+        """
         if self.holds_partial_gradients and not in_backward():
             self.holds_partial_gradients = False
             if any(group.held_gradients for group in self.groups):
                 self.finish()
 
     def finish(self) -> None:
-        """Reduce the Partial gradients that were kept, and add them to the parameters' gradients.
+        """Reduce gradients that `no_sync` has kept, and add them to the parameters' `.grad`.
 
         It does nothing during a backward pass, in which autograd adds gradients and calls hooks.
         """
@@ -1174,13 +1240,15 @@ class ZeroState(ShardedState):
     # -- after a step ------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Free every block that is not in use."""
+        """Free the gathered parameters of every block that is not in use."""
         with counting_versions():
             for group in self.groups:
                 group.release()
 
     def reset_after_abort(self) -> None:
-        """Reset after a step, also after an error: release blocks, wait for reductions."""
+        """Release all blocks and wait for running reductions, after a step ended or raised an
+        error.
+        """
         while self._passes:
             self._passes.popitem()[1].freeze_again()
         under_way, self._under_way = self._under_way, []
@@ -1192,7 +1260,7 @@ class ZeroState(ShardedState):
 
     @property
     def alive(self) -> int:
-        """Bytes of parameters that are gathered now."""
+        """Bytes of parameters that are gathered now, in all blocks."""
         return sum([flat.alive for group in self.groups for flat in group.flats])
 
     def note_alive(self) -> None:

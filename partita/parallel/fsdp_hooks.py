@@ -65,7 +65,9 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 
 
 def register_hooks(state: ZeroState) -> None:
-    """Register hooks on a model and its blocks that gather the parameters for each forward."""
+    """Register the hooks that gather a block's parameters before its forward and free them after
+    it.
+    """
     for group in state.groups:
         hooks = _BlockHooks(group)
         for module in group.modules:
@@ -253,7 +255,9 @@ class _ForwardCall:
         return node is not None and node._sequence_nr() >= self.since
 
     def begin_backward(self, *_: Any) -> None:
-        """Begin the backward of this forward: the first gradient of an output has arrived."""
+        """Begin the backward of this forward. Called when the first gradient of an output
+        arrives.
+        """
         group = self.group
         at_work = group.zero.pass_at_work()
         # A pass that computes the gradients of inputs only does not run the parameters' node.
@@ -279,7 +283,9 @@ class _ForwardCall:
             _install_gathered(self.group, _ForwardCall(self.group, False))
 
     def gather_again(self) -> None:
-        """Gather the block again: a hook has written its parameters in a nested backward pass."""
+        """Gather the block again, because a hook has written its parameters in a nested backward
+        pass.
+        """
         group, installed = self.group, self.group.installed
         group.put_shards_back()
         for flat in group.flats:
@@ -289,7 +295,9 @@ class _ForwardCall:
             self._install_for_reruns()
 
     def watch_gradients(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns aliases of the gathered parameters that report when a gradient is complete."""
+        """Returns aliases of the gathered parameters with hooks that record when a gradient is
+        complete.
+        """
 
         def watch(t: torch.Tensor, p: DTensor) -> torch.Tensor:
             note, group = self.group.zero.pass_at_work, self.group
@@ -304,7 +312,11 @@ class _ForwardCall:
         return [watch(t, p) if t.requires_grad and p in hooked else t for t, p in pairs]
 
     def release_when_complete(self, what: str) -> None:
-        """Record that gradients of "parameters" or "inputs" are complete; release if both are."""
+        """Record that a kind of gradients is complete, and release the block if both kinds are.
+
+        Args:
+            what: "parameters" or "inputs".
+        """
         self._came.add(what)
         if self._came >= self._to_come:
             self._came.clear()
@@ -315,7 +327,9 @@ class _ForwardCall:
             group.release()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
+        """Reduce the gradients of the gathered parameters, given in the order of the flat
+        buffers.
+        """
         group, zero, at = self.group, self.group.zero, 0
         group.fit_buffers(self.shards)
         is_last = zero.pass_at_work().note_gradients(self.counts, group)
@@ -494,11 +508,13 @@ class _SavedNote(SavedVersions):
             return self.make_again()
 
     def find_parameter(self) -> int:
-        """Returns the number in the group of the parameter that it is made of."""
+        """Returns the index in the block's group of the parameter from which the saved tensor was
+        made.
+        """
         raise NotImplementedError
 
     def make_again(self) -> torch.Tensor:
-        """Returns the tensor, made from the currently gathered parameters."""
+        """Returns the saved tensor, made from the parameters as they are gathered now."""
         raise NotImplementedError
 
 
@@ -589,7 +605,9 @@ class _GraphGather:
         self.depth = 0
 
     def begin(self) -> None:
-        """Begin a forward of one of the block's modules."""
+        """Record the gather of a block's parameters in the graph. Called when a module of it begins
+        forward.
+        """
         self.depth += 1
         if self.depth > 1:  # a nested forward: a tied weight's other module, or the same one
             return
@@ -606,7 +624,7 @@ class _GraphGather:
             )
 
     def end(self) -> None:
-        """End the forward, which may have been aborted."""
+        """End the forward of a module of the block, also after an exception."""
         HERE.trace.run_without_profiling(self._end_forward)
 
     def _end_forward(self) -> None:

@@ -361,7 +361,7 @@ class _ParsedPlan:
         self._read_boundaries(boundaries)
 
     def raise_problems(self) -> None:
-        """Raise LayoutError with all that is wrong, if anything is."""
+        """Raise one LayoutError that lists all problems of the plan, if there are any."""
         if self.wrong:
             wrong, many = self.wrong[:_SHOWN], len(self.wrong)
             if many > _SHOWN:

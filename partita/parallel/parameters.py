@@ -43,7 +43,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """A module, and the name of the attribute that is a parameter or buffer."""
+    """A place in a model that holds a parameter or buffer: a module and an attribute name."""
 
     owner: nn.Module
     attr: str
@@ -67,7 +67,7 @@ class ParameterSlot:
         return found
 
     def put(self, value: Any) -> None:
-        """Set the module's attribute to `value`, of any type."""
+        """Replace the parameter or buffer in this place by `value`, which may have any type."""
         owner = self.owner
         table = owner._parameters if self.attr in owner._parameters else owner._buffers
         table[self.attr] = value
@@ -75,7 +75,7 @@ class ParameterSlot:
 
 @dataclass
 class HeldParameter:
-    """A parameter or buffer, and the modules that have it as an attribute.
+    """A parameter or buffer, with all modules that have it as an attribute.
 
     Attributes:
         is_buffer: True for a buffer.
@@ -115,7 +115,7 @@ def plain_name(name: str) -> str:
 
 
 def find_hooked(tensors: Sequence[Any]) -> list[Any]:
-    """Returns the tensors with hooks of the user, also post-accumulate-grad hooks."""
+    """Returns the tensors on which a user has registered backward hooks of any kind."""
     # Called in each step, where hardly any tensor has a hook.
     with local_ops():
         maybe = [
@@ -127,7 +127,7 @@ def find_hooked(tensors: Sequence[Any]) -> list[Any]:
 
 
 def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
-    """Replace a tensor by `new` in all its modules. Attributes and requires_grad are kept.
+    """Replace a parameter or buffer by `new` in all modules. Attributes and requires_grad are kept.
 
     A parameter stays the same object, unless its device changes.
 
@@ -157,9 +157,11 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
 def allocate_tensor(
     held: HeldParameter, *, by: str, device: torch.device | str | None = None
 ) -> None:
-    """Replace a tensor on the meta device by an uninitialized one on `device`.
+    """Replace a parameter or buffer on the meta device by an uninitialized one.
 
-    None means the device of its mesh, or the CPU for a plain tensor.
+    Args:
+        by: the calling function, for errors.
+        device: the new device. None: the device of its mesh, or the CPU for a plain tensor.
     """
     x = held.tensor
     if isinstance(x, DTensor):
@@ -171,7 +173,9 @@ def allocate_tensor(
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
-    """Raise if `params` of an optimizer have been replaced in their model.
+    """Raise if an optimizer has parameters that were replaced in their model.
+
+    Its steps would change nothing that the model uses.
 
     Raises:
         LayoutError: names the first of them.
@@ -196,7 +200,7 @@ _CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
 
 @dataclass
 class Block:
-    """The parameters that one forward uses, and that are gathered together.
+    """A unit of a model whose parameters are gathered together, because one forward uses them.
 
     A block is usually a layer of a ModuleList or a Sequential, found automatically or named by the
     user. Parameters outside of all blocks (an embedding, a final norm, a head) form a block for
@@ -218,7 +222,8 @@ Blocks = Iterable[str | nn.Module] | str | nn.Module | None
 
 
 def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
-    """Returns the blocks of `model`, in the order of its modules. They contain all parameters.
+    """Returns the blocks of `model`, in the order of its modules. Together they have all
+    parameters.
 
     Args:
         chosen: the modules that become blocks, one or several, or patterns of names. Of nested
@@ -251,7 +256,7 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
 
 
 def block_modules(model: nn.Module, chosen: Blocks = None) -> list[nn.Module]:
-    """Returns the modules that are blocks of `model`; see `find_blocks`."""
+    """Returns the modules of `model` that become blocks; `chosen` is as in `find_blocks`."""
     if chosen is None:
         return list(_children_of_lists(model))
     if isinstance(chosen, str) or not isinstance(chosen, Iterable):

@@ -31,7 +31,9 @@ _SEQUENCE = 1
 
 
 def column(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Returns the plan of linear layers whose output features are sharded (weights and biases).
+    """Returns a plan that shards linear layers by output features (weights and biases).
+
+    Pass it to `pt.parallelize`.
 
     Args:
         names: patterns of the modules' names.
@@ -41,7 +43,8 @@ def column(*names: str, axis: str = "tp") -> dict[str, Any]:
 
 
 def row(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Returns the plan of linear layers whose input features are sharded, as after `column`.
+    """Returns a plan that shards linear layers by input features. They usually follow `column`
+    layers.
 
     Their result is Partial. One all-reduce or reduce-scatter then sums it.
 
@@ -53,7 +56,7 @@ def row(*names: str, axis: str = "tp") -> dict[str, Any]:
 
 
 def vocabulary(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Returns the plan of embeddings and heads sharded by words: each rank has some rows.
+    """Returns a plan that shards embeddings and output heads by words: each rank has some rows.
 
     `F.cross_entropy` takes the sharded logits of such a head.
 
@@ -65,9 +68,9 @@ def vocabulary(*names: str, axis: str = "tp") -> dict[str, Any]:
 
 
 def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, Any]:
-    """Returns the plan of modules that begin with column layers and end with row layers.
+    """Returns a plan for modules that begin with column layers and end with row layers.
 
-    Examples are an attention and an MLP.
+    Examples are an attention and an MLP. The plan sets the layouts of their inputs and outputs.
 
     Args:
         names: patterns of the modules' names.
@@ -81,7 +84,7 @@ def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, An
 
 
 def outer(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Returns the plan of modules (a norm, a dropout) whose inputs are sharded along the sequence.
+    """Returns a plan for modules (a norm, a dropout) whose inputs are sharded along the sequence.
 
     Args:
         names: patterns of the modules' names.
@@ -102,7 +105,8 @@ def transformer(
     sequence: bool = False,
     split_words: bool = True,
 ) -> dict[str, Any]:
-    """Returns the plan of a whole transformer. Modules are given by patterns of names.
+    """Returns a tensor-parallel plan of a whole transformer. Arguments are patterns of module
+    names.
 
     Args:
         columns: its linear layers whose output features are sharded.
@@ -143,7 +147,9 @@ _OURS: dict[str, Any] = {
 
 
 def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Returns the plan of `partita.app.models.GPT`; arguments as in `transformer`."""
+    """Returns the tensor-parallel plan of `partita.app.models.GPT`; arguments as in
+    `transformer`.
+    """
     columns = ["blocks.*.attention.qkv", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
@@ -151,7 +157,9 @@ def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -
 
 
 def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Returns the plan of `partita.app.models.Llama`; arguments as in `transformer`."""
+    """Returns the tensor-parallel plan of `partita.app.models.Llama`; arguments as in
+    `transformer`.
+    """
     columns = ["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.o", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}

@@ -390,11 +390,13 @@ class _Bucket:
 
     @property
     def flat(self) -> FlatBuffer:
-        """The flat buffer of these parameters."""
+        """The flat buffer of all parameters in this bucket."""
         return self.flat_of(self.params)
 
     def flat_of(self, params: Sequence[DTensor]) -> FlatBuffer:
-        """Returns the flat buffer of some of the parameters, in the dtype that they have now."""
+        """Returns the flat buffer of some parameters of this bucket, in the dtype that they have
+        now.
+        """
         dtype, device = params[0].dtype, params[0].device
         key = () if params is self.params else tuple(params)
         flat = self._flats.get(key)
@@ -410,7 +412,10 @@ class _Bucket:
         return [_grad(p) for p in self.params]
 
     def note_gradient(self, i: int) -> list[torch.Tensor] | None:
-        """Note that parameter `i` has its gradient. Returns all gradients if it was the last."""
+        """Record that the gradient of parameter `i` is complete.
+
+        Returns all gradients of the bucket if it was the last one; otherwise None.
+        """
         self.ready.add(i)
         if len(self.ready) < len(self.params):
             return None
@@ -432,7 +437,7 @@ class _Bucket:
 
 
 class GradReducer(ShardedState):
-    """The reducer of stages 0 to 2, which reduces a block's gradients when its backward ends.
+    """The state of ZeRO stages 0 to 2: it reduces a block's gradients when their backward ends.
 
     Args:
         blocks: the name of each block, its trained parameters, and their modules and attributes.
@@ -472,13 +477,15 @@ class GradReducer(ShardedState):
         self.__init__(*state)  # type: ignore[misc]
 
     def detach_from_model(self) -> None:
-        """Remove the hooks: the state of an enclosing model takes over."""
+        """Remove this state's hooks, because `pt.zero` was applied to an enclosing model."""
         self.finish()
         for handle in self._handles.values():
             handle.remove()
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """Track `new`, which has replaced `old` in the model (see `materialize`)."""
+        """Register the parameter `new`, which has replaced `old` in the model (see
+        `materialize`).
+        """
         for _, held in self._blocks:
             held[:] = [(slot, new if p is old else p) for slot, p in held]
         if old is not new and (handle := self._handles.pop(old, None)) is not None:
@@ -542,7 +549,9 @@ class GradReducer(ShardedState):
             self._under_way = bucket
 
     def finish(self) -> None:
-        """Wait for the running reduction. Gradients that changed since it began stay Partial."""
+        """Wait for the running reduction, and store its sums. Gradients that changed since then
+        stay Partial.
+        """
         bucket, self._under_way = self._under_way, None
         if bucket is None:
             return
@@ -566,7 +575,9 @@ class GradReducer(ShardedState):
     # -- after an optimizer has updated shards -----------------------------------------------------
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """Gather updated shards into whole parameters. Called after an optimizer's step."""
+        """Gather the updated shards, so that every rank has whole parameters. Called after a
+        step.
+        """
         if self.stage == 0:
             return
         given = set(params)

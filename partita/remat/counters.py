@@ -28,7 +28,7 @@ from .watched_calls import KernelMode
 
 @dataclass
 class HeldStorage:
-    """A storage that is alive.
+    """A storage that is alive and that a `MemoryCount` counts.
 
     Attributes:
         storage: a weak reference to it; when it is freed, its bytes are no longer counted.
@@ -66,7 +66,9 @@ class MemoryCount:
     # -- for users --------------------------------------------------------------------
 
     def label(self, name: str) -> AbstractContextManager[None]:
-        """Count storages created inside the block also under the label `name`. Labels nest."""
+        """Returns a context manager: storages created inside also count under the label `name`.
+        Labels nest.
+        """
         return attribute_set(self, "_labels", (*self._labels, name))
 
     def note(self, value: Any, name: str | None = None) -> None:
@@ -88,7 +90,7 @@ class MemoryCount:
         self._update_peaks()
 
     def note_resized(self, storage: torch.UntypedStorage) -> HeldStorage:
-        """Count a storage that its owner may resize."""
+        """Count a storage that its owner may resize later, and return its entry."""
         self._look_again()
         held = self._add_storage(storage)
         if not held.resized:
@@ -98,18 +100,23 @@ class MemoryCount:
         return held
 
     def live_of(self, name: str) -> int:
-        """Returns the bytes under this label that are alive now."""
+        """Returns the bytes that are alive now among the storages with the label `name`."""
         self._look_again()
         return self._live.get(name, 0)
 
     def peak_of(self, name: str) -> int:
-        """Returns the most bytes under this label that were alive at once."""
+        """Returns the largest number of bytes with the label `name` that were alive at once."""
         return self._peak.get(name, 0)
 
     # -- counting ------------------------------------------------------------------------------
 
     def after_op(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Count the storages that an op has created. Call it when the op has returned `out`."""
+        """Count the storages that an op has created. Must be called after each op.
+
+        Args:
+            args, kwargs: the op's arguments.
+            out: its result.
+        """
         self._look_again()
         known: set[int] | None = None
         for t in tensors_in(out):
@@ -158,7 +165,10 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Add `more` bytes (maybe negative) after a storage was created, resized or freed."""
+        """Add `more` bytes (maybe negative) to the counts, because a storage changed its size.
+
+        It was created, resized or freed.
+        """
         self.live += more
         self._change_live_bytes(held.labels, more)
 
@@ -174,7 +184,7 @@ class MemoryCount:
 
 
 class MemoryCountMode(KernelMode):
-    """A dispatch mode that counts the results of each op in a `MemoryCount`."""
+    """A dispatch mode that counts the storages that each op creates, in a `MemoryCount`."""
 
     def __init__(self, count: MemoryCount):
         super().__init__()
@@ -207,7 +217,10 @@ def count_memory() -> Iterator[MemoryCount]:
 def resize_listener(
     listener: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Call `listener` with each storage that ZeRO resizes in this thread, inside the block."""
+    """Returns a context manager in which `listener` is called with each storage that ZeRO resizes.
+
+    Only storages of this thread count.
+    """
     before = HERE.resized
 
     def call_listener(storage: torch.UntypedStorage) -> None:
@@ -223,7 +236,7 @@ def resize_listener(
 
 @dataclass(frozen=True)
 class Recomputed:
-    """One recompute of a region.
+    """One recomputation of a region, as a row of the report.
 
     Attributes:
         region: the function's or the module's name.
@@ -243,7 +256,9 @@ class Recomputed:
 
 
 class Report:
-    """The recomputation that happened inside `remat_report`, in order. Prints as a table."""
+    """The result of `remat_report`: each recomputation inside the block, in order. Prints as a
+    table.
+    """
 
     def __init__(self) -> None:
         self.regions: list[Recomputed] = []
@@ -256,7 +271,7 @@ class Report:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of kept results, in all regions together."""
+        """Bytes of the results that regions kept instead of recomputing them."""
         return sum(r.kept_bytes for r in self.regions)
 
     def __str__(self) -> str:
@@ -285,9 +300,10 @@ _COUNTS = {
 
 
 class FlopMode(KernelMode):
-    """A mode that counts floating-point operations as `torch.utils.flop_counter` does.
+    """A dispatch mode that counts floating-point operations as `torch.utils.flop_counter` does.
 
-    It also counts matrix products in compiled regions."""
+    It also counts matrix products in compiled regions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +325,7 @@ _open = _Open()
 
 
 def open_reports() -> tuple[Report, ...]:
-    """Returns the reports that are open on this thread."""
+    """Returns the reports of all `remat_report` blocks that are active on this thread."""
     return _open.reports
 
 

@@ -1,4 +1,4 @@
-"""The choice of kept results: which calls keep their results within a budget of bytes."""
+"""The choice of results that regions keep instead of recomputing them, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS = 8192
 
 @dataclass
 class Candidate:
-    """A call whose result could be kept.
+    """A call whose result could be kept in forward instead of recomputed in backward.
 
     Attributes:
         nbytes: the bytes of its result.
@@ -32,7 +32,7 @@ class Candidate:
 
 
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """Returns the indices of the candidates to keep within `room` bytes.
+    """Returns the indices of the results to keep, such that they need at most `room` bytes.
 
     The first of two knapsacks saves the most operations. The second fills the rest of the room and
     saves the most bytes written. With more room there are never more recomputed operations nor, for
@@ -51,7 +51,13 @@ def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
 
 
 def make_budget_error(budget: int, title: str, peak: int) -> RematError:
-    """Returns the error for a `budget` below `peak`, the bytes needed if nothing is kept."""
+    """Returns the error for a memory budget that is too small.
+
+    Args:
+        budget: the budget in bytes.
+        title: the name of the region.
+        peak: the bytes that it needs even if no result is kept.
+    """
     return RematError(
         f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
         f"({human(peak)}) when it keeps nothing",

@@ -45,7 +45,7 @@ from .watched_calls import (
 
 
 class RematRegion(Wrapped):
-    """A function, or a module's forward, that is run again in backward.
+    """A wrapper of a function, or of a module's forward, that reruns it in backward.
 
     Attributes:
         policy: decides which results are kept.
@@ -66,7 +66,7 @@ class RematRegion(Wrapped):
 
     @property
     def budget_step(self) -> Any:
-        """The current step of its budget; None without a budget."""
+        """The record of the budget's current training step; None if the region has no budget."""
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,28 +200,28 @@ class _RegionMarker:
             return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that the mode intercepted."""
+        """Run a call of a torch function, and mark its nodes in the captured graph."""
         keep = self._keeps(kind.func, args, kwargs, kind.op)
         return self._run_marked(keep, partial(kind.func, *args, **kwargs))
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run an `autograd.Function`."""
+        """Run an `autograd.Function`, and mark its nodes in the captured graph."""
         return self._run_marked(function in self.policy.functions, run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """Run a function that `one_call` marked."""
+        """Run a function that `one_call` marked, and mark its nodes in the captured graph."""
         keep = self._keeps(function, args, kwargs, function.title)
         return self._run_marked(keep, partial(function.__wrapped__, *args, **kwargs))
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run a redistribution."""
+        """Run a redistribution, and mark its nodes in the captured graph."""
         keep = self.policy.keeps_redistribution(what, x, find_call_site())
         return self._run_marked(keep, run)
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Record that the program gives `x` this name."""
+        """Keep `x` for backward if the policy keeps results with this name (`checkpoint_name`)."""
         is_named = self.policy.test is None and name in self.policy.names
         if is_named or (self.policy.test and self._keeps(None, (x,), {}, "", name)):
             self.recorder.keep(x)
@@ -252,29 +252,35 @@ class _BudgetStep:
 
     @property
     def measures(self) -> bool:
-        """True while calls are measured and none is kept."""
+        """True while the memory of a step is measured and no result is kept."""
         return self._kept is None
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Count memory inside the block if the step measures."""
+        """Returns a context manager that counts memory, if this step measures."""
         return MemoryCountMode(self.count) if self.measures else nullcontext()
 
     def keeps(self, region: Any, event: RecordedCall) -> bool:
-        """True if the result of this call is kept."""
+        """True if the result of this call is kept instead of recomputed."""
         return self._kept is not None and (id(region), event.key, event.ordinal) in self._kept
 
     def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
-        """Note the bytes that keeping a call's result would take."""
+        """Add the bytes that keeping this call's result would take."""
         one = self._candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
         one.nbytes += nbytes
 
     def note_forward(self, forward: ForwardRecord) -> None:
-        """Note that the first run of a region, whose backward needs a second, has ended."""
+        """Record that the first run of a region has ended.
+
+        Its backward will need a second run.
+        """
         forward.is_counted = True
         self._to_recompute += 1
 
     def note_recompute(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
-        """Note the operations that a recompute took; after the last, choose what is kept."""
+        """Record the operations of each call in a recomputation.
+
+        After the last recomputation of the step, choose which results later steps keep.
+        """
         for event, flops in flops_of.items():
             one = self._candidates.get((id(forward.region), event.key, event.ordinal))
             if one is not None:
@@ -288,7 +294,10 @@ class _BudgetStep:
             self.choose()
 
     def choose(self) -> None:
-        """Choose what later steps keep, where a region was recomputed since the step began."""
+        """Choose which results later steps keep, even if some regions were never recomputed.
+
+        Does nothing if no region was recomputed since the step began.
+        """
         if self.measures and self._recomputed:
             self._kept = self._choose_kept()
 
@@ -320,7 +329,7 @@ def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
 
 
 class Budget:
-    """A number of bytes that the regions of one module, or one function, share.
+    """A limit in bytes for the activations of all regions of a module or function together.
 
     The first step keeps nothing and measures its peak. The rest of the budget is then used for the
     results that save the most operations (a knapsack). Kept results add at most their own bytes to
@@ -340,7 +349,9 @@ class Budget:
         return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
 
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
-        """Returns the step for these inputs: measured the first time, planned from then on."""
+        """Returns the record of a step for inputs of this kind: measured the first time, later
+        planned.
+        """
         key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)
         if step is not None:  # the last step had no backward for some region's result

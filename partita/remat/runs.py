@@ -78,7 +78,7 @@ _NO_MODE = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A tensor from outside of a region that a call of its first run read.
+    """A tensor from outside of a region that a call in the region's first run has read.
 
     Attributes:
         number: the index among the call's tensors.
@@ -93,7 +93,9 @@ class Read:
     values: torch.Tensor | None
 
     def has_values_of(self, t: torch.Tensor) -> bool:
-        """True if another tensor `t` has the values of the tensor that was read, on all ranks."""
+        """True if the tensor `t`, read by the second run instead, has the same values on all
+        ranks.
+        """
         if self.values is None:  # a parameter
             return True
         same = self._has_local_values(self.values, make_local_alias(t))
@@ -117,7 +119,7 @@ class Read:
 
 @dataclass(eq=False, slots=True)
 class RecordedCall:
-    """One call of the first run.
+    """One call in the first run of a region, with what the second run needs to repeat or skip it.
 
     Attributes:
         key, ordinal: identify the call; the ordinal counts calls with the same key.
@@ -165,7 +167,7 @@ class SavedSlot:
         self.version = self.value._version
 
     def take(self) -> torch.Tensor:
-        """Returns the tensor and empties the slot. Recomputes the tensor if the slot is empty."""
+        """Returns the saved tensor and empties the slot. Reruns the region if the slot is empty."""
         if self.value is None:
             self.recompute(self)
         value, self.value = self.value, None
@@ -216,7 +218,7 @@ class _RegionRun:
         return (what, find_call_site(), inputs), tensors
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that the mode intercepted."""
+        """Run and record a call of a torch function that `CallMode` intercepted."""
         if self._event is not None:
             return self._run_within(kind, args, kwargs)
         key, tensors = self._make_key(kind.op, args, kwargs)
@@ -225,15 +227,22 @@ class _RegionRun:
         return self._note_outputs(event, out, tensors)
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
-        within this one."""
+        """Run and record a call that is not a torch function.
+
+        It is an `autograd.Function` (such as a region of torch.compile), a compiled step, or a
+        region within this one.
+        """
         if self._event is not None or is_internal(function):
             return run()
         with watching(None):
             return self._run_as_one(*self._make_key(function, args, kwargs), run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """Run a function marked by `one_call`: as one call if it is kept, else its inner calls."""
+        """Run a function marked by `one_call`.
+
+        It counts as a single call if its result is kept. Otherwise the calls inside it are
+        recorded.
+        """
         run = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None:
             return run()
@@ -296,7 +305,7 @@ class _RegionRun:
 
 
 class ForwardRecord(_RegionRun):
-    """The first run of a region: a `Watcher` while it runs, a record afterwards.
+    """The first run of a region: it intercepts calls while it runs, and is their record afterwards.
 
     Attributes:
         region: the `region.RematRegion`.
@@ -328,16 +337,16 @@ class ForwardRecord(_RegionRun):
 
     @property
     def measures(self) -> bool:
-        """True if the budget measures this step."""
+        """True if a memory budget is measured in this step."""
         return self.budget_step is not None and self.budget_step.measures
 
     @property
     def order(self) -> list[RecordedCall]:
-        """The calls in order."""
+        """The recorded calls, in the order in which they ran."""
         return [*self.events.values()]
 
     def saving_slots(self) -> AbstractContextManager[None]:
-        """Make autograd save slots in place of tensors, inside the block.
+        """Returns a context manager in which autograd saves slots in place of tensors.
 
         Made for each use: an attribute would be a reference cycle, which keeps the region's inputs
         alive until Python collects garbage.
@@ -442,7 +451,9 @@ class ForwardRecord(_RegionRun):
             self._kept[start] = kept
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Record that the program names `x` with `name` (`checkpoint_name`)."""
+        """Record that the program has named `x` by `checkpoint_name`, and keep it if the policy
+        says so.
+        """
         if self._names is None or self._event is not None:
             return
         event = self._names.note_name(x, name)
@@ -457,8 +468,9 @@ class ForwardRecord(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run a redistribution, of the program or of a call, and keep its result if the policy says
-        so.
+        """Run a redistribution, and keep its result if the policy says so.
+
+        The program or a call in the region requested it.
         """
         out = self._run_unwatched(run)
         if isinstance(self._kernels, KeepMode) and out is not x:
@@ -493,7 +505,9 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Save the old value of `one` before a write, if a run needs it."""
+        """Save a copy of the tensor `one` before it is written in place, if the second run needs
+        it.
+        """
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
@@ -542,7 +556,7 @@ class ForwardRecord(_RegionRun):
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the run: drop data that only the running program needs."""
+        """End the first run: drop data that only a running program needs."""
         self._around = None
         self.producers.forget_the_dead()
         if self._names is not None:
@@ -558,13 +572,13 @@ class ForwardRecord(_RegionRun):
         return [*kept, *self.redistributed_results.values()]
 
     def empty(self) -> None:
-        """Empty all slots, after a second run that failed."""
+        """Empty all slots after a second run has failed, so that no partial results are used."""
         for ref in chain.from_iterable(event.slots for event in self.order):
             if (slot := ref()) is not None:
                 slot.value = None
 
     def free_kept_kernels(self) -> None:
-        """Drop kept results of kernels, after a second run that has used them.
+        """Free the kept results of kernels after a second run has used them.
 
         Kept results of opaque calls stay, because autograd still holds tensors saved inside. A
         third run, which is rare, recomputes the dropped results.
@@ -607,7 +621,9 @@ def is_recomputing() -> bool:
 
 
 class Recomputation(_RegionRun):
-    """The second run of a region, a `Watcher`."""
+    """The second run of a region, in backward. It skips kept calls and fills the first run's
+    slots.
+    """
 
     def __init__(self, forward: ForwardRecord):
         super().__init__(forward.policy, TensorProducers(forward.producers))
@@ -871,7 +887,9 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """Returns the error for a slot that was not filled, because its call did not occur."""
+        """Returns the error for a call of the first run that the second did not make, though it is
+        needed.
+        """
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
             "leaves out a call whose saved tensors backward needs",

@@ -36,14 +36,14 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call of this op draws random numbers."""
+    """True if a call of the op `name` draws random numbers, given its arguments."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
     return facts_of_function(name).draws or "generator" in kwargs
 
 
 class RandomStates:
-    """The states of the random generators that a call uses, before and after it."""
+    """The states of the random generators before and after a call, so that it can be repeated."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
         generators = generators_in_use(t.device for t in tensors)
@@ -54,7 +54,7 @@ class RandomStates:
         self.after: States = []
 
     def over(self) -> bool:
-        """Record the states after the call. Returns True if it drew random numbers."""
+        """Record the generators' states after the call. Returns True if it drew random numbers."""
         now = [(g, g.get_state()) for g, _ in self.before]
         self.after = [
             (g, state)
@@ -74,19 +74,19 @@ class _BufferWrites:
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def note(self, t: torch.Tensor) -> None:
-        """Save the value of `t`, which is about to be written."""
+        """Save a copy of `t` before the run writes it for the first time."""
         if not self.has(t):
             with local_ops(), torch.no_grad():
                 self._before[id(t)] = (weakref.ref(t), t.detach().clone())
 
     def has(self, t: torch.Tensor) -> bool:
-        """True if the run writes `t`."""
+        """True if the run has written `t`."""
         known = self._before.get(id(t))
         return known is not None and known[0]() is t
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Give the buffers their values from before the first run inside the block."""
+        """Restore the buffers' values from before the first run, inside the block."""
         found = [(ref(), before) for ref, before in self._before.values()]
         written = [(t, before) for t, before in found if t is not None]
         with local_ops(), torch.no_grad():
@@ -110,7 +110,10 @@ def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class AmbientState:
-    """The state around a region's first run: generators, autocast, context variables, buffers."""
+    """The settings around a region's first run, which the second run restores.
+
+    They are random generators, autocast, context variables, the default device, and buffers.
+    """
 
     def __init__(self, devices: Iterable[torch.device]):
         devices = set(devices)
@@ -124,7 +127,9 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Restore the state inside the block. Yields the `contextvars.Context` to run in."""
+        """Restore the settings inside the block. Yields the `contextvars.Context` for the second
+        run.
+        """
         self._touched = {}
         with ExitStack() as modes:
             modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
@@ -137,7 +142,7 @@ class AmbientState:
             yield self._context.copy()
 
     def draw_as(self, states: States) -> None:
-        """Set random generators to these states until the run has ended."""
+        """Set random generators to these states until the second run has ended."""
         for generator, state in states:
             if generator not in self._touched:
                 self._touched[generator] = generator.get_state()
@@ -198,7 +203,8 @@ class RegionInputs:
             self._saver: Any = _SaveInputs.apply(graded, *tensors)
 
     def rebuild(self, producers: TensorProducers) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments again: tensors with the same memory, detached from the graph.
+        """Returns the arguments for the second run: the same memory, detached from the autograd
+        graph.
 
         Raises:
             RuntimeError: a tensor was changed in place after the first run.
@@ -232,7 +238,7 @@ _CARRIED: Place = ("carried", 0)
 
 
 def storage_id(t: torch.Tensor) -> int:
-    """Returns an id of the storage of `t`.
+    """Returns a number that identifies the storage of `t` while the storage is alive.
 
     The address is not sufficient, because all empty storages have the same address: a rank with an
     empty piece must find the same calls as other ranks. Private torch: no public name exists.
@@ -255,7 +261,7 @@ class _KeptResult:
         self.copied = False
 
     def copy(self) -> None:
-        """Keep a copy of the result, which the program is about to write."""
+        """Copy the kept result, because the program is about to write the original in place."""
         if not self.copied:
             with local_ops(), torch.no_grad():
                 self._replace_by_copies()
@@ -272,7 +278,7 @@ class _KeptResult:
 
 
 class KernelsOfCall(KernelMode):
-    """A mode that intercepts each kernel of one call and counts its runs, unless it is paused."""
+    """A dispatch mode that intercepts and counts the kernels of one call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +287,7 @@ class KernelsOfCall(KernelMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Ignore the kernels of a redistribution inside the block: it is not part of the call."""
+        """Do not intercept kernels inside the block: a redistribution is not a part of the call."""
         self.paused = True
         try:
             yield
@@ -294,7 +300,7 @@ class KernelsOfCall(KernelMode):
 
 
 class KeepMode(KernelsOfCall):
-    """A mode that records the results of each kernel of one call."""
+    """A dispatch mode that records the result of each kernel that one call runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,11 +317,12 @@ class KeepMode(KernelsOfCall):
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
-        """Record that a redistribution inside the call returned `x`."""
+        """Record `x`, the result of a redistribution within the call."""
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """Returns the kernel results that contain the storages of `out`.
+        """Returns the kernel results to keep so that the second run can return `out` without
+        kernels.
 
         None if they cannot be kept.
         """
@@ -348,7 +355,7 @@ class KeptKernels(_KeptResult):
 
     @classmethod
     def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
-        """Returns the kept result of a redistribution."""
+        """Returns an object that keeps `x`, the result of a redistribution."""
         return cls({_CARRIED: make_local_alias(x)}, x)
 
     @property
@@ -362,10 +369,13 @@ class KeptKernels(_KeptResult):
         self.made = replace_instances(self.made, torch.Tensor, torch.clone)
 
     def give(self, place: Place = _CARRIED) -> Any:
-        """Returns the results of one kernel run, or None if they are not kept.
+        """Returns the kept results of one kernel run, or None if they were not kept.
 
         They are new aliases, because autograd sets attributes on them. If the program writes to
         them, they are copies, because it will write to them again.
+
+        Args:
+            place: identifies the kernel run within the call.
         """
         if place not in self.made:
             return None
@@ -375,7 +385,9 @@ class KeptKernels(_KeptResult):
 
 
 class ReplayMode(KernelsOfCall):
-    """A mode that returns the kept results of one call's kernels, and runs its other kernels."""
+    """A dispatch mode that returns kept results in place of a call's kernels, and runs those not
+    kept.
+    """
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
@@ -389,7 +401,7 @@ class ReplayMode(KernelsOfCall):
         return func(*args, **kwargs)
 
     def give_redistributed(self) -> torch.Tensor | None:
-        """Returns the kept result of the next redistribution within the call, or None."""
+        """Returns the kept result of the call's next redistribution, or None if it was not kept."""
         given: torch.Tensor | None = self._kept.give(self.count_run("carried"))
         return given
 
@@ -459,7 +471,12 @@ class KeptCall(_KeptResult):
         )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
-        """Returns the call's result for the second run."""
+        """Returns the kept result in the second run, connected to the call's inputs in autograd.
+
+        Args:
+            what: the call's name, for errors.
+            ins: the tensors that the call reads.
+        """
         with local_ops():
             graded = [t for t in ins if t.requires_grad]
             results = self.results
@@ -489,7 +506,9 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedInOpaque:
-    """A tensor that autograd saved inside a kept call, packed by an enclosing region's hooks."""
+    """A tensor that autograd saved inside a kept call, while an enclosing region packs saved
+    tensors.
+    """
 
     __slots__ = ("hooks", "packed")
 
@@ -502,7 +521,7 @@ class SavedInOpaque:
 
 
 class OpaqueSaves:
-    """The tensors that autograd saves in an opaque call whose result is, or may be, kept.
+    """The tensors that autograd saves inside an opaque call (which is not recorded call by call).
 
     Saved tensors that are views of the call's inputs are not kept, because the second run has the
     inputs.
@@ -515,23 +534,27 @@ class OpaqueSaves:
         self._starts = {(storage_id(t), t.dtype): i for i, t in enumerate(inputs)}
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
-        """Returns (input, size, stride, offset) if `t` is a view of an input, else None."""
+        """Returns `(input, size, stride, offset)` if `t` is a view of an input of the call, else
+        None.
+        """
         i = self._starts.get((storage_id(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def record_saved(self, t: torch.Tensor) -> bool:
-        """Record `t`, which is not a view of an input. Returns True if `t` is kept."""
+        """Record a saved tensor that is not a view of an input. Returns True if it is kept."""
         if self._keeps:
             self.own.append(make_local_alias(t))
         self._sizes |= _sizes_of_storages([t])
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
-        """Returns the tensors in `out` that are not views of inputs."""
+        """Returns the tensors in `out` that do not share memory with an input of the call."""
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """Returns the bytes of the result and the saved tensors, which keeping them takes."""
+        """Returns the bytes that keeping the call would take: of its result and of saved
+        tensors.
+        """
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
@@ -542,7 +565,8 @@ _Calls = tuple[Any, tuple[int, ...]]
 
 
 class LearnedNames:
-    """The names (`checkpoint_name`) that a region's results got in its runs so far.
+    """The names that a region's program has given to results (`checkpoint_name`) in all runs so
+    far.
 
     Attributes:
         seen: the calls, by function and call site, that have occurred.
@@ -569,7 +593,10 @@ class _PlaceInStorage:
 
 
 class ResultsToName:
-    """The results of one run to which the program may still give a name."""
+    """The results of one run that the program may still name with `checkpoint_name`.
+
+    A result is named only after the call that made it. So it is described until then.
+    """
 
     def __init__(self, names: LearnedNames):
         self._names = names
@@ -577,26 +604,38 @@ class ResultsToName:
         self._offers: dict[Any, Any] = {}  # by call: what to keep, without its memory
 
     def name_of(self, event: Any) -> str | None:
-        """Returns the name of a call's result, if it is known."""
+        """Returns the name that an earlier run gave to this call's result, or None."""
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """True while it is unknown whether a call's result gets a name."""
+        """True if no earlier run made this call, so it is unknown whether its result will be
+        named.
+        """
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:
-        """Record that a call returned `out`."""
+        """Record that the call `event` made the tensors in `out`."""
         self._makers |= {storage_id(t): event for t in tensors_in(out)}
 
     def note_name(self, x: torch.Tensor, name: str) -> Any:
-        """Record the name of `x`. Returns the call of this run that made `x`, or None."""
+        """Record that the program names `x`. Returns the call of this run that made `x`, or
+        None.
+        """
         event = self._makers.get(storage_id(x))
         if event is not None:
             self._names.named[event.key[:2]] = name
         return event
 
     def offer(self, event: Any, kept: KeptKernels, out: Any) -> None:
-        """Store what to keep if the call's result gets a name, without keeping `out` alive."""
+        """Store how to keep a call's result, in case the program names it later.
+
+        The result itself is not kept alive: its tensors are stored as positions in their storage.
+
+        Args:
+            event: the call.
+            kept: its kernel results.
+            out: its result.
+        """
         own = {storage_id(t) for t in tensors_in(out)}
 
         def reference_weakly(t: torch.Tensor) -> Any:
@@ -608,7 +647,7 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """Returns what `offer` stored for a call, as tensors in the storage of `x`.
+        """Returns what `offer` stored for a call whose result `x` is named now, as tensors again.
 
         None if that is not in this storage alone.
         """
@@ -625,6 +664,8 @@ class ResultsToName:
             return KeptKernels(replace_instances(offer, _PlaceInStorage, view_storage), x)
 
     def close(self, events: Iterable[Any]) -> None:
-        """End the run, which consisted of the calls `events`."""
+        """End the run: remember that its calls `events` have occurred, and drop what was
+        offered.
+        """
         self._names.seen.update(e.key[:2] for e in events)
         self._makers, self._offers = {}, {}

@@ -58,7 +58,7 @@ class RematError(LayoutError):
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """A function of torch, as a region treats it.
+    """How a region treats calls of one torch function.
 
     Attributes:
         op: the name of its op.
@@ -107,19 +107,23 @@ _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 
 def current_watcher() -> Any:
-    """Returns the watcher of this thread; None while torch.compile traces."""
+    """Returns the object that intercepts this thread's calls for a region; None while Dynamo
+    traces.
+    """
     if torch.compiler.is_compiling() and not HERE.trace.is_tracing:
         return None
     return HERE.watcher
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:
-    """Make `watcher` the watcher of this thread inside the block. None: no watcher."""
+    """Returns a context manager in which `watcher` intercepts this thread's calls. None: nothing
+    does.
+    """
     return attribute_set(HERE, "watcher", watcher)
 
 
 class CallMode(TorchFunctionMode):
-    """A torch-function mode that passes each call of a torch function to this thread's watcher."""
+    """A torch-function mode that passes each call to this thread's watcher (a region's run)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,7 +144,9 @@ class CallMode(TorchFunctionMode):
 
 
 def is_internal(function: Any) -> bool:
-    """True for an `autograd.Function` of partita, which runs inside a call of the program."""
+    """True for an `autograd.Function` of partita, which is a part of another call and not
+    recorded.
+    """
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
@@ -199,7 +205,7 @@ redistribution."""
 
 
 def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns `fn(*args, **kwargs)`. Call sites inside `fn` are relative to this frame."""
+    """Calls `fn(*args, **kwargs)`. Call sites that are recorded inside it begin at this frame."""
     return fn(*args, **kwargs)
 
 
@@ -224,7 +230,10 @@ def _classify_code(code: CodeType) -> tuple[CodeType, bool]:
 
 
 def find_call_site() -> tuple[int, ...]:
-    """Returns the user's frames between the region and here: `(code, instruction, code, ...)`."""
+    """Returns the user's frames from the region to the current call, to identify the call.
+
+    The tuple has a code id and an instruction offset for each frame, innermost first.
+    """
     frame = sys._getframe(2)
     found: list[int] = []
     while frame is not None:
@@ -240,7 +249,7 @@ def find_call_site() -> tuple[int, ...]:
 
 
 def line_of_site(where: tuple[int, ...]) -> str:
-    """Returns the line of a call site, such as "model.py:12"; "" if it has no frame.
+    """Returns the file and line of a call site, such as "model.py:12"; "" if it has no frame.
 
     The path is relative to the working directory.
     """
@@ -259,7 +268,7 @@ def line_of_site(where: tuple[int, ...]) -> str:
 
 
 class TensorProducers:
-    """A map from each tensor of a run to the call that made it.
+    """A map from each tensor of a run to the number of the call that made it.
 
     Args:
         first: in the second run, the map of the first run. It has results that the program itself
@@ -274,7 +283,9 @@ class TensorProducers:
         self._known[id(t)] = (weakref.ref(t), producer)
 
     def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """Record that call `number` made the tensors in `out`, except those that are its inputs."""
+        """Record that call `number` made the tensors in `out`, except tensors that it got as
+        inputs.
+        """
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
                 if t is one:
@@ -329,7 +340,11 @@ def make_inputs_key(
     producers: TensorProducers,
     tensors: list[torch.Tensor],
 ) -> Any:
-    """Returns the key of a call's arguments. Appends the tensors among them to `tensors`."""
+    """Returns a hashable key of a call's arguments, which is equal for the same call in both runs.
+
+    Args:
+        tensors: a list to which the tensors among the arguments are appended.
+    """
     return _make_argument_key(args, producers, tensors), _make_argument_key(
         kwargs, producers, tensors
     )
@@ -338,7 +353,7 @@ def make_inputs_key(
 def key_of_shape(
     what: Any, shape: Any, dtype: torch.dtype, site: tuple[int, ...] | None = None
 ) -> Key:
-    """Returns the key of a call with one tensor, described by its shape alone."""
+    """Returns the key of a call with one tensor, identified by its shape and dtype."""
     inputs = (((None, torch.Size(shape), dtype),), ())
     return what, find_call_site() if site is None else site, inputs
 
@@ -374,7 +389,7 @@ def _format_key_part(part: Any) -> str:
 
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:
-    """Returns a detached plain tensor with the memory of `t` on this rank."""
+    """Returns a detached plain tensor that shares this rank's memory of `t`."""
     with local_ops():
         return t.detach()
 
@@ -383,7 +398,7 @@ def make_local_alias(t: torch.Tensor) -> torch.Tensor:
 
 
 class Wrapped:
-    """A wrapper of the function `fn`, or of a module's forward as its attribute `forward`.
+    """A callable that wraps the function `fn`, or a module's forward.
 
     The module's forward is looked up in its class, so a copied or pickled module calls its own.
     """
@@ -393,7 +408,9 @@ class Wrapped:
 
     @classmethod
     def in_place_of_forward(cls, module: nn.Module, *args: Any) -> Any:
-        """Make a wrapper, and set it as the attribute `forward` of `module`."""
+        """Wrap a module's forward: make a wrapper and set it as the attribute `forward`. Returns
+        it.
+        """
         made = cls(module.__dict__.get("forward"), module, *args)
         object.__setattr__(module, "forward", made)
         return made
@@ -408,7 +425,7 @@ class Wrapped:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module whose forward it wraps, or None."""
+        """The module whose forward is wrapped; None if a function is wrapped."""
         return self._module
 
     @property
@@ -419,7 +436,7 @@ class Wrapped:
 
     @property
     def title(self) -> str:
-        """Its name in errors and reports."""
+        """The name of the wrapped function or module, for errors and reports."""
         if self._module is not None:
             return type(self._module).__name__
         return getattr(self._fn, "__qualname__", None) or self.__name__
@@ -441,7 +458,7 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class Call:
-    """A call inside a region, as a policy function gets it.
+    """A call inside a remat region, as the argument of a policy function.
 
     Attributes:
         op: the op's name: "matmul" for `torch.matmul`, `Tensor.matmul` and `@`. For a
@@ -474,7 +491,9 @@ def keep_collectives(call: Call) -> bool:
 
 
 class OneCall(Wrapped):
-    """A function that a region treats as one call if its policy names it. Made by `one_call`."""
+    """A function that was marked by `one_call`: a region can keep its result like that of one
+    op.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_watcher()
@@ -484,7 +503,7 @@ class OneCall(Wrapped):
 
 
 def one_call(fn: Any) -> Any:
-    """Mark `fn`, so that policies can name it.
+    """Mark a function of your own, so that a remat policy can name it and keep its results.
 
     `pt.remat(block, policy=[attention])` then keeps the results of calls of `attention`. Use this
     for functions of your own and for compiled functions, because torch does not intercept their
@@ -513,7 +532,7 @@ _NAMEABLE = (str, nn.Module, OneCall, CompiledStep)
 
 
 class Policy:
-    """A parsed policy.
+    """A policy of `pt.remat`, parsed: it decides which results are kept.
 
     Attributes:
         ops: names of ops whose results are kept.
@@ -580,7 +599,7 @@ class Policy:
         return bool(self.names) or self.test is not None
 
     def keeps(self, op: str, function: Any, key: Key, name: str | None, moves: bool) -> bool:
-        """True if this call's result is kept.
+        """True if the policy keeps the result of this call.
 
         Args:
             moves: True if it is a redistribution that sends bytes.
@@ -592,7 +611,7 @@ class Policy:
         return op in self.ops or function in self.functions or name in self.names
 
     def keeps_redistribution(self, plan: Any, x: torch.Tensor, site: tuple[int, ...]) -> bool:
-        """True if the result of this redistribution of local `x` is kept.
+        """True if the policy keeps the result of this redistribution of the local tensor `x`.
 
         A policy function gets the global shape, so it decides the same on every rank.
         """

@@ -95,12 +95,14 @@ class Move:
 
     @property
     def sends(self) -> bool:
-        """True if this kind of move sends bytes (on axes of more than one rank)."""
+        """True if a move of this kind communicates (on axes of more than one rank)."""
         return self.kind in COLLECTIVES
 
     @property
     def way(self) -> str:
-        """The letters of the placements of its axes before and after it, such as "SR"."""
+        """Two letters: the placement of the moved axes before and after, such as "SR" for an
+        all-gather.
+        """
         axis = self.axes[0]
         start = placement_of_each_axis(self.before).get(axis, "R")
         end = placement_of_each_axis(self.after).get(axis, "R")
@@ -126,11 +128,13 @@ class Move:
 
 
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
-    """Returns `{axis: (placement before, placement after)}` for each axis that must change.
+    """Returns the axes whose placement must change in a redistribution.
 
-    Placements are "S", "R", "I" or a reduce op. The axes that split a dimension are a stack,
-    outermost first. An axis that is a Shard before and after must change, too, if the two stacks
-    differ at its position or outside of it.
+    An axis that is Shard before and after must change, too, if the axes that split its dimension
+    outside of it differ.
+
+    Returns:
+        `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.
     """
     start, end = placement_of_each_axis(before), placement_of_each_axis(after)
     out = {}
@@ -150,7 +154,9 @@ def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str
 
 
 def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
-    """Returns the single move from `before` to `after`, or None if there is none."""
+    """Returns the move that alone turns `before` into `after`, or None if several moves are
+    needed.
+    """
     moved = find_changed_axes(before, after)
     start, end = next(iter(moved.values()))
     way = f"{LETTERS[start]}{LETTERS[end]}"
@@ -167,7 +173,10 @@ def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
 
 
 def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Returns how many outermost axes two stacks have in common."""
+    """Returns the number of equal leading axes of two stacks.
+
+    A stack is the axes that split one dimension, outermost first.
+    """
     same = 0
     while same < min(len(stack), len(other)) and stack[same] == other[same]:
         same += 1
@@ -175,7 +184,10 @@ def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def placement_of_each_axis(layout: Layout) -> dict[str, str]:
-    """Returns the placement of each axis that `layout` mentions: "S", "I" or a reduce op."""
+    """Returns the placement of each axis in `layout`, without axes that are Replicate.
+
+    A placement is "S", "I" or a reduce op.
+    """
     out = dict(layout.partial)
     for stack in layout.shards:
         for axis in stack:
@@ -229,17 +241,23 @@ def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
 
 
 def bytes_of(kind: str, n: int, have: int) -> int:
-    """Returns the bytes that each of `n` ranks sends in a collective of `have` bytes a rank."""
+    """Returns the bytes that each of `n` ranks sends in a collective of kind `kind`.
+
+    `have` is the bytes that each rank holds before.
+    """
     return int(_ring_bytes_sent(kind, n, have))
 
 
 def seconds_of(nbytes: int) -> float:
-    """Returns the seconds of a collective in which a rank sends `nbytes`, without its transpose."""
+    """Returns an estimate of the seconds of a collective in which each rank sends `nbytes`.
+
+    The collective of its gradient is not included.
+    """
     return LATENCY + nbytes / BANDWIDTH
 
 
 def seconds_of_work(operations: float) -> float:
-    """Returns the seconds that a matrix product takes on a rank, forward and backward.
+    """Returns an estimate of the seconds of a matrix product on a rank, forward and backward.
 
     Args:
         operations: multiplications and additions of the forward. Backward has twice as many.
@@ -248,7 +266,10 @@ def seconds_of_work(operations: float) -> float:
 
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Returns the seconds of `move` plus its transpose; `itemsize` is bytes per element."""
+    """Returns an estimate of the seconds of a move and of the move of its gradient.
+
+    `itemsize` is bytes per element.
+    """
     return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
 
 
@@ -273,7 +294,12 @@ def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
 
 
 def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:
-    """Returns the number of elements on the first rank of `mesh`, which holds the most."""
+    """Returns the number of elements of the largest piece, which the first rank of `mesh` holds.
+
+    Args:
+        shape: the global shape.
+        shards: for each dimension the axes that split it.
+    """
     numel = 1
     for size, stack in zip(shape, shards, strict=True):
         for axis in stack:
@@ -283,7 +309,8 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
 
 
 def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
-    """Returns the seconds of a move in forward and of its transpose in backward.
+    """Returns an estimate of the seconds of a move in forward and of its gradient's move in
+    backward.
 
     Args:
         way: the letters of the placements before and after, such as "SR".
@@ -300,7 +327,8 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 
 
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
-    """Estimates the seconds of a redistribution, forward and backward, without a search.
+    """Returns an estimate of the seconds of a redistribution, forward and backward, without a
+    search.
 
     It is exact if one move is enough. Otherwise axes with the same change count as one move (small
     results first), as if every axis could change at any time.

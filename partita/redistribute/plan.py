@@ -44,7 +44,8 @@ _PLANS_KEPT = 4096
 
 @dataclass(frozen=True)
 class Plan:
-    """A path of moves. It is empty if the layouts are equal.
+    """A redistribution from one layout to another, as a sequence of moves. Empty if nothing
+    changes.
 
     Attributes:
         moves: the moves; each starts from the layout with which the previous move ends.
@@ -66,11 +67,18 @@ class Plan:
         return found
 
     def nbytes(self, mesh: Mesh, itemsize: int) -> int:
-        """Returns the bytes that the first rank sends, for elements of `itemsize` bytes."""
+        """Returns the bytes that the first rank sends in all moves, for elements of `itemsize`
+        bytes.
+        """
         return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
-        """Returns the seconds of all moves and their transposes. `itemsize`: bytes an element."""
+        """Returns an estimate of the seconds of all moves, in forward and for the gradient in
+        backward.
+
+        Args:
+            itemsize: bytes per element.
+        """
         return sum(price_of_move(move, mesh, itemsize) for move in self.moves)
 
     def __str__(self) -> str:
@@ -79,7 +87,8 @@ class Plan:
 
 @lru_cache(maxsize=_PLANS_KEPT)
 def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
-    """Returns the path from `before` to `after` that is cheapest with its transpose. Cached.
+    """Returns the redistribution from `before` to `after` that costs least, forward and backward.
+    Cached.
 
     Args:
         before, after: layouts with one global shape, over axes of `mesh`. If `after` has no dtype,
@@ -147,7 +156,9 @@ class _PlanSearch:
         self.sizes: dict[Stacks, int] = {}
 
     def find_path(self) -> tuple[Move, ...]:
-        """Returns the moves of the cheapest path, among equal ones one with the fewest moves."""
+        """Returns the moves of the cheapest path; of equally cheap paths, one with the fewest
+        moves.
+        """
         cost_of = {self.start: 0.0}
         came: dict[State, State] = {}
         done: set[State] = set()

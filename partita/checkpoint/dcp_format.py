@@ -59,7 +59,12 @@ MARK = "partita-"
 
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
-    """Returns the chunk metadata of a rank that holds `region` of a tensor; [] if it is empty."""
+    """Returns torch's metadata of the chunk that a rank holds: a list of one, or [] if it is empty.
+
+    Args:
+        region: `(offset, length)` of the rank's piece, in each dimension.
+        shape: the global shape.
+    """
     sizes = torch.Size(length for _, length in region)
     if sizes.numel() == 0 and torch.Size(shape).numel() > 0:
         return []
@@ -67,7 +72,9 @@ def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """A planner that reads tensors into a rank's pieces, and other values into `values`.
+    """A planner for torch's reader: it reads tensors in place into a rank's pieces.
+
+    Other values are read into the dictionary `values`.
 
     Args:
         weights_only: True reads values as `torch.load(weights_only=True)` does.
@@ -93,7 +100,7 @@ class LoadPieces(DefaultLoadPlanner):
         self.trial = False
 
     def plan_tensors(self) -> LoadPlan:
-        """Returns the plan that reads the tensors.
+        """Returns torch's plan to read the parts of tensors that this rank needs.
 
         Raises:
             ValueError: the chunks in the metadata do not cover a piece.
@@ -109,7 +116,7 @@ class LoadPieces(DefaultLoadPlanner):
         return plan
 
     def plan_values(self) -> LoadPlan:
-        """Returns the plan that reads the other values."""
+        """Returns torch's plan to read the values that are not tensors."""
         none = torch.Size((0,))
         indices = map(MetadataIndex, self._names)
         return LoadPlan([ReadItem(LoadItemType.BYTE_IO, i, none, i, none, none) for i in indices])
@@ -177,7 +184,7 @@ def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
 
 
 class Reader(FileSystemReader):
-    """A reader of the checkpoint in a folder. It runs no code from the files.
+    """A reader of a checkpoint folder in torch's format, which runs no code from the files.
 
     Args:
         content: the content of `.metadata`, if it has been read already.
@@ -208,7 +215,12 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def describe(self) -> dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]]:
-        """Returns the path of keys of each stored name, and size and dtype if it is a tensor."""
+        """Returns what the checkpoint has under each name.
+
+        Returns:
+            For each name: the keys that lead to it in the state, and its size and dtype. Both are
+            None if it is not a tensor.
+        """
         paths = self.metadata.planner_data or {}
         found: dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]] = {}
         for name, stored in self.metadata.state_dict_metadata.items():
@@ -219,7 +231,7 @@ class Reader(FileSystemReader):
 
     @property
     def has_checksums(self) -> bool:
-        """True if `pt.save` wrote the checkpoint, with checksums."""
+        """True if `pt.save` wrote the checkpoint, so that it has checksums."""
         about = self.metadata.storage_meta
         return str(getattr(about, "save_id", "")).startswith(MARK)
 
@@ -227,7 +239,8 @@ class Reader(FileSystemReader):
         return ValueError(f"{self._folder / file} is damaged: {why}")
 
     def places(self, plan: LoadPlan) -> list[tuple[tuple[str, int, int], str]]:
-        """Returns `((file, offset, length), name)` for each chunk that the plan reads.
+        """Returns where the chunks of a plan are in the files: `((file, offset, length), name)` for
+        each.
 
         Raises:
             ValueError: the metadata has no position for a chunk.
@@ -242,7 +255,7 @@ class Reader(FileSystemReader):
         return list(found.items())
 
     def read(self, plan: LoadPlan, planner: LoadPieces) -> None:
-        """Read the chunks of `plan`.
+        """Read the chunks of `plan` into the tensors and values of `planner`.
 
         Raises:
             ValueError: a file is damaged or missing, or a value would run code. The error names it.
@@ -364,7 +377,9 @@ _MADE_OF = {
 @message
 @dataclass(frozen=True)
 class Offer:
-    """A piece of a tensor, or a value, that a rank has and could write.
+    """A piece of a tensor, or another value, that a rank has in memory and could write.
+
+    If several ranks offer the same piece, one of them writes it.
 
     Attributes:
         name: the name of the tensor or value.
@@ -395,7 +410,9 @@ class Offer:
 
 
 def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
-    """Returns the offer of a rank that has `piece`; [] if the piece is empty."""
+    """Returns what a rank with `piece` can write: a list of one offer, or [] if the piece is
+    empty.
+    """
     shape = tuple(piece.shape)
     return [
         Offer(name, path, piece.region, shape, piece.local.dtype)
@@ -404,21 +421,30 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """Returns the items of torch's plan for `offer_piece`."""
+    """Returns torch's items to write `piece`; [] if it is empty."""
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 
 class SavePieces(DefaultSavePlanner):
-    """A planner that writes a rank's pieces, and values that have been converted to bytes."""
+    """A planner for torch's writer: it writes a rank's pieces, and values that are bytes
+    already.
+    """
 
     def __init__(self, pieces: dict[str, Piece], values: dict[str, bytes]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces, self._values = pieces, values
 
     def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
-        """Returns for each rank the indices of the offers that it writes, and the metadata.
+        """Decide which rank writes which of the offered pieces and values, so that each is written
+        once.
 
-        If several ranks offer the same piece, the one with the fewest bytes so far writes it.
+        Of several ranks that offer the same piece, the one with the fewest bytes so far writes it.
+
+        Args:
+            offered: the offers of each rank.
+
+        Returns:
+            For each rank, the indices of the offers that it writes; and the checkpoint's metadata.
 
         Raises:
             ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of
@@ -476,14 +502,19 @@ Written = tuple[str, list[int] | None, str, int, int]
 
 
 class Writer(FileSystemWriter):
-    """A writer of a checkpoint into a folder that is renamed to `home` at the end."""
+    """A writer of a checkpoint in torch's format.
+
+    It writes into a temporary folder that is renamed to `home` at the end.
+    """
 
     def __init__(self, folder: Path, home: Path):
         super().__init__(folder)
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Write some of this rank's offers into new files. Returns torch's write results."""
+        """Write the pieces and values that this rank was assigned. Returns where they are in the
+        files.
+        """
         # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
         written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()
@@ -495,7 +526,7 @@ class Writer(FileSystemWriter):
         return rows
 
     def write_metadata(self, metadata: Metadata, written: Iterable[Written]) -> None:
-        """Write `.metadata`. Call it when all ranks have written their files."""
+        """Write the file `.metadata`. Call it after all ranks have written their files."""
         results = [
             WriteResult(MetadataIndex(name, offset), length, _StorageInfo(file, at, length))
             for name, offset, file, at, length in written

@@ -126,7 +126,9 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Returns the checksums of the checkpoint in `folder`, given its chunks' checksums."""
+        """Computes the checksum of `.metadata`, and returns it with the given checksums of the
+        chunks.
+        """
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
@@ -137,7 +139,7 @@ class Checksums:
         return b"%08x\n" % zlib.crc32(text) + text + b"\n"
 
     def write(self, folder: Path) -> None:
-        """Write `.checksums`, and flush it to the disk."""
+        """Write the file `.checksums` into the checkpoint's folder, and flush it to the disk."""
         with (folder / NAME).open("wb") as file:
             file.write(self.to_bytes())
             file.flush()
@@ -145,7 +147,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """Returns the checksums of the checkpoint in `folder`; None if torch wrote it without any.
+        """Reads the file `.checksums` of a checkpoint. Returns None if there is no such file.
 
         Raises:
             ValueError: the file is damaged.
@@ -171,7 +173,8 @@ class Checksums:
             raise ValueError(f"{path} is damaged: its checksum is wrong")
 
     def check_chunks(self, folder: Path, places: Iterable[tuple[Place, str]]) -> None:
-        """Read these chunks and compare their checksums.
+        """Compute the checksums of these chunks from the files, and compare them with the stored
+        ones.
 
         Args:
             places: the place of each chunk, and the name of its tensor or value.
@@ -224,7 +227,7 @@ def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | Non
 
 
 class Replacement:
-    """A file or folder that is being written, and will be renamed to `home`.
+    """A file or folder that is written under a temporary name and renamed to `home` when complete.
 
     One rank makes it. It waits until no other job saves to that name, and removes what killed saves
     have left.
@@ -249,7 +252,10 @@ class Replacement:
         self.written = _make_sibling_path(home, f"saving-{uuid.uuid4().hex[:8]}")
 
     def publish(self) -> None:
-        """Rename `written` to `home`. It must have been flushed to the disk."""
+        """Rename the temporary file or folder to its final name `home`.
+
+        Its content must have been flushed to the disk.
+        """
         written, home = self.written, self.home
         with lock_for_reading(home, shared=False):
             if written.is_dir():
@@ -262,13 +268,13 @@ class Replacement:
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove `written`, after an error. Does nothing after `publish`."""
+        """Remove the temporary file or folder after an error. Does nothing after `publish`."""
         _remove_path(self.written)
         self._lock.release()
 
 
 def begin_replacement(home: Path) -> Replacement:
-    """Make an empty folder, to write the checkpoint that is renamed to `home` later.
+    """Make a temporary folder for a checkpoint that is renamed to `home` when it is complete.
 
     Raises:
         ValueError: `home` exists and is not a checkpoint.
@@ -292,12 +298,17 @@ def begin_replacement(home: Path) -> Replacement:
 
 
 def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
-    """Returns the lock that loads of `home` hold shared and a replacement holds exclusively."""
+    """Returns the lock by which loads of a checkpoint and its replacement exclude each other.
+
+    Loads hold it shared, and a replacement holds it exclusively.
+    """
     return Lock(_make_sibling_path(home, "reading"), shared=shared)
 
 
 def find_checkpoint(home: Path) -> Path:
-    """Returns the folder of the checkpoint: `home`, or `.NAME.previous` if a save was killed.
+    """Returns the folder of the checkpoint `home`.
+
+    That is `home`, or `.NAME.previous` beside it if a save was killed while it renamed folders.
 
     Raises:
         ValueError: there is no checkpoint.

@@ -267,7 +267,9 @@ class _WriteJob:
         self._model, self._optimizer, self._description = model, optimizer, description
 
     def check(self, strict: Strict) -> Mismatches:
-        """Returns the mismatches. Raises `description` if it is an error."""
+        """Returns how the state dict differs from the model. Raises the error that rank 0 sent, if
+        any.
+        """
         if isinstance(self._description, Exception):
             raise self._description
         self._there, self._values = self._description
@@ -278,7 +280,7 @@ class _WriteJob:
         return find_mismatches(held, self._there, strict, tied=tensors, of_optimizers=self._target)
 
     def write(self, given: dict[str, Leaf], rank0_only: bool) -> None:
-        """Write `given` into the tensors, or what rank 0 sends."""
+        """Write the values into the model's tensors. With `rank0_only`, rank 0 sends them."""
         send = _TensorSender(self._model) if rank0_only else None
         for name, leaf in self._target.leaves.items():
             if name not in self._there:
@@ -319,7 +321,10 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
-    """Returns the entries of the model's state dict, by name, as the model's own objects."""
+    """Returns the entries of the model's state dict by name: the objects themselves, not detached.
+
+    Names have no prefixes of torch.compile.
+    """
     state = model.state_dict(keep_vars=True)
     return {plain: state[name] for name, plain in strip_wrapper_names(state).items()}
 
@@ -394,7 +399,11 @@ def _exchange_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.
 
 
 def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None) -> None:
-    """Allocate the tensors of a model's state dict (or those of `names`) on the meta device."""
+    """Allocate memory for the model's parameters and buffers that are on the meta device.
+
+    Args:
+        names: allocate only those with these names. None: all in the state dict.
+    """
     known = collect_model_tensors(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
     for held in find_parameters_and_buffers(model):
@@ -450,7 +459,10 @@ _NAME = "save_pretrained"
 
 
 def patch_save_pretrained(kind: type) -> None:
-    """Patch `kind.save_pretrained` to write whole values of a model on a mesh, on one rank."""
+    """Patch `kind.save_pretrained`, a library's method, so that it works for a model of DTensors.
+
+    One rank then writes whole values.
+    """
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)
 

@@ -28,7 +28,7 @@ KIND = "__kind__"
 @message
 @dataclass(frozen=True)
 class Stored:
-    """The metadata of an entry of a checkpoint.
+    """What a checkpoint's metadata says about one entry.
 
     Attributes:
         path: the keys that lead to the entry.
@@ -41,7 +41,7 @@ class Stored:
 
     @classmethod
     def of(cls, value: Any, path: KeyPath = ()) -> Stored:
-        """Returns the metadata that `value` would have in a checkpoint."""
+        """Returns the metadata that an entry with this `value` would have in a checkpoint."""
         if isinstance(value, torch.Tensor):
             return cls(path, tuple(value.shape), value.dtype)
         return cls(path)
@@ -56,7 +56,10 @@ class Stored:
 
 
 def pack_containers(value: Any) -> Any:
-    """Returns `value` as dicts with string keys, lists, and tensors or values, not copied.
+    """Returns a nested value in a form that a checkpoint can store, without copying tensors.
+
+    That form has dicts with string keys, lists, tensors, and values. `unpack_containers` is the
+    inverse.
 
     Raises:
         ValueError: a dict has a key that is neither a number nor a string, or two keys that are
@@ -152,7 +155,14 @@ Allocate = Callable[[KeyPath, Stored], "torch.Tensor | None"]
 
 
 def find_stored_tree(stored: Mapping[str, Stored] | None, path: KeyPath) -> Any:
-    """Returns the entries of a checkpoint below `path`, as dicts and lists of `Stored`, or {}."""
+    """Returns the part of a checkpoint's entries below `path`, as nested dicts and lists.
+
+    The leaves are `Stored` objects. Returns {} if there are no entries.
+
+    Args:
+        stored: the metadata of all entries, by name.
+        path: keys that lead to a part of the state.
+    """
     root: dict[str | int, Any] = {}
     for one in (stored or {}).values():
         if len(one.path) > len(path) and one.path[: len(path)] == path:
@@ -175,7 +185,8 @@ def _with_lists(node: Any) -> Any:
 def grow_from_checkpoint(
     live: Any, there: Any, allocate: Allocate, replace: bool = False, path: KeyPath = ()
 ) -> Any:
-    """Returns a packed state dict with all entries of a checkpoint, to be loaded in place.
+    """Adds the entries that only the checkpoint has to an object's state dict, so that it can be
+    loaded.
 
     Tensors of `live` with the right size and dtype are kept.
 

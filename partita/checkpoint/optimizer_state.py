@@ -39,7 +39,7 @@ Names = dict[int, str]
 
 
 def strip_wrapper_names(names: Iterable[str]) -> dict[str, str]:
-    """Maps each name to the name without the parts that torch.compile adds.
+    """Maps each name to the same name without `_orig_mod`, which torch.compile adds.
 
     Raises:
         ValueError: two names become equal.
@@ -58,7 +58,7 @@ def strip_wrapper_names(names: Iterable[str]) -> dict[str, str]:
 def name_parameters(
     optimizer: torch.optim.Optimizer, modules: Sequence[tuple[KeyPath, torch.nn.Module]]
 ) -> Names:
-    """Returns a name for each parameter of the optimizer.
+    """Returns the name under which a checkpoint stores each parameter of an optimizer.
 
     The name is the one in the parameter's module, after the module's path if there are several
     modules. If a parameter is in no module: the names that the optimizer was made with
@@ -159,7 +159,7 @@ def _unpack_by_number(tree: Any, raw: Any, names: NamedGroups) -> Any:
 
 @dataclass
 class OpenedOptimizer:
-    """An optimizer's state by parameter names, packed.
+    """An optimizer's state dict with parameter names as keys, to be saved or to be loaded into.
 
     Attributes:
         tree: the state, with the optimizer's own tensors and new ones for missing tensors.
@@ -183,7 +183,9 @@ def open_optimizer(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedOptimizer:
-    """Returns the state of `optimizer` by names, with additional entries of a checkpoint.
+    """Returns the state of an optimizer by parameter names, to be saved or to be loaded into.
+
+    Entries that only the checkpoint has are added.
 
     Args:
         names: the names of its parameters (`name_parameters`).
@@ -234,7 +236,7 @@ def open_optimizer(
 
 
 def is_list_of_parameters(one: Stored) -> bool:
-    """True if `one` is the list of the names of a group's parameters."""
+    """True if an entry of a checkpoint is the list of parameter names in an optimizer's group."""
     return len(one.path) > 2 and (one.path[-3], one.path[-1]) == ("param_groups", "params")
 
 

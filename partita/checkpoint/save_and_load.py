@@ -81,9 +81,9 @@ Strict = bool | Literal["state"]
 
 
 def attempt(do: Callable[[], Any]) -> Any:
-    """Returns the result of `do()`, or the exception that it raises.
+    """Calls `do`, and returns its result, or the exception that it raises.
 
-    A rank passes the exception to `decide`, so that all ranks raise it.
+    A rank then passes the exception to the other ranks (`decide`), so that all raise it.
     """
     try:
         return do()
@@ -291,12 +291,12 @@ class _StagedState:
     marks: dict[str, str] = field(default_factory=dict)
 
     def finish(self) -> None:
-        """Serialize the copied values; may run in another thread."""
+        """Pickle the copied values; may run in another thread."""
         while self.copies:
             self.write(*self.copies.popitem())
 
     def write(self, name: str, value: Any) -> None:
-        """Serialize one value, and note its text.
+        """Pickle one value, and store the text by which ranks compare it.
 
         Raises:
             ValueError: it does not pickle.
@@ -307,7 +307,9 @@ class _StagedState:
             self.texts[name] = text
 
     def fingerprints(self) -> dict[str, str]:
-        """The fingerprint of each name, which must be equal on all ranks that have the name."""
+        """A hash of each value and plain tensor by name, by which ranks check that they are
+        equal.
+        """
         found = {name: _hash_tensor(self.pieces[name].local) for name in self.plain}
         return (found | self.marks) | {
             n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()
@@ -315,7 +317,8 @@ class _StagedState:
 
 
 def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
-    """Returns the pieces and values of `state` that this rank may have to write.
+    """Returns the pieces and values of `state` that this rank may have to write, copied to
+    `memory`.
 
     All ranks of a tensor's mesh must call it together. Partial tensors are reduced first, with one
     collective each, which the ledger records as explicit.
@@ -539,7 +542,8 @@ class _LoadJob:
         ] = []  # classes of values in the state: creating instances of these runs no code
 
     def check(self) -> Mismatches:
-        """Returns the mismatches.
+        """Read the checkpoint's metadata, and return how it differs from the state. Nothing is
+        loaded.
 
         Raises:
             ValueError: the checkpoint is damaged.
@@ -608,7 +612,7 @@ class _LoadJob:
         self._read_values(folder, values, checksums, pieces)
 
     def finish(self) -> None:
-        """Read the tensors in place, and put all into the state."""
+        """Read the tensors in place, and load the other values into the state."""
         with local_ops(), torch.no_grad():
             for x in self._emptied:
                 x.detach().zero_()
@@ -640,7 +644,7 @@ class Loaded:
 @message
 @dataclass(frozen=True)
 class Mismatches:
-    """The differences between the state and the checkpoint that one rank found.
+    """The differences between the state and the checkpoint, as one rank found them.
 
     Attributes:
         values: lines about tensors with another shape or dtype, and tensors in place of values.
@@ -657,7 +661,7 @@ class Mismatches:
 
     @property
     def wrong(self) -> bool:
-        """True if any of these differences is an error."""
+        """True if any of the differences is an error."""
         return bool(self.values or self.keys)
 
 
@@ -743,7 +747,7 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
-    """Returns the names that this rank skips, if all ranks can load.
+    """Raise on all ranks if any rank cannot load. Otherwise returns the names that this rank skips.
 
     Raises:
         LayoutError: some ranks found mismatches. Every rank raises it, with all mismatches.

@@ -31,7 +31,7 @@ from .optimizer_state import name_parameters, open_optimizer, strip_wrapper_name
 
 @dataclass
 class Leaf:
-    """A tensor or value in a state.
+    """The position of one tensor or value in a nested state, so that it can be read and replaced.
 
     Attributes:
         path: the keys (as text) and list indices that lead to it.
@@ -53,7 +53,7 @@ class Leaf:
 
 @dataclass
 class OpenedState:
-    """A state whose objects have been replaced by their state dicts.
+    """A state to save or load, in which each object is replaced by its state dict.
 
     Attributes:
         leaves: its tensors and values, by names such as "optimizer.state.0.weight.exp_avg".
@@ -75,7 +75,7 @@ def open_state(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedState:
-    """Returns `state` with its objects replaced by their state dicts.
+    """Returns `state` with each object in it (a module, an optimizer) replaced by its state dict.
 
     Args:
         stored: the metadata of the checkpoint that will be loaded; None if the state is to be

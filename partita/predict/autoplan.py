@@ -84,19 +84,23 @@ class ModelPlan:
 
     @property
     def code(self) -> str:
-        """A program for all ranks that trains the model in the best way, exactly as simulated."""
+        """The text of a program that trains the model in the best way. It runs on all ranks.
+
+        Its step is the one that was simulated.
+        """
         return write_code(self.shape, self.best.way)
 
     @property
     def command(self) -> str:
-        """The `partita train` command of the best way; "" if `partita train` cannot build the
-        model.
+        """The `partita train` command that trains in the best way.
+
+        "" if `partita train` cannot build the model.
         """
         return train_options(self.shape, self.best.way)
 
     @property
     def why(self) -> str:
-        """The reason why the second-best way is slower; "" if there is no second way."""
+        """A sentence that says why the second-best way is slower; "" if there is no second way."""
         if len(self.choices) < 2:
             return ""
         first, second = (self._find_time_parts(choice) for choice in self.choices[:2])
@@ -238,7 +242,11 @@ def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
 
 
 def read_bytes(text: float | str) -> float:
-    """Returns the bytes of "80GB", "64 GiB" or a positive number. Raises StrategyError."""
+    """Returns a number of bytes for a positive number or a text such as "80GB" or "64 GiB".
+
+    Raises:
+        StrategyError: it is no amount of memory.
+    """
     is_number = isinstance(text, Real) and not isinstance(text, bool)
     allowed = "bytes as a number, or text such as '80GB'"
     check_argument("memory", text, is_number or isinstance(text, str), allowed)
@@ -270,7 +278,7 @@ _DOUBT = 4
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """A way to train the model that fits into memory.
+    """A way to train the model that fits into memory, with its simulation.
 
     Attributes:
         way: the mesh and the strategy.
@@ -287,7 +295,7 @@ class PlannedWay:
 
 
 class WaySearch:
-    """The search for the best ways.
+    """The search of `autoplan` for the best ways (a way is a mesh and a strategy).
 
     Attributes:
         memory: bytes that a rank may hold.
@@ -322,7 +330,9 @@ class WaySearch:
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        """Returns the best ways that fit, fastest first. At most `most` ways are simulated."""
+        """Search `ways`, simulating at most `most` of them. Returns the best that fit, fastest
+        first.
+        """
         left = self._leave_out(ways, BOUND, self._is_too_big_at_least)
         while left and len(self.found) < most:
             way = self._choose_next(left)
@@ -413,7 +423,7 @@ class WaySearch:
     def price_way(
         self, way: Way, known: int = 4, blocks: int = _WHOLE
     ) -> tuple[float, int, Simulation]:
-        """Returns seconds, peak and simulation of a way with all of its blocks and micro-batches.
+        """Returns the seconds of a step, the peak bytes and the simulation of a way, at full size.
 
         If all micro-batches have more than `blocks` blocks together, the first `known`
         micro-batches are simulated. Each further one adds the same seconds and peak as the last of
@@ -511,8 +521,10 @@ class _ModelNeeds:
     products: float = 0.0
 
     def extend_to_layers(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
-        """Returns the needs of so many blocks. `self` is for one; each further one adds what the
-        second does.
+        """Returns the needs of a model with `layers` blocks, extrapolated from one and two blocks.
+
+        Args:
+            two: the needs of the model with two blocks. `self` is for one.
         """
 
         def extend(a: float, b: float) -> float:
@@ -529,7 +541,7 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a lower bound of a simulation's peak, in bytes: what a rank holds between steps.
+    """Returns a lower bound of the peak memory of a way, in bytes: what a rank holds between steps.
 
     That is its weights, and AdamW's state of those that get a gradient.
     """
@@ -539,7 +551,8 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a lower bound of a step's seconds: the longest time of the processor and each link.
+    """Returns a lower bound of the seconds of a step: the longest of the processor's and links'
+    times.
 
     The processor computes the matrix products of the unsharded model, each rank of tp its part.
     Over dp each gradient is summed once per step; stage 3 also gathers each weight once per
@@ -596,7 +609,7 @@ def _fastest_rate(curve: MeasuredCurve) -> float:
 
 
 def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns an estimate of a step's seconds, which only decides the order of simulations.
+    """Returns a rough estimate of the seconds of a step, which only decides what to simulate first.
 
     It adds matrix products, other kernels, and waiting for links.
     """
@@ -611,7 +624,7 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
 
 
 def guess_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns an estimate of a rank's peak bytes, which only decides the order of simulations.
+    """Returns a rough estimate of a rank's peak bytes, which only decides what to simulate first.
 
     It adds what a rank holds between steps, gradients, and activations saved for backward.
     """

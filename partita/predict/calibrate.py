@@ -38,9 +38,10 @@ _TIMEOUT = 120.0
 
 
 def calibrate(ranks: int) -> Machine:
-    """Measure this machine with so many ranks that work at once, each a process with one thread.
+    """Measures this machine and returns its description, for `pt.simulate` and `pt.autoplan`.
 
-    Takes about 25 seconds, plus the start of the ranks.
+    Starts `ranks` processes with one thread each, which work at once. Takes about 25 seconds, plus
+    the start of the processes.
 
     Raises:
         RuntimeError: a rank ended without a result. The message contains its output.
@@ -65,7 +66,7 @@ def calibrate(ranks: int) -> Machine:
 
 
 def machine_toml(machine: Machine) -> str:
-    """Returns a machine as the text of a file that `load_machine` reads."""
+    """Returns the TOML text of a machine file, which `load_machine` can read."""
     said = {f.name: getattr(machine, f.name) for f in fields(machine)}
     usual = {f.name: f.default for f in fields(machine)}
     return "\n".join(_format_table({k: v for k, v in said.items() if v != usual[k]})) + "\n"
@@ -90,7 +91,12 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    """Returns the machine that the ranks' measurements of kernels and collectives describe."""
+    """Returns a machine description that is fitted to the measurements of all ranks.
+
+    Args:
+        reports: each rank's measurements of kernels and collectives.
+        ranks: the number of ranks.
+    """
     slower = _compare_clocks(reports)
     kernels = _fit_kernels(reports, slower)
     bfloat16 = kernels.pop("matmul_bfloat16")
@@ -233,7 +239,7 @@ class _TimedCollective:
 
 
 def main() -> None:
-    """Measure as one of the ranks, and print the measurements as a line of JSON."""
+    """Run the measurements as one of the ranks, and print them as a line of JSON."""
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
@@ -376,7 +382,7 @@ _WIDTH = 128  # of the rows of a kernel that works on rows
 
 @dataclass(frozen=True)
 class DeckCall:
-    """One kernel call that is measured.
+    """A kernel call whose time is measured.
 
     Attributes:
         rate: the kind of kernel, one of `machine.RATES`.
@@ -392,15 +398,16 @@ class DeckCall:
 
 
 def make_deck() -> list[DeckCall]:
-    """Returns all calls to measure, for each rate with several amounts."""
+    """Returns all kernel calls to measure: several amounts of work for each kind of kernel."""
     pools: dict[int, list[torch.Tensor]] = {}
     return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
 
 
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
-    """Returns the order of the calls, as indices: small ones first, each a few times in a row.
+    """Returns a random order in which to run the calls, as indices into `deck`.
 
-    A step also repeats kinds of calls: an optimizer updates all of its parameters.
+    Small calls come first, each a few times in a row. A step also repeats kinds of calls: an
+    optimizer updates all of its parameters.
     """
     found: list[int] = []
     for is_large in (False, True):

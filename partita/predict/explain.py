@@ -153,7 +153,9 @@ class _Call:
 
 
 class Explainer:
-    """A receiver of plans and moves. It has the stack of running calls, outermost first."""
+    """The object that receives the plan and the moves of each call while `explain` runs a
+    function.
+    """
 
     def __init__(self) -> None:
         self.calls = [_Call("")]
@@ -163,21 +165,23 @@ class Explainer:
         self._names: dict[int, str] = {}
 
     def make_wire(self, wire: Wire) -> Wire:
-        """Returns a dry wire that replaces `wire` and reports its moves to this explainer."""
+        """Returns a wire that sends nothing and reports its moves to this explainer, to replace
+        `wire`.
+        """
         found = _ExplainedWire.from_wire(wire)
         found.explainer = self
         self.wires.append(found)
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Store the names of modules and their submodules, for `ExplainedOp.module`."""
+        """Store the names of modules and their submodules, which `ExplainedOp.module` shows."""
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive this thread's calls on DTensors inside the block."""
+        """Receive this thread's calls on DTensors while the block runs."""
         before, HERE.explainer = HERE.explainer, self
         entered = register_module_forward_pre_hook(self._enter_module)
         left = register_module_forward_hook(self._leave_module, always_call=True)
@@ -236,7 +240,7 @@ class Explainer:
     def record_rows(
         self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser
     ) -> None:
-        """Record the rows that dispatch has priced for the running call.
+        """Record the rows (ways to place the op) that dispatch has priced for the running call.
 
         Args:
             places: the position of each operand in the call, and the names of its parameters.
@@ -249,7 +253,7 @@ class Explainer:
     def record_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
     ) -> None:
-        """Record a move of the running call, or of the program itself."""
+        """Record a move that the running call makes, or one that the program requested itself."""
         call = self.calls[-1]
         graded = call.graded and (graded or reason == "gather")
         explained = _explained_move(mesh, move, x, reason, graded)
@@ -346,7 +350,7 @@ def _name_of(path: Path, parameters: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ExplainedMove:
-    """One move of an operand, or of a redistribution in the program.
+    """One step of a redistribution: of an operand, or one that the program requested.
 
     Attributes:
         kind, axes: the move, such as "all_gather", and the mesh axes that it runs over.
@@ -402,7 +406,7 @@ class ConsideredRow:
 
 @dataclass(frozen=True)
 class ExplainedOp:
-    """One call on DTensors.
+    """One call of an op on DTensors, with its plan and cost.
 
     Attributes:
         op: the op's name.
@@ -441,25 +445,27 @@ class ExplainedOp:
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes that the first rank sends for its gradients in backward, if there are any."""
+        """Bytes that the first rank sends in backward, to redistribute this call's gradients."""
         return sum(move.backward_nbytes for move in self.all_moves)
 
     @property
     def all_moves(self) -> list[ExplainedMove]:
-        """`moves`, including the moves of inner calls."""
+        """The moves of this call and of the calls inside it."""
         return [move for op, _ in _with_depth([self]) for move in op.moves]
 
     @property
     def all_work(self) -> float:
-        """`work`, including the work of inner calls."""
+        """The operations (`work`) of this call and of the calls inside it."""
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row that is used on an axis; None if the op has no rule."""
+        """Returns the row that the op uses on a mesh axis; None if the op has no rule."""
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
-        """Returns the cheapest row on an axis that is not used; None if there is no other."""
+        """Returns the second-best row on a mesh axis: the cheapest one that is not used, or
+        None.
+        """
         others = [row for row in self.rows if row.axis == axis and not row.chosen]
         return min(others, key=lambda row: row.seconds, default=None)
 
@@ -502,7 +508,7 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan of one call, or of each call that a function or a module makes.
+    """The result of `pt.explain`: the plan of each call that the function makes.
 
     Attributes:
         title: the name of what was explained.
@@ -519,7 +525,7 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves in order, without the backward moves if `fn` does not run backward."""
+        """All moves in order. Moves of backward are included only if the function runs backward."""
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property
@@ -529,7 +535,7 @@ class Explanation:
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes that the first rank would send in a backward from the result.
+        """Bytes that the first rank would send in a backward pass from the result.
 
         0 if the function ran backward itself.
         """

@@ -56,7 +56,7 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """The allowed values of an argument or a field.
+    """A kind of value that an argument or field may have, with its check.
 
     Attributes:
         allowed: a description of them, for errors.
@@ -67,7 +67,9 @@ class Kind:
     has: Callable[[Any], bool]
 
     def check(self, name: str, value: Any, error: type[ValueError]) -> None:
-        """Raise `error` unless `value` is allowed. It shows the value and what is allowed."""
+        """Raise `error` unless `value` is of this kind. The message shows the value and what is
+        allowed.
+        """
         if not self.has(value):
             raise error(f"{name} is {describe_value(value)}: {self.allowed}")
 
@@ -101,7 +103,7 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """A measured curve: the seconds of each amount, as points joined by straight lines.
+    """A measured curve: the seconds for an amount of work, interpolated between measured points.
 
     Attributes:
         amounts: bytes or operations, in increasing order.
@@ -123,7 +125,10 @@ class MeasuredCurve:
             raise ValueError("has seconds that are not above 0")
 
     def seconds_of(self, amount: float) -> float:
-        """Returns the seconds of an amount. Beyond the last point, its last line is extended."""
+        """Returns the seconds for an amount of work (bytes or operations), by interpolation.
+
+        Beyond the last point, its last line is extended.
+        """
         last = len(self.amounts) - 1
         if amount <= self.amounts[0] or not last:
             return self.seconds[0]
@@ -134,9 +139,9 @@ class MeasuredCurve:
 
 
 def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
-    """Returns a curve through points (amount, seconds), in any order.
+    """Returns a curve through measured points `(amount, seconds)`, which may be in any order.
 
-    If a point has fewer seconds than one with a smaller amount, it gets the seconds of that one.
+    Seconds never decrease: a point below an earlier one gets that one's seconds.
     """
     amounts: list[float] = []
     seconds: list[float] = []
@@ -148,7 +153,7 @@ def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of a rank.
+    """The speed and memory of the hardware on which a rank runs.
 
     Attributes:
         name: the usual name.
@@ -225,7 +230,7 @@ class Machine:
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns this machine's name of the kernel that is called `name` in the captured graph.
+        """Returns the name that a kernel of a captured graph has on this machine.
 
         If torch had no GPU during the capture, the graph has the CPU's fused attention. The GPU's
         kernel has the same operands and results.
@@ -233,14 +238,14 @@ class Machine:
         return name.replace("_for_cpu", "") if self.overlaps else name
 
     def given_link(self, axes: Sequence[str]) -> Link | None:
-        """Returns the link in `links` for these axes, in any order, or None."""
+        """Returns the link that the user gave for these axes (in `links`), or None."""
         for name, link in self.links.items():
             if sorted(name.split()) == sorted(axes):
                 return link
         return None
 
     def reached_link(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """Returns the link speed that collectives over these axes reach.
+        """Returns the speed that collectives over these axes reach in practice.
 
         That is a link of `links`, or otherwise a fraction (`efficiency`) of the slowest link.
         """
@@ -251,7 +256,8 @@ class Machine:
         return Link(link.latency, link.bandwidth * self.efficiency["link"])
 
     def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """Returns the slowest link on the way of a collective over these axes of a mesh.
+        """Returns the slowest link that a collective over these axes of a mesh uses, at its peak
+        speed.
 
         It is `host` if each collective stays within a host. Otherwise a collective runs one ring
         for each rank that it has on a host, over that rank's own network port. So its bandwidth is
@@ -272,7 +278,7 @@ class Machine:
         return Link(self.network.latency, bandwidth)
 
     def is_each_on_its_host(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
-        """True if collectives over these axes have no two ranks on one host.
+        """True if each rank of a collective over these axes is on a different host.
 
         Axes with a given link return False.
         """
@@ -310,12 +316,12 @@ class Machine:
 
 
 def shipped_machines() -> list[str]:
-    """Returns the names of the included machines."""
+    """Returns the names of the machines that partita includes."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def load_machine(name: str | Path | Machine) -> Machine:
-    """Returns the machine with this name, or the one that the TOML file at this path describes.
+    """Returns a machine by its name, or from the TOML file at a path. Returns a `Machine` as it is.
 
     Raises:
         MachineError: no such machine; or the file has an unknown or missing key, an amount in a
@@ -346,7 +352,7 @@ def load_machine(name: str | Path | Machine) -> Machine:
 
 
 def read_link(text: str) -> tuple[str, Link]:
-    """Returns the axes and the link for a text such as "dp=10 us,50 GB/s".
+    """Reads a link from a text such as "dp=10 us,50 GB/s". Returns the axes and the link.
 
     Raises:
         MachineError: the text cannot be read. The error says why.
@@ -525,7 +531,7 @@ class Link:
 
 
 def messages_of(kind: str, ranks: int) -> int:
-    """Returns the number of messages that a rank of a ring sends one after the other.
+    """Returns how many messages a rank sends one after the other in a collective on a ring.
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
@@ -542,7 +548,7 @@ def messages_of(kind: str, ranks: int) -> int:
 
 
 def collective_bytes(kind: str, ranks: int, whole: float) -> float:
-    """Returns the bytes that one rank of a ring sends.
+    """Returns the bytes that one rank sends in a collective on a ring.
 
     Args:
         whole: bytes of the unsharded tensor: the result of an all-gather, the input of a
@@ -560,7 +566,7 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
 def collective_seconds(
     kind: str, ranks: int, nbytes: float, link: Link, *, each_on_its_host: bool = False
 ) -> float:
-    """Returns the seconds of a collective, by its fastest algorithm.
+    """Returns the predicted seconds of a collective, by its fastest algorithm.
 
     The time counts from when the last rank begins. A ring of n ranks has n - 1 messages one after
     the other. An all-reduce is a reduce-scatter and an all-gather, so it has twice as many (Thakur,
@@ -644,7 +650,7 @@ _THIN = 4
 
 
 def rate_of(node: fx.Node, name: str, kind: str) -> str:
-    """Returns the name of the rate (kind of speed) of a node; "" if it costs no time.
+    """Returns the name of the measured speed that applies to a graph node; "" if it costs no time.
 
     Args:
         name: the name of the operator.

@@ -71,7 +71,7 @@ def run_on_fakes(
     kwargs: dict[str, Any],
     make_wire: Callable[[Wire], Wire] = DryWire.from_wire,
 ) -> Iterator[tuple[Callable[[], Any], State]]:
-    """Run `fn` over tensors without memory inside the block, and restore what it changes.
+    """Prepare to run `fn` on tensors without memory, and restore at the end what it changes.
 
     Args:
         make_wire: a function that makes the replacement for the wire of a mesh.
@@ -112,7 +112,9 @@ def run_on_fakes(
 
 
 def runs_nothing(fn: Callable[..., Any]) -> bool:
-    """True if a call of `fn` returns a generator or a coroutine, whose body has not run."""
+    """True if a call of `fn` does not run its body, because it is a generator or coroutine
+    function.
+    """
     fn = fn.step if isinstance(fn, CompiledStep) else fn
     fn = fn.forward if isinstance(fn, torch.nn.Module) else fn
     while isinstance(fn, functools.partial):
@@ -124,7 +126,7 @@ def runs_nothing(fn: Callable[..., Any]) -> bool:
 
 
 class LocalFakes(FakeTensorMode):
-    """Fake tensors with a rank's local shapes.
+    """A fake tensor mode in which DTensors have the shape and strides of this rank's piece.
 
     DTensors report their local shard's metadata in this mode.
     """
@@ -179,10 +181,12 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def make_refusal(
     fact: str, *fixes: str | tuple[str, str], reason: str = "", place: str | None = None
 ) -> LayoutError:
-    """Returns the error for an impossible request, at `place` or by default the user's line.
+    """Returns the error for a request that cannot be served.
 
     Args:
+        fact: what is impossible.
         fixes: the fixes; each is the code to write, or a tuple of the code and an explanation.
+        place: the file and line. None: the user's line.
     """
     listed = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
     place = user_line() if place is None else place
@@ -190,7 +194,7 @@ def make_refusal(
 
 
 def make_value_read_error(error: Exception) -> LayoutError:
-    """Returns the error for a function that reads a tensor's value in a rehearsal."""
+    """Returns the error for a function that reads a tensor's value although nothing is computed."""
     return make_refusal(
         "the function reads the value of a tensor",
         ("give the part before it", "and the part after it by itself"),
@@ -208,7 +212,11 @@ _LAYOUT = re.compile(r"[a-z]+\d*\[[^\]]*\](\s*\{[^}]*\})?")
 
 
 def read_mesh(text: str) -> dict[str, int]:
-    """Returns `dp=2,tp=4` as a dictionary. LayoutError names the part that is wrong."""
+    """Reads a mesh from a text: "dp=2,tp=4" gives `{"dp": 2, "tp": 4}`.
+
+    Raises:
+        LayoutError: names the part that is wrong.
+    """
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
@@ -229,7 +237,7 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """Returns the function, the positional and the keyword arguments of a call given as text.
+    """Reads a call from text, and returns the function, the positional and the keyword arguments.
 
     Args:
         text: a function of torch ("F.linear", "torch.matmul", "Tensor.sum") or of yours
@@ -275,7 +283,7 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 def describe_raised(what: str, error: BaseException, *, is_user_s: bool) -> str:
-    """Returns a text for an error: what raised it, its message, and the user's line.
+    """Returns a text about an exception: what raised it, its message, and the user's line.
 
     Args:
         is_user_s: True if the user's code raised it, or called the code that did.
@@ -352,7 +360,7 @@ _read_number = torch.ops.aten._local_scalar_dense.default
 
 
 def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> Memory:
-    """Returns the memory schedule of one rank for a step that runs eagerly, without running it.
+    """Predicts the memory of a rank during an eager training step, without running the step.
 
         def make():
             mesh = pt.dry_mesh(dp=64)
@@ -409,12 +417,12 @@ class _Schedule(MemoryCount):
         self._made_by = self._source = ""
 
     def counts(self, t: torch.Tensor) -> bool:
-        """True if `t` is a step count of the optimizer that is stepping."""
+        """True if `t` is a step counter in the state of the optimizer that is stepping now."""
         state = {} if self.stepping is None else self.stepping.state
         return any(own.get("step") is t for own in state.values())
 
     def begin_place(self, made_by: str) -> None:
-        """Begin a new place of the schedule; changes from now on belong to it."""
+        """Begin the next point in time of the schedule. Later changes of memory belong to it."""
         self._made_by, self._source = made_by, user_line()
         self._places.append(f"{made_by}_{len(self._places)} {made_by}")
 
@@ -432,7 +440,7 @@ class _Schedule(MemoryCount):
             self._buffers.append(self._make_buffer(held.nbytes, at))
 
     def add_workspace(self, nbytes: int) -> None:
-        """Record that a kernel needs so many bytes in addition to its results while it runs."""
+        """Record temporary memory that a kernel needs while it runs, in bytes."""
         at = len(self._places) - 1
         self._buffers.append(replace(self._make_buffer(nbytes, at), death=at + 1, passing=True))
 
@@ -443,7 +451,7 @@ class _Schedule(MemoryCount):
         return Buffer(f"{self._made_by}_{at}", nbytes, at, _NEVER, **about)
 
     def memory_with(self, held: tuple[HeldInput, ...]) -> Memory:
-        """Returns the schedule as it is now."""
+        """Returns the memory schedule that was recorded so far. `held` are the step's inputs."""
         end = len(self._places)
         buffers = (replace(b, death=min(b.death, end)) for b in self._buffers if b.nbytes)
         return Memory(tuple(self._places), tuple(buffers), held)

@@ -25,7 +25,7 @@ _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "
 
 @dataclass(frozen=True)
 class Shown:
-    """Pictures of one tensor, or of a model's parameters.
+    """What `pt.show` displays: pictures of one tensor, or of a model's parameters.
 
     `str` returns plain text; a notebook shows `_repr_html_()`.
 

@@ -186,7 +186,7 @@ def _name_of_step(step: Any) -> str:
 
 
 def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str]) -> Machine:
-    """Returns the machine with these links instead of its own.
+    """Returns a copy of the machine in which `links` replace its own links.
 
     Raises:
         MachineError: names a link whose axes are not all among `axes`.
@@ -214,7 +214,7 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str
 def capture_model(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy
 ) -> tuple[Program, int, int]:
-    """Capture a training step of a model, to be simulated on any number of machines.
+    """Captures a training step of a model, which can then be simulated on any number of machines.
 
     Returns:
         The program, the tokens of a step on all ranks together, and the bytes of parameters and
@@ -238,9 +238,11 @@ def simulate_program(
     tokens: int | None = None,
     unread: int = 0,
 ) -> Simulation:
-    """Simulate a captured program, like `simulate`.
+    """Simulates a captured program, and returns what `simulate` returns.
 
     Args:
+        what: the name of the step.
+        tokens: tokens per step, over all ranks; None if unknown.
         unread: bytes of parameters and buffers that a rank holds and the step does not read.
     """
     played = simulate_graph(program, machine, mesh)
@@ -394,7 +396,7 @@ _COMPUTE = "compute"
 
 @dataclass
 class SimulatedStep:
-    """The result of simulating a step's graph.
+    """The simulated times of a step's graph: when each kernel and collective runs.
 
     Attributes:
         seconds: the time until the last stream has ended.
@@ -524,7 +526,7 @@ class _Player:
 
 
 def bytes_per_axis(program: Program) -> dict[str, int]:
-    """Returns the bytes that a rank sends in a run, by axes of collectives, as in a ledger."""
+    """Returns the bytes that a rank sends in a program, for each set of axes of a collective."""
     found: dict[str, int] = {}
     for record in list_sent_moves(program):
         stream = " ".join(record.axes)
@@ -555,7 +557,7 @@ _BACKWARD_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Kernel:
-    """The work of a graph node on the processor.
+    """The work that a graph node means for the processor: its operations and bytes.
 
     Attributes:
         kind: "matmul", "attention", "elementwise", "other" or "free" (a view, a number).
@@ -574,7 +576,9 @@ class Kernel:
     rate: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """Returns the kernel's seconds on a machine, from a measured curve or from the roofline."""
+        """Returns the seconds of the kernel on a machine, from a measured curve or else the
+        roofline.
+        """
         curve = machine.kernels.get(self.rate)
         if curve is not None:
             slower = machine.peak_flops("float32") / machine.peak_flops(self.dtype)
@@ -589,7 +593,7 @@ class Kernel:
 
 
 def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
-    """Returns the work of each call of a graph, without collectives.
+    """Returns the processor's work for each call in a graph, except collectives.
 
     Args:
         graph: the graph of a program; its nodes have shapes.
@@ -623,7 +627,7 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
 
 
 def count_flops(node: fx.Node) -> float:
-    """Returns the operations of a matrix product, a convolution or an attention; otherwise 0.
+    """Returns the operations of a graph node: a matrix product, convolution or attention; else 0.
 
     Causal attention counts half, because fused kernels skip the masked half.
     """
@@ -862,12 +866,12 @@ class Simulation:
 
     @property
     def events(self) -> Sequence[TimelineEvent]:
-        """The kernels and collectives of each stream, with their times."""
+        """The kernels and collectives of the timeline, with their streams and times."""
         return self.timeline.events
 
     @property
     def source(self) -> str:
-        """One sentence: how the timeline was made, and what it leaves out."""
+        """A sentence that says how the timeline was made, and what it leaves out."""
         return f"Simulated on {self.machine.name}: no host, no stragglers, no data loading"
 
     def report(self, path: str | Path, *others: Simulation) -> None:
@@ -890,7 +894,7 @@ class Simulation:
         write_report(path, *(one.make_run_facts() for one in (self, *others)))
 
     def make_run_facts(self) -> RunFacts:
-        """Returns the data that a report shows."""
+        """Returns the data of the simulation in the form that a report page shows."""
         run = RunFacts(self.title, figures=self._make_rows(), **self.facts)
         run.timeline, run.timeline_source = [*self.events], self.source
         return run

@@ -33,7 +33,7 @@ from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, c
 
 
 class StrategyError(ValueError):
-    """Raised for a wrong model, strategy, mesh or argument.
+    """Raised if a model, strategy, mesh or argument is invalid.
 
     The value is unknown, has a wrong type or no effect, or the mesh does not divide it.
     """
@@ -52,7 +52,9 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raise StrategyError unless `is_right`. It shows the argument, and what is allowed."""
+    """Raise StrategyError unless `is_right`. The message shows the argument and what is
+    `allowed`.
+    """
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
@@ -69,7 +71,7 @@ def _loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model for simulation and planning: a known one, or your own.
+    """A model for simulation and planning: how to make it, and its sizes.
 
     Attributes:
         make: a function `make(layers, context)` that returns the module, with `layers` blocks, for
@@ -207,7 +209,7 @@ _PRECISIONS = "'bfloat16' or 'float32'"
 def make_step(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy, on: Any = None
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...], int]:
-    """Returns a training step of a model, to be captured or to be run.
+    """Returns a training step of a model that is distributed by a strategy.
 
     Args:
         mesh: the sizes of "dp" and "tp".
@@ -266,7 +268,11 @@ def make_step(
 
 
 def shape_of(model: str | ModelShape) -> ModelShape:
-    """Returns the shape of a known model, or `model` itself. Raises StrategyError if unknown."""
+    """Returns the `ModelShape` of a model that is known by name, or `model` itself.
+
+    Raises:
+        StrategyError: no model has this name.
+    """
     if isinstance(model, ModelShape):
         return model
     allowed = "a name of partita.predict.MODELS, or a ModelShape of your own"
@@ -333,7 +339,9 @@ class Way:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the axes with more than one rank; {"dp": 1} if there is one rank."""
+        """The mesh of this way: the axes with more than one rank; {"dp": 1} if there is one
+        rank.
+        """
         sizes = {name: n for name, n in (("dp", self.dp), ("tp", self.tp)) if n > 1}
         return sizes or {"dp": 1}
 
@@ -350,7 +358,7 @@ class Way:
 def ways_of(
     shape: ModelShape, ranks: int, batch: int, machine: Machine, base: Strategy
 ) -> Iterator[Way]:
-    """Yields all ways to train a model on `ranks` ranks, with `batch` sequences on all together.
+    """Yields all ways to train a model with `ranks` ranks and `batch` sequences per step in total.
 
     Tensor parallelism stays within a host and divides the heads. Numbers of micro-batches are
     powers of two.
@@ -381,9 +389,10 @@ _BYTES = 256
 
 
 def write_code(shape: ModelShape, way: Way) -> str:
-    """Returns a program for all ranks with the training step that `make_step` makes for `way`.
+    """Returns the text of a program that trains the model in the way `way`, for all ranks.
 
-    If the model is not one of partita's, the program uses a `ModelShape` named `shape`.
+    Its step is the one that `make_step` makes. If the model is not one of partita's, the program
+    uses a `ModelShape` named `shape`.
     """
     of = way.strategy
     own = not shape.code

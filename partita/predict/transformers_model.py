@@ -27,7 +27,7 @@ _CONTEXT = 4096
 
 
 def shape_of_config(config: Any, task: str = "causal-lm", *, lora: int | None = None) -> ModelShape:
-    """Returns the shape of a model of transformers, for `pt.autoplan` and `pt.simulate`.
+    """Returns a model of transformers for `pt.autoplan` and `pt.simulate`, from its configuration.
 
     Args:
         config: the path of a config.json or of the folder that has it; or a configuration.
@@ -111,7 +111,7 @@ class _Logits(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The longest list of modules: the layers that can be recomputed in backward."""
+        """The model's layers, which can be recomputed in backward: its longest list of modules."""
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return max(lists, key=len)
 

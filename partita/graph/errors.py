@@ -37,10 +37,10 @@ class CaptureError(LayoutError):
 
 
 class RefusedCall:
-    """A signature of calls that could not be captured, with guards of the state that the step read.
+    """A record of a step that could not be captured. It decides when capture is tried again.
 
-    Capture is tried again when a value that was read has changed. Changes by the step's own eager
-    run do not count: the next call is compared with the state after that run.
+    That is when a value that the step had read has changed. Changes by the step's own eager run do
+    not count: the next call is compared with the state after that run.
 
     Args:
         guards: a `guards.Guards`; None if unknown, so that capture is never tried again.
@@ -53,11 +53,15 @@ class RefusedCall:
         self.tries, self.why = tries, why
 
     def holds(self) -> bool:
-        """True if another capture would read the same values, and so fail again."""
+        """True if nothing that the step read has changed, so that another capture would fail
+        again.
+        """
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
-        """Store the values after an eager run of the step, to compare the next call with."""
+        """Store the current values after an eager run of the step; the next call is compared with
+        them.
+        """
         if self._guards is not None and not self._guards.hold():
             self._guards = self._guards.as_of_now()
 
@@ -66,7 +70,13 @@ _MOST_TRIES = 16  # captures of calls with one signature, for changed Python val
 
 
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:
-    """Returns the error to raise. `place` is a "file:line"; None for the user's current line."""
+    """Returns the error for a step that cannot be captured.
+
+    Args:
+        fact: what the step does.
+        reason: why a graph cannot express it.
+        place: a "file:line". None: the user's current line.
+    """
     return CaptureError(
         f"capture: {fact}",
         place=user_line() if place is None else place,
@@ -123,7 +133,7 @@ def make_recording_error(error: Exception) -> CaptureError:
 
 
 def make_budget_too_small_error(budget: int, least: int) -> CaptureError:
-    """Returns the error to raise if a step needs more than its budget; `least` bytes suffice."""
+    """Returns the error for a memory budget that a step cannot keep. `least` bytes suffice."""
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",
@@ -145,7 +155,10 @@ _NUMBERS += [
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if C code raised `error` because it got a symbolic number and needs a Python number."""
+    """True if C code raised `error` because it got a symbolic number, not a Python number.
+
+    Numbers are symbolic only during capture.
+    """
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
 
@@ -244,8 +257,9 @@ _MACHINERY = (
 
 
 def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
-    """Returns the file of torch whose code reads a value, such as "torch/nn/functional.py". "" if
-    the user's code reads it.
+    """Returns the file of torch whose code reads a tensor's value; "" if the user's code reads it.
+
+    An example is "torch/nn/functional.py".
 
     Args:
         frames: the stack frames, innermost first.
@@ -278,7 +292,7 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error to raise if a step uses a tensor that is not an input and has no name."""
+    """Returns the error for a step that uses a tensor which capture cannot find by name."""
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(
@@ -300,4 +314,7 @@ def user_line_of(error: BaseException) -> str:
 
 
 class UnsureOfWrites(Exception):
-    """Raised if it is unknown which values a write changes; the graph is then traced again."""
+    """Raised if capture cannot know which values an in-place write changes.
+
+    The graph is then traced again.
+    """

@@ -44,8 +44,9 @@ def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
 
 
 def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """Returns `FakeTensor(mode, meta, device)` in a third of the time. Private torch: most of that
-    constructor handles arguments that are never passed.
+    """Returns `FakeTensor(mode, meta, device)`, but takes a third of the time.
+
+    Private torch: most of that constructor handles arguments that are never passed.
     """
     is_unsure = device.index is None and device not in (HOST, _META)  # torch uses the current one
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
@@ -63,15 +64,15 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
 
 
 def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Returns a fake tensor with the metadata of `t` and its own storage."""
+    """Returns a fake tensor with the metadata of `t` and a new storage."""
     with building_fakes():
         return make_fake(mode, make_empty_meta(t), t.device)
 
 
 def make_distinct(value: Any, known: set[int]) -> Any:
-    """Returns a fake value for an input that shares no storage with other inputs.
+    """Returns a fake value for a graph input whose storage no other input has.
 
-    Values of equal calls share one fake, but a graph's inputs are distinguished by their fakes.
+    Calls with equal operands share one fake value, but inputs are distinguished by their storages.
 
     Args:
         known: identifiers of the storages of the inputs so far; this input's is added.
@@ -93,7 +94,9 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Hide operations inside the block from all torch modes."""
+    """Disable all torch modes inside the block, so that they do not intercept how fakes are
+    made.
+    """
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         yield
 
@@ -104,7 +107,7 @@ def make_empty_meta(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeByCall:
-    """The fake value of a call, and where the memory of its tensors comes from.
+    """The fake result of a call, and which of its tensors have new memory.
 
     Attributes:
         value: the fake value that the call returns.
@@ -119,7 +122,7 @@ class MadeByCall:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
-    """Returns the result of `target(*args, **kwargs)` over fake tensors, cached by the call's key.
+    """Returns the result of a call over fake tensors. Equal calls share one cached result.
 
     Args:
         like: a value of the same fake mode, for calls without a tensor operand; for a call of a
@@ -149,7 +152,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
-    """Returns the tensors of a nested value, in order."""
+    """Returns the tensors in nested lists, tuples and dictionaries, in order."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if value is None or isinstance(value, (int, float, str)):
@@ -203,7 +206,10 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
 
 
 def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the key that decides a call's fake value; None if the value depends on more."""
+    """Returns a key that is equal for calls with equal fake results.
+
+    None if the result depends on more than metadata.
+    """
     try:
         key = (
             target,

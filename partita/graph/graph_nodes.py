@@ -62,7 +62,7 @@ BLOCK = "block"
 
 @dataclass(frozen=True)
 class Note:
-    """The origin of a node.
+    """Where a node of a captured graph comes from: the user's line, the phase, the redistribution.
 
     Attributes:
         source: the user's "file:line".
@@ -93,7 +93,7 @@ class Note:
 
 
 def note_of(node: fx.Node) -> Note:
-    """Returns the note of a node; an empty one if it has none."""
+    """Returns the note (origin) of a node; an empty one if it has none."""
     found: Note = node.meta.get(NOTE, NO_NOTE)
     return found
 
@@ -121,7 +121,7 @@ def add_call(
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Add an input at the graph's insertion point, like `fx.Graph.placeholder`, in lower case."""
+    """Add an input with this name at the graph's insertion point, like `fx.Graph.placeholder`."""
     return graph.create_node("placeholder", name, name=name)  # without `name`, fx derives one
 
 
@@ -133,7 +133,11 @@ def _name_of(target: Any) -> str:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
-    """Add a copy of a node, like `fx.Graph.node_copy`; `of` returns the copy of an operand."""
+    """Add a copy of a node to `graph`, like `fx.Graph.node_copy`, and return it.
+
+    Args:
+        of: a function that returns the copy of an operand.
+    """
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     _set_args(made, fx.node.map_arg(node.args, of))
     if node.kwargs:
@@ -153,7 +157,10 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a module with copies of `nodes` that returns `gives`, without unused inputs."""
+    """Returns a module that computes the values `gives`, with copies of `nodes`.
+
+    Inputs that are not needed are left out.
+    """
     graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node in nodes:
@@ -164,8 +171,10 @@ def extract_graph(
 
 
 def key_of_operands(value: Any) -> Any:
-    """Returns a hashable key of operands. 1, 1.0 and True have different keys; floats and complex
-    numbers are compared by their bits, so 0.0 and -0.0 differ.
+    """Returns a hashable key of a call's operands, to find equal calls.
+
+    1, 1.0 and True have different keys; floats and complex numbers are compared by their bits, so
+    0.0 and -0.0 differ.
     """
     if isinstance(value, (list, tuple)):
         return tuple(key_of_operands(v) for v in value)
@@ -187,7 +196,9 @@ def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Make `make_fx` return modules that generate their code on first use, inside the block."""
+    """Returns a context manager in which `make_fx` returns modules that generate code on
+    first use.
+    """
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
 
@@ -212,7 +223,7 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes at the end of a graph after the node `first`, the newest first."""
+    """Yields the nodes that were added to a graph after the node `first`, the newest first."""
     node = graph._root.prev
     while node is not first:
         yield node
@@ -239,7 +250,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def checks_value(node: fx.Node) -> bool:
-    """True if a call only raises if a value is invalid."""
+    """True if a node is an assertion: a call that only raises an error if a value is invalid."""
     return node.op == "call_function" and facts_of(node.target).checks
 
 
@@ -284,7 +295,7 @@ def _sends(target: Any) -> bool:
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """Returns the request that runs a collective node on a wire."""
+    """Returns the request with which a wire (connection to other ranks) runs a collective node."""
     args: Any = node.args
     operand, *given, name = args
     x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
@@ -311,9 +322,10 @@ N = TypeVar("N", bound=Hashable)
 def order_by_needs(
     wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]
 ) -> Iterator[N]:
-    """Yields `wanted` in order, each node after the nodes that it needs.
+    """Yields nodes so that each comes after the nodes that it needs (a topological order).
 
     Args:
+        wanted: the nodes, in the preferred order.
         needs: the nodes that each node needs, without cycles. Only keys are yielded.
         done: nodes to skip; each yielded node is added.
     """
@@ -342,7 +354,7 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class SectionSchedule:
-    """The memory of a section in each of its calls, in bytes, without the section's inputs.
+    """How much memory a section allocates in each of its calls, in bytes, without its inputs.
 
     Attributes:
         live: the bytes that are allocated while each call in the section runs.
@@ -356,13 +368,15 @@ class SectionSchedule:
 
     @property
     def workspace(self) -> int:
-        """The most bytes that are allocated at once, without the results."""
+        """The most bytes that are allocated at once while the section runs, without its results."""
         return max(self.live, default=0) - self.given
 
 
 @dataclass(eq=False)
 class Subgraph:
-    """A graph that nodes of an outer graph call; it is the first operand of those nodes.
+    """A graph that nodes of another graph call. Equal parts of a step are calls of one subgraph.
+
+    A calling node has the subgraph as its first operand.
 
     Its only writes are `copy_` calls into inputs. A block with a backward is called twice, for
     forward (`call_subgraph`) and for backward (`call_backward`); all others once. A section is a
@@ -392,33 +406,42 @@ class Subgraph:
         return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """Returns the operands of a call node, in the order of the subgraph's inputs."""
+        """Returns the operands that a calling node passes, in the order of this subgraph's
+        inputs.
+        """
         given: Any = call.args[-1]
         return given  # type: ignore[no-any-return]
 
     @property
     def outputs(self) -> list[Any]:
-        """The nodes that it returns."""
+        """The nodes whose values the subgraph returns."""
         (end,) = self.graph.graph.find_nodes(op="output")
         return end.args[0]  # type: ignore[return-value]
 
     def inputs_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the inputs of only backward if `is_late`, else the inputs of forward."""
+        """Returns the inputs of one call of a block: of its backward if `is_late`, else of its
+        forward.
+        """
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return inputs[self.taken :] if is_late else inputs[: self.taken]
 
     def outputs_of(self, is_late: bool) -> list[Any]:
-        """Returns the outputs of backward if `is_late`, else the outputs of forward."""
+        """Returns the outputs of one call of a block: of its backward if `is_late`, else of its
+        forward.
+        """
         return self.outputs[self.returned :] if is_late else self.outputs[: self.returned]
 
     def nodes_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the calls of backward if `is_late`, else the calls of forward."""
+        """Returns the calls of a block's backward if `is_late`, else the calls of its forward."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         return [n for n in calls if (n in self.backward_nodes) is is_late]
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of backward: they have its phase, or depend on its inputs or on such nodes."""
+        """The nodes of a block's backward.
+
+        They have the phase "backward", or depend on inputs of backward or on such nodes.
+        """
         if self.taken is None:
             return set()
         late = set(self.inputs_of(True))
@@ -431,18 +454,20 @@ class Subgraph:
 
     @cached_property
     def written(self) -> tuple[int, ...]:
-        """The positions of the inputs that it writes."""
+        """The positions of the inputs that the subgraph writes in place."""
         return written_inputs_of(self.graph.graph)
 
     @cached_property
     def has_effect(self) -> bool:
-        """True if it writes, draws random numbers or checks."""
+        """True if a call must stay even if its results are not used: it writes, draws numbers or
+        checks.
+        """
         calls = self.graph.graph.nodes
         return any(n.op == "call_function" and has_effect(n) for n in calls)
 
     @cached_property
     def only_moves(self) -> bool:
-        """True if it computes nothing: it only returns elements of its inputs, possibly cast."""
+        """True if the subgraph computes nothing: it only moves or casts elements of its inputs."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         facts = (facts_of(n.target) for n in calls)
         return all(f.moves or f.casts for f in facts)
@@ -453,13 +478,24 @@ class Subgraph:
 
 @declare_facts(OpFacts(makes_new=True))
 def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a subgraph, or a block's forward. It is never executed."""
+    """The target of nodes that call a subgraph (for a block: its forward). It is never executed.
+
+    Args:
+        part: the subgraph.
+        takes: its operands.
+    """
     raise RuntimeError("a call of a subgraph was run before it was replaced")
 
 
 @declare_facts(OpFacts(makes_new=True))
 def call_backward(part: Subgraph, forward: Any, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a block's backward; `forward` is the node of its forward."""
+    """The target of nodes that call a block's backward. It is never executed.
+
+    Args:
+        part: the block's subgraph.
+        forward: the node that calls its forward.
+        takes: the operands of backward.
+    """
     raise RuntimeError("a call of a block's backward was run before it was replaced")
 
 
@@ -481,13 +517,15 @@ def subgraphs_in(graph: fx.Graph) -> list[Subgraph]:
 
 
 def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the calls of a graph, and once the calls of each distinct subgraph."""
+    """Yields the calls of a graph and of the subgraphs that it calls, each distinct subgraph
+    once.
+    """
     for graph_of_part in (graph, *(s.graph.graph for s in subgraphs_in(graph))):
         yield from (n for n in graph_of_part.nodes if n.op == "call_function")
 
 
 class ByIdentity:
-    """A wrapper that compares by identity: equal only to a `ByIdentity` of the same object."""
+    """A hashable wrapper that is equal only to another wrapper of the same object."""
 
     def __init__(self, value: Any):
         self.value = value

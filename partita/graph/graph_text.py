@@ -34,7 +34,7 @@ from .program import Program
 
 
 class Graph:
-    """A program's graph, to be printed: one line for each node."""
+    """A captured graph for printing: `print` shows a line for each node."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -46,11 +46,11 @@ class Graph:
 
     @property
     def moves(self) -> list[fx.Node]:
-        """The nodes that call collectives."""
+        """The nodes that communicate: calls of collectives."""
         return [n for n in self.nodes if is_collective(n)]
 
     def to_string(self, repeats: bool = True) -> str:
-        """Returns a line for each node, and a total.
+        """Returns the graph as text: a line for each node, and a total.
 
         Args:
             repeats: True to print each repeat of equal blocks; False to print one, with a count.
@@ -135,7 +135,8 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
 
 
 def canonical(program: Program) -> list[str]:
-    """Returns a program as lines that are equal for equal programs, on every rank and in every run.
+    """Returns a program as lines of text that are equal on all ranks that captured the same
+    program.
 
     They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
     are first, one for each node, then the lines of each section once.
@@ -173,7 +174,10 @@ def _format_layout(spec: Spec) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Yields a line for each node. Graphs that compute the same have equal lines."""
+    """Yields a line of text for each node of a graph.
+
+    Graphs that compute the same have equal lines.
+    """
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
         number[node] = f"%{len(number)}"
@@ -181,7 +185,11 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """Returns a text that is equal for nodes that compute the same; `number` names the operands."""
+    """Returns a line of text for a node, which is equal for nodes that compute the same.
+
+    Args:
+        number: the name of each operand in the text.
+    """
     return f"{_format_node(node, number)}{_format_result(node.meta.get('val'))}"
 
 
@@ -237,7 +245,7 @@ _PERIODS = 16
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
-    """Returns the longest part of `calls` that repeats, and its period.
+    """Finds the longest part of a sequence of calls that repeats.
 
     A model of equal layers has a graph that repeats, and so has its update. The distances between
     equal calls suggest periods. For each of the most frequent distances, this finds the longest
@@ -287,17 +295,19 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 
 
 def versions() -> list[str]:
-    """Returns the versions and the type of machine, as lines of a program's key."""
+    """Returns lines that name the versions of torch and partita and the machine, for a program's
+    key.
+    """
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 
 def key_of(lines: Sequence[str]) -> str:
-    """Returns the hash of a program's lines: 64 hexadecimal digits."""
+    """Returns the key of a program: a hash of its lines, as 64 hexadecimal digits."""
     return _hash_lines(lines).hex()
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """Returns a 63-bit hash of lines, the same in every process."""
+    """Returns a 63-bit hash of lines of text, the same in every process."""
     return int.from_bytes(_hash_lines(lines)[:8], "big") >> 1
 
 
@@ -307,7 +317,7 @@ def agree_on_program(
     wire: Wire,
     stages: Callable[[], Sequence[tuple[str, int]]] = tuple,
 ) -> None:
-    """Check on all ranks of `wire` that they have captured the same program.
+    """Check that all ranks of `wire` have captured the same program; raise on all ranks if not.
 
     Args:
         lines: the program of this rank.

@@ -105,11 +105,15 @@ class Memory:
 
     @cached_property
     def live(self) -> list[int]:
-        """The bytes of the step's buffers that are allocated while each place runs."""
+        """The bytes of the step's buffers that are allocated at each place (while each node or line
+        runs).
+        """
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns `live`, counting only buffers for which `counts` returns True."""
+        """Returns the allocated bytes at each place, counting only buffers for which `counts` is
+        True.
+        """
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
             if counts(buffer):
@@ -128,21 +132,25 @@ class Memory:
 
     @cached_property
     def held_bytes(self) -> int:
-        """Bytes of the inputs: parameters, the optimizer's state, arguments."""
+        """Bytes of the inputs: parameters, optimizer state and arguments."""
         return sum(h.nbytes for h in self.held)
 
     @property
     def total_peak(self) -> int:
-        """The most bytes at once, including the inputs."""
+        """The most bytes that are allocated at once, including the inputs."""
         return self.peak + self.held_bytes
 
     @cached_property
     def peak_place(self) -> int:
-        """The index in `places` at which the memory is first at its peak."""
+        """The index of the place (node or line) at which the memory first reaches its peak."""
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """Returns the buffers that are allocated at the index `place`, largest first."""
+        """Returns the buffers that are allocated while a place runs, largest first.
+
+        Args:
+            place: an index into `places`.
+        """
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
 
@@ -176,8 +184,9 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 
 
 class Storages:
-    """The storages of a graph's nodes, as numbers. Inputs have different storages unless they
-    share.
+    """Which nodes of a graph share memory: the storages of each node's tensors, as numbers.
+
+    Inputs have different storages unless they share one.
 
     Attributes:
         of: the storages of the tensors in each node's value.
@@ -209,7 +218,7 @@ class Storages:
             self.of[node] = tuple(dict.fromkeys(self._shows[node]))
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the storages that a node allocates."""
+        """Returns the numbers of the storages that a node allocates."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
     @cached_property
@@ -226,7 +235,9 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the storages that are freed after a call, because no later call reads them.
+        """Returns the numbers of the storages that are freed after a call, because no later call
+        reads them.
+
         Storages of inputs are not included.
         """
         shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
@@ -277,7 +288,7 @@ class Storages:
 
 
 def storages_of(program: Program) -> Storages:
-    """Returns the storages of a program's graph."""
+    """Finds which nodes of a program's graph allocate, share and free memory."""
     return Storages(program.graph, program.groups)
 
 
@@ -300,7 +311,7 @@ def _schedule_of_section(section: Subgraph) -> SectionSchedule:
 
 
 def scheduled(program: Program) -> Memory:
-    """Returns the schedule of Inductor's generated code, or of the graph if nothing was generated.
+    """Returns the memory schedule of the code that runs: of Inductor's code, or of the graph.
 
     Raises:
         ValueError: the memory of the generated code is unknown.
@@ -310,7 +321,9 @@ def scheduled(program: Program) -> Memory:
 
 
 def memory_of(program: Program) -> Memory:
-    """Returns the schedule of a program's graph as if it runs node by node, sections inlined."""
+    """Returns the memory schedule of a program if its graph runs node by node, with sections
+    inlined.
+    """
     program = program.flat()
     nodes = [n for n in program.graph.graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)
@@ -338,7 +351,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def peak_of(program: Program) -> int:
-    """Returns the peak of `memory_of` in bytes; analyses each section once, not per call."""
+    """Returns the peak of `memory_of` in bytes, but faster: each section is analysed only once."""
     storages = storages_of(program)
     live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
     for node in program.graph.graph.nodes:
@@ -376,7 +389,10 @@ def _peak_of_call(
 
 
 def held_by(program: Program) -> Iterator[HeldInput]:
-    """Yields the inputs of a program that exist between calls. A shared storage counts once."""
+    """Yields the inputs of a program that exist between calls, with their bytes.
+
+    A shared storage counts once.
+    """
     seen: set[int] = set()
     for given, fake in zip(program.inputs, program.example(), strict=True):
         if given.kind != "number":  # a call makes its tensor: `made_at_entry`
@@ -387,9 +403,13 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
-    """Yields the buffers that a call makes from its inputs before the step, and keeps to its end.
-    They are tensors of Python numbers, and padded copies of inputs without room for padding.
-    `places` is the number of places of the schedule.
+    """Yields the buffers that each call allocates for its inputs before the graph runs.
+
+    They are tensors of Python numbers, and padded copies of inputs without room for padding. They
+    live until the call ends.
+
+    Args:
+        places: the number of places of the schedule.
     """
     examples = program.example()
     for i, given in enumerate(program.inputs):
@@ -412,7 +432,11 @@ def opname(node: fx.Node) -> str:
 
 
 def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """Returns a `Buffer` with a note's source, phase, layout and reason; `more` are attributes."""
+    """Returns a `Buffer` whose source, phase, layout and reason come from a node's note.
+
+    Args:
+        more: other attributes of the buffer.
+    """
     more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
     return Buffer(name, nbytes, made_by=made_by, **more)
 
@@ -423,7 +447,7 @@ _aten = torch.ops.aten
 
 
 def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
-    """Returns the bytes of a call's workspace, which torch does not document; 0 if unknown.
+    """Returns the bytes that a CPU kernel allocates and frees while it runs; 0 if unknown.
 
     Args:
         args: the operands of the call, with fake tensors.
@@ -545,7 +569,7 @@ def _signature_of_argument(value: Any) -> Any:
 
 
 def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compiled: bool) -> int:
-    """Returns the bytes of the staging buffers of a collective of the program's groups.
+    """Returns the bytes of the temporary buffers with which a collective is run by its backend.
 
     Args:
         args, made: the operands and the result of the call, with fake tensors.

@@ -51,7 +51,7 @@ smaller graph compiles as fast in one piece."""
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """The options of `pt.compile`, which documents them.
+    """The options that were passed to `pt.compile`, which documents them.
 
     Raises:
         ValueError: an unknown backend or fallback.
@@ -77,7 +77,8 @@ class StepOptions:
 
     @property
     def section_threshold(self) -> int | None:
-        """The number of nodes above which blocks are compiled as sections; None: they never are.
+        """The number of graph nodes above which equal blocks are compiled once; None: they never
+        are.
 
         Capture folds blocks of equal structure into calls of one subgraph (`capture/fold.py`), and
         `FormSearch` inlines them if the budget requires it.
@@ -87,7 +88,11 @@ class StepOptions:
         return 0 if self.sections else _OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Returns the lines of a program's key for the options and the passes `ran`."""
+        """Returns the lines by which a program's key depends on the options.
+
+        Args:
+            ran: the names of the passes that ran.
+        """
         return [
             f"backend {self.backend}, sections {self.sections}, cuda graphs {self.cuda_graphs}",
             f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
@@ -136,7 +141,7 @@ class Input:
 
     @property
     def spec(self) -> Spec | None:
-        """The spec of a DTensor; None of a plain tensor."""
+        """The spec of an input that is a DTensor; None for a plain tensor."""
         return getattr(self.tensor, "_spec", None)
 
     @property
@@ -148,7 +153,9 @@ class Input:
 
     @property
     def padding(self) -> PaddingBoundary | None:
-        """The padding of the local tensor before the graph; None if all ranks have equal shapes."""
+        """How this rank's local tensor is padded before the graph; None if all ranks have equal
+        shapes.
+        """
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -158,7 +165,11 @@ class Input:
         return padding_boundary(self.spec, persistent=persistent, zeros=zeros, read=read)
 
     def local_value(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Returns the local value of the input, given the leaves of a call."""
+        """Returns this rank's value of the input in a call.
+
+        Args:
+            tensors: the leaves of the call (the tensors and numbers of its arguments and state).
+        """
         if self.kind == "coordinate":
             return self.tensor
         if self.kind == "number":
@@ -168,14 +179,20 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """An identifier of the place where a number is stored, like `Slot.identity`."""
+        """An identifier of the place where a number of the step's state is stored, like
+        `Slot.identity`.
+        """
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
         return id(self.home.now), self.path[0]
 
     def number(self, tensors: Sequence[Any]) -> Any:
-        """Returns the Python value of a "number" input, given the leaves of a call."""
+        """Returns the Python number that a "number" input has in a call.
+
+        Args:
+            tensors: the leaves of the call (the tensors and numbers of its arguments and state).
+        """
         if self.index >= 0:
             return tensors[self.index]
         found = self.home
@@ -232,7 +249,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ResultPlace:
-    """The origin of a tensor in a step's result.
+    """Where a tensor in a step's result comes from.
 
     Attributes:
         source: "result": an output of the graph; "input": a tensor of the call itself.
@@ -245,7 +262,7 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """The amount of a step that is recomputed in backward. A graph and its blocks share one object.
+    """How much of a step is recomputed in backward. A step's graph and its blocks share one object.
 
     Attributes:
         number: the number of a choice of the pass `remat`; 0 recomputes nothing.
@@ -258,7 +275,7 @@ class RecomputeLevel:
 
 @dataclass(eq=False)
 class Program:
-    """A graph, and where the values of its inputs and outputs are in the user's step.
+    """A captured step: a graph, and where its inputs and outputs belong in the user's step.
 
     Attributes:
         graph: the graph of local ATen calls and collectives. Its only writes are `copy_` into
@@ -309,12 +326,16 @@ class Program:
 
     @property
     def level(self) -> int:
-        """The number of the chosen `RecomputeLevel`."""
+        """The number of the chosen `RecomputeLevel`: how much is recomputed in backward."""
         return self.recompute.number
 
     @property
     def wires(self) -> list[Wire]:
-        """The wires of its inputs, outputs and collectives, in the same order on all ranks."""
+        """The wires (connections to other ranks) that the program uses, in the same order on all
+        ranks.
+
+        They are those of its inputs, outputs and collectives.
+        """
         specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
         # A cotangent's spec has a `TraceWire`, whose `real` is the wire.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
@@ -322,14 +343,16 @@ class Program:
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """Maps the position of an output that is an input to the position of the input."""
+        """The outputs that are inputs, unchanged: the position of the input for each position of an
+        output.
+        """
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """Maps the position of a repeated output to the position of its first occurrence.
+        """The outputs that repeat an earlier output: the first position for each repeated position.
 
         A node that is returned both with and without its padding counts as two values.
         """
@@ -341,19 +364,21 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The global ranks for which its collectives may wait forever."""
+        """The global ranks that a call of the program waits for."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @cached_property
     def draws_on(self) -> list[torch.device]:
-        """The devices whose random number generators it uses."""
+        """The devices whose default random generators the program uses."""
         nodes = [n for n in calls_within(self.graph.graph) if facts_of(n.target).draws]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
 
     @cached_property
     def numbers_to_keep(self) -> set[Input]:
-        """The "number" inputs whose tensors later calls may reuse: no output is a view of them."""
+        """The "number" inputs whose tensors can be reused in later calls, because no output is a
+        view of them.
+        """
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {
             given
@@ -363,16 +388,18 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """The program that a call runs: itself; for a region, its forward."""
+        """The program that a call runs: this one. For a region, it is the forward."""
         return self
 
     @property
     def artifact(self) -> Built | None:
-        """The result of its compilation: the same as `built`."""
+        """The compiled code; None if the graph runs without being compiled (the same as
+        `built`).
+        """
         return self.built
 
     def flat(self) -> Program:
-        """Returns a program in which calls of sections are inlined; itself if it has none."""
+        """Returns this program with calls of sections inlined; itself if it calls none."""
         graph = flatten_module(self.graph)
         if graph is self.graph:
             return self
@@ -381,11 +408,17 @@ class Program:
         return found
 
     def example(self) -> list[torch.Tensor]:
-        """Returns fake tensors with the metadata of the inputs, for a compiler."""
+        """Returns fake tensors with the metadata of the inputs, as example inputs for a
+        compiler.
+        """
         return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        """Compile the program: `call_of` returns the function that runs a program."""
+        """Compile the program, so that it can run.
+
+        Args:
+            call_of: a function that compiles a program and returns the function that runs it.
+        """
         self.call = call_of(self)
 
     def run_graph(
@@ -444,7 +477,8 @@ _NONE: frozenset[int] = frozenset()
 
 
 def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """Returns, for each node of backward, the numbers of the results on whose gradients it depends.
+    """Finds on the gradients of which results each backward node depends. Returns their numbers by
+    node.
 
     If none of these gradients exists, autograd passes None, not zeros. So passes must not combine
     nodes that depend on different results.
@@ -481,7 +515,7 @@ class _Lender:
 
 @dataclass(frozen=True)
 class PaddingBoundary:
-    """The padding before a graph, and the cut after it, of a local shard smaller than the largest.
+    """How a rank's smaller shard is padded before a graph, and how outputs are cut after it.
 
     A graph is compiled for the shape of the first rank, whose shard is the largest. A smaller shard
     is padded with copies of its last slice, so that the padding causes no NaN or infinity that the
@@ -508,11 +542,13 @@ class PaddingBoundary:
 
     @property
     def in_place(self) -> bool:
-        """True if the tensor is padded in place, not in a copy."""
+        """True if the tensor's own storage is padded; False if a padded copy is made."""
         return self.behind and self.persistent
 
     def pad_input(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns `local` padded and contiguous: in its own storage if that has room, or a copy."""
+        """Returns the local tensor with padding, contiguous: in its own storage if that has room,
+        or a copy.
+        """
         local = local.data  # so that padding does not count as a write
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:
@@ -548,7 +584,11 @@ class PaddingBoundary:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """Returns (axes, bytes that a rank sends) of each collective that fills empty shards."""
+        """Returns the traffic of the collectives that pad empty shards with other ranks' values.
+
+        Returns:
+            For each collective: its axes, and the bytes that a rank sends.
+        """
         found = []
         for dim, lender in self.lenders.items():
             nbytes = itemsize * math.prod(n for d, n in enumerate(self.padded) if d != dim)
@@ -556,7 +596,7 @@ class PaddingBoundary:
         return found
 
     def unpad_output(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of `value`, an output of the graph, in its own storage."""
+        """Returns an output of the graph without padding, in its own storage."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
@@ -564,7 +604,7 @@ class PaddingBoundary:
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns `value` without its padding, as a view."""
+        """Returns a view of `value` without its padding."""
         for dim, n in enumerate(self.true):
             value = value.narrow(dim, 0, n)
         return value
@@ -573,7 +613,7 @@ class PaddingBoundary:
 def padding_boundary(
     spec: Spec | None, *, persistent: bool = True, zeros: bool = False, read: bool = True
 ) -> PaddingBoundary | None:
-    """Returns how a tensor of `spec` is padded; None if all ranks have equal local shapes.
+    """Returns how a tensor of `spec` is padded before a graph; None if all ranks have equal shapes.
 
     Args:
         persistent: True if the tensor exists between calls.
@@ -627,7 +667,7 @@ def _find_lenders(spec: Spec) -> dict[int, _Lender]:
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A compiled program.
+    """A compiled program, with how and when it was compiled.
 
     Attributes:
         call: the function that runs the program over its inputs.
@@ -650,7 +690,13 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """Returns the `Built` of `call`, a function that calls several built parts."""
+        """Returns the `Built` of a function that calls several compiled parts.
+
+        Args:
+            call: the function.
+            key: its key.
+            parts: the compiled parts.
+        """
         parts = tuple(parts)
         loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
         return cls(call, loaded, seconds, key, sections=parts)
@@ -664,7 +710,7 @@ class Built:
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor of `x`, plain and without history."""
+    """Returns this rank's local tensor of `x`: plain, and without autograd history."""
     with local_ops(), torch.no_grad():
         found: Any = x.detach()
     return found

@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns a number for the memory of each node whose memory some call writes.
+    """Returns the nodes whose memory some call writes. Nodes with the same number share memory.
 
     Each input has its own memory, as in torch's functionalization.
     """
@@ -84,7 +84,7 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """Returns the operand that a call's value is a view of, and True if the call writes it.
+    """Returns the operand whose memory a node's value shares, and True if the call also writes it.
 
     The operand is None if the value has its own memory.
     """
@@ -127,7 +127,7 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def operands_written(node: fx.Node) -> list[fx.Node]:
-    """Returns the operands that a call writes, in a graph before functionalization."""
+    """Returns the operands that a call writes in place, in a graph before functionalization."""
     target: Any = node.target
     if node.op != "call_function":
         return []
@@ -141,13 +141,15 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Returns a key of the part of its storage that a tensor covers: shape, strides, offset..."""
+    """Returns a key of the part of its storage that a tensor shows: shape, strides, offset,
+    dtype.
+    """
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
 
 def lie_alike(a: Any, b: Any) -> bool:
-    """True if tensors, or lists of them, have equal shapes, strides and dtypes."""
+    """True if two tensors, or two lists of tensors, have equal shapes, strides and dtypes."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -160,7 +162,9 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of overlapping results, and of results and the inputs they are views of."""
+    """Returns the pairs of outputs that share elements, and of outputs and inputs they are views
+    of.
+    """
     return frozenset(_find_overlapping_pairs(graph))
 
 
@@ -194,7 +198,11 @@ def _find_overlaps_within(
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
-    """Copy results that overlap now, but did not overlap in `before`."""
+    """Copy outputs of a graph that share memory now, but did not before a pass.
+
+    Args:
+        before: the result of `overlapping_results` before the pass.
+    """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
     now = overlapping_results(graph)
@@ -247,10 +255,13 @@ def last_element_offset(t: torch.Tensor) -> int:
 
 
 def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
-    """Returns the node that allocated a node's memory, and the view calls from there to the node.
+    """Finds where a node's memory comes from.
 
     Args:
         known: nodes at which to stop earlier.
+
+    Returns:
+        The node that allocated the memory, and the view calls from there to `node`.
     """
     calls: list[fx.Node] = []
     while True:

@@ -14,23 +14,29 @@ from torch.optim import Optimizer
 
 
 def is_no_tuple(value: Any) -> bool:
-    """True if `value` is not a tuple: slots may hold tuples of tensors, replaced as a whole."""
+    """True if `value` is not a tuple, so that tensors in it are stored in slots of their own.
+
+    A slot may hold a tuple of tensors, which is replaced as a whole.
+    """
     return not isinstance(value, tuple)
 
 
 class SlotHome:
-    """The base of objects that read and write parts of `owner` as `home[key]`."""
+    """The base of objects that make parts of `owner` accessible as items, `home[key]`."""
 
     def __init__(self, owner: Any):
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Returns an identifier of the place, equal for all homes through which it is reached."""
+        """Returns an identifier of the place `home[key]`.
+
+        It is equal for all homes through which the same place is reached.
+        """
         return id(self.owner), key
 
 
 class ParamGroup:
-    """The home of a parameter group's options.
+    """Gives access to the options of an optimizer's parameter group, as items.
 
     It finds the group by number, because `load_state_dict` replaces the dictionaries.
     """
@@ -47,7 +53,10 @@ class ParamGroup:
 
 
 class ParamState:
-    """The home of the optimizer state of the parameter in slot `p`; created at the first write."""
+    """Gives access to the optimizer state of one parameter, as items. Created at the first write.
+
+    `p` is the slot of the parameter.
+    """
 
     def __init__(self, optimizer: Optimizer, p: Slot):
         self.optimizer, self.p = optimizer, p
@@ -61,7 +70,7 @@ class ParamState:
 
 @dataclass(eq=False)
 class Slot:
-    """A place where a value is stored.
+    """A place where a tensor or value of a step's state is stored.
 
     If an object on the path to the place is replaced, only `home` changes. So programs that use the
     slot use the new place.
@@ -82,7 +91,7 @@ class Slot:
         return self.home[self.key]
 
     def find_value(self) -> Any:
-        """Returns the value; None if the place no longer exists."""
+        """Returns the value in this place; None if the place no longer exists."""
         try:
             return self.value
         except (LookupError, AttributeError, ValueError):  # of a cell the last
@@ -93,7 +102,7 @@ class Slot:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """An identifier that is equal for slots of the same place, like `Place.identity`."""
+        """An identifier that is equal for slots of the same place."""
         if isinstance(self.home, SlotHome):
             return self.home.identity(self.key)
         return id(self.home), self.key

@@ -48,7 +48,7 @@ from .subgraphs import inline_subgraphs
 
 @dataclass(frozen=True)
 class StepForm:
-    """One way to rewrite a captured step.
+    """One way in which a captured step can be rewritten: how much it recomputes, and its blocks.
 
     Attributes:
         level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
@@ -64,7 +64,7 @@ _CHANGED_PARTS = ("inputs", "outputs")
 
 
 class CapturedForms:
-    """A program before the passes, from which a program of any form can be made.
+    """A captured program before the passes, from which a program of any form can be made.
 
     The first program is the captured program itself. For others it stores a record of each node.
 
@@ -87,7 +87,9 @@ class CapturedForms:
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
     ) -> Program:
-        """Returns a new copy of the program in `form` (None: in `self.form`), for passes to change.
+        """Returns a new copy of the captured program in a form, to be changed by passes.
+
+        `form` None means the chosen form, `self.form`.
 
         Args:
             recorded: the same as for `_lower_blocks`.
@@ -102,7 +104,9 @@ class CapturedForms:
         return program
 
     def inlined(self) -> Program:
-        """Returns `program` of the chosen form with its blocks inlined."""
+        """Returns a new copy of the captured program in the chosen form, but with its blocks
+        inlined.
+        """
         return self.program(replace(self.form, in_blocks=False))
 
     def _rebuild_program(self) -> Program:
@@ -134,9 +138,10 @@ class FormSearch:
         self._cost = (0, 0)  # and the cost of its recomputation
 
     def first_within(self, limit: int | None) -> Program:
-        """Returns the rewritten program of the first form with a peak of at most `limit` bytes.
+        """Returns the rewritten program of the first form whose predicted peak is within a limit.
 
-        None returns the first form. Each later call needs a smaller limit.
+        Args:
+            limit: bytes. None returns the first form. Each later call needs a smaller limit.
 
         Raises:
             CaptureError: no form fits; the error names the smallest budget that suffices.
@@ -184,7 +189,7 @@ class FormSearch:
 
 @dataclass(frozen=True)
 class RewrittenBlock:
-    """The results of the passes for one block structure.
+    """What the passes changed in all blocks of one structure.
 
     Attributes:
         name: the name of the blocks' class.
@@ -231,7 +236,9 @@ class _Lowering:
         self._lowered: dict[Subgraph, Subgraph] = {}
 
     def lower(self, node: fx.Node) -> Subgraph:
-        """Returns the block that a node calls, as a graph of collectives and calls of sections."""
+        """Returns the block that a node calls, rewritten as a graph of collectives and calls of
+        sections.
+        """
         block: Any = node.args[0]
         if block not in self._lowered:
             self._lowered[block] = self._rewrite_and_cut(block)

@@ -38,7 +38,7 @@ _SHOWN_OF_PASS = ("name", "promise", "did", "collectives", "sent")
 
 
 def facts_of_graph(step: Any) -> dict[str, Any]:
-    """Returns memory and passes of a step's last program: the event "graph" of `report.RunFacts`.
+    """Returns data about a step's last program for a report: memory, and what each pass changed.
 
     Raises:
         ValueError: nothing was captured yet.
@@ -54,7 +54,7 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
 def facts_of_memory(
     memory: Memory, class_of: Callable[[Buffer], str] | None = None
 ) -> dict[str, Any]:
-    """Returns the bytes of each class of memory at each place, as in `report.RunFacts.memory`.
+    """Returns data for a report: the bytes of each class of memory at each place of a schedule.
 
     Args:
         class_of: a function from a buffer to its class ("activations"); `_class_of` if None.
@@ -88,7 +88,7 @@ def _class_of(buffer: Buffer) -> str:
 
 
 def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
-    """Returns one rank's moves, summed by line, kind, axes and reason: the event "moves"."""
+    """Returns data for a report: one rank's moves, summed by line, kind, axes and reason."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for move in moves:
         name = (move.source, move.kind, " ".join(move.axes), move.reason)
@@ -100,7 +100,9 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
 
 
 def facts_of_layouts(program: Program) -> list[list[Any]]:
-    """Returns `facts_of_parameter` of a program's DTensor parameters: the event "layouts"."""
+    """Returns data for a report: name, layout, mesh and bytes of each DTensor parameter of a
+    program.
+    """
     return [
         facts_of_parameter(given.name, given.tensor)
         for given in program.inputs
@@ -109,7 +111,7 @@ def facts_of_layouts(program: Program) -> list[list[Any]]:
 
 
 def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
-    """Returns [name, layout, mesh, bytes on a rank] of a parameter; layout and mesh as text."""
+    """Returns `[name, layout, mesh, bytes on a rank]` of a parameter; layout and mesh as text."""
     mesh = p._spec.wire.mesh
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
     nbytes = math.prod(p._spec.local_shape) * p.element_size()
@@ -120,7 +122,7 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 
 
 def explain_passes(captured: CapturedForms) -> str:
-    """Returns what each pass changes and saves (bytes), with a short diff and a summary."""
+    """Returns a text that shows what each pass changed and how many bytes it saves."""
     program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
@@ -156,7 +158,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 
 
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
-    """Returns an iterator over the change of each pass in a captured program.
+    """Runs the passes again on a captured program, and returns an iterator over their changes.
 
     If blocks are called, the first change is the one by all passes within blocks.
     """

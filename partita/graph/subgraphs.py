@@ -39,7 +39,7 @@ from .shared_memory import lie_alike
 def inline_subgraphs(
     graph: fx.Graph, find_subgraph: Callable[[fx.Node], Any] = lambda call: call.args[0]
 ) -> None:
-    """Replace calls of subgraphs by copies of their nodes.
+    """Replace calls of subgraphs in a graph by copies of the subgraphs' nodes.
 
     Args:
         find_subgraph: a function from a call node to the subgraph to copy; its own if None.
@@ -73,7 +73,8 @@ def inline_subgraphs(
 
 
 def flatten_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a module with all sections inlined; `module` itself if it calls none.
+    """Returns a copy of a module in which all sections are inlined; `module` itself if it calls
+    none.
 
     An unused result of a section stays alive until the section's end, as if the section is called.
     """
@@ -116,7 +117,7 @@ class _Copy:
     notes: dict[int, Note] = field(default_factory=dict)
 
     def add_nodes(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-        """Add copies of a subgraph's nodes at the insertion point of a graph."""
+        """Add copies of `nodes`, which are a subgraph's, at the insertion point of `graph`."""
         of = self.of
         for node in nodes:
             if node in of:

@@ -31,16 +31,20 @@ SPACES = ("aten", "prims", "_c10d_functional", "partita")
 
 
 class IllegalGraph(LayoutError):
-    """Raised if a pass or capture has made a graph that breaks the grammar."""
+    """Raised if capture or a pass has made a graph that breaks the rules for legal graphs."""
 
 
 def verifies_each_pass() -> bool:
-    """True if PARTITA_VERIFY is set: each pass is verified, so that an error names the pass."""
+    """True if PARTITA_VERIFY is set. Then the graph is checked after each pass, and errors name the
+    pass.
+    """
     return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 
 def verify(program: Program, after: str) -> None:
-    """Raise IllegalGraph unless the program's graph is legal; `after` names the last pass."""
+    """Raise IllegalGraph if the program's graph breaks a rule (see the module). `after` names the
+    last pass.
+    """
     for node, fact in _find_faults(program):
         place = "" if node is None else note_of(node).source
         shown = () if node is None else (node.format_node() or node.name,)

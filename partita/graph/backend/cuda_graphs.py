@@ -54,14 +54,14 @@ _OF_REGIONS = frozenset(("cotangent", "saved", "kept"))
 
 
 class NotRecorded(Exception):
-    """Raised if a program cannot be recorded; the message says why."""
+    """Raised if a program's kernels cannot be recorded as a CUDA graph. The message says why."""
 
 
 # -- which programs are recorded -------------------------------------------------------------------
 
 
 def find_device(program: Program) -> torch.device:
-    """Returns the device whose kernels a program launches, if they can be recorded.
+    """Returns the device on which a program's kernels run, if they can be recorded as a CUDA graph.
 
     Raises:
         NotRecorded: the tensors are on other devices, the program is a part of a region, a
@@ -88,7 +88,7 @@ def find_device(program: Program) -> torch.device:
 
 
 def is_of_host(value: torch.Tensor) -> bool:
-    """True if the value is computed on the host."""
+    """True if the tensor is on the CPU, so that the host computes it and no kernel is recorded."""
     return value.device == HOST
 
 
@@ -101,7 +101,7 @@ def _describe_source(node: fx.Node) -> str:
 
 
 class HostSplit:
-    """A program cut into the part that the host computes and the part of the device.
+    """A program cut into two: a graph that the host computes, and a program for the device.
 
     Args:
         device: the device to which values that cross are copied.
@@ -273,7 +273,10 @@ class _RecordedProgram:
 
 
 class ReplayedProgram:
-    """Runs a program: the first call is normal, the second records its kernels, later ones replay.
+    """A function that runs a program with CUDA graphs: it records the second call and replays it
+    later.
+
+    The first call is normal, because kernels are compiled and tuned in it.
 
     Args:
         compile_part: a function that returns the function that runs the device's part.
@@ -303,7 +306,7 @@ class ReplayedProgram:
 
     @property
     def is_recorded(self) -> bool:
-        """True if the next call replays."""
+        """True if the kernels are recorded, so that the next call replays them."""
         return self._recorded is not None
 
     def __call__(self, *inputs: torch.Tensor) -> list[Any]:
@@ -397,7 +400,11 @@ class _View:
         return _View(x.size(), x.stride(), x.dtype, _begin_of(x))
 
     def show(self, storage: torch.UntypedStorage, further: int = 0) -> torch.Tensor:
-        """The same view of another storage, `further` bytes from where it begins in its own."""
+        """Returns this view's shape and strides applied to another storage.
+
+        Args:
+            further: bytes by which the view begins later than in its own storage.
+        """
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = (self.begin + further) // self.dtype.itemsize
         made.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload]
@@ -431,7 +438,9 @@ class _ReplayResults:
                 self._shown.append((view, value if is_alone else value.untyped_storage()))
 
     def of_call(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the results of the call that was replayed last, whose inputs are `given`."""
+        """Returns the results of the last replay as tensors of their own, given the inputs of that
+        call.
+        """
         copies: dict[int, Any] = {}  # by address, of storages and of values
         found = []
         for view, source in self._shown:

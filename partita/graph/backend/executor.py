@@ -40,7 +40,7 @@ def function_of(
     groups: Groups | None,
     calls: Mapping[Subgraph, SectionCall] | None = None,
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """Returns a function of the graph's inputs that returns its outputs.
+    """Returns a Python function that runs a graph node by node.
 
     An error of a call gets a note with the node and the user's line, and keeps no values alive.
 
@@ -80,7 +80,7 @@ FIRST_LINE = 3
 
 
 class GraphWriter:
-    """Writes the code of one graph: two lines at the beginning, then a line for each node.
+    """Writes a graph as Python code, with one line for each node after two lines at the beginning.
 
     Args:
         groups: maps the name of each process group in the graph to its wire and axes. None uses
@@ -112,7 +112,9 @@ class GraphWriter:
         self.nodes: list[fx.Node] = []
 
     def function(self) -> Callable[[Sequence[Any]], Any]:
-        """Returns the function of the code, which takes its inputs as one sequence."""
+        """Writes and compiles the code. Returns the function, which takes its inputs as one
+        sequence.
+        """
         nodes = self.graph.graph.nodes
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.names = {n: f"v{i}" for i, n in enumerate(nodes)}
@@ -129,7 +131,11 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """The line of a node, which then deletes the names that no later node reads."""
+        """Returns the code line of a node, including the deletion of names that are not read later.
+
+        Args:
+            dropped: the nodes whose values no later node reads.
+        """
         if (section := subgraph_of(node)) is None:
             return "; del ".join([self.line(node), *(self.names[n] for n in dropped)])
         # In a list, which it empties: so it frees what it is the last to read.
@@ -140,7 +146,7 @@ class GraphWriter:
         return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
 
     def call_of(self, section: Subgraph) -> SectionCall:
-        """Returns the function that runs a section."""
+        """Returns the function that runs a section; writes its code if it was not compiled."""
         if section not in self._calls:
             written = GraphWriter(section.graph, self.groups, drops_inputs=True)
             self._calls[section] = run = written.function()
@@ -148,7 +154,7 @@ class GraphWriter:
         return self._calls[section]
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Returns the values that must live until a node has run."""
+        """Returns the nodes whose values must stay alive until a node has run."""
         if self.groups is not None or node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
@@ -157,7 +163,7 @@ class GraphWriter:
         return (begun, *begun.all_input_nodes)
 
     def line(self, node: fx.Node) -> str:
-        """Returns the statement of a node."""
+        """Returns the Python statement that runs a node, without deletions."""
         target: Any = node.target
         if node.op == "output":
             return f"return {self.text(node.args[0])}"
@@ -211,7 +217,9 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """Returns the text of an operand in the code."""
+        """Returns Python code for an operand: the variable of a node, a literal, or a bound
+        name.
+        """
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):
@@ -295,7 +303,8 @@ def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tenso
 
 @dataclass(frozen=True, eq=False)
 class Sections:
-    """A graph as calls of sections.
+    """A graph cut into sections, which are compiled separately, and the outer graph that calls
+    them.
 
     Attributes:
         outer: a graph with the same inputs and outputs; its calls are collectives, views and
@@ -310,7 +319,7 @@ class Sections:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of all different sections, which are compiled."""
+        """The number of nodes that are compiled: those of all different sections."""
         return sum(len(s.graph.graph.nodes) for s in self.different)
 
 
@@ -318,12 +327,15 @@ class Sections:
 
 
 def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
-    """Returns the constants of a graph, in the order in which it reads them."""
+    """Returns the constant tensors of a graph, in the order in which it reads them."""
     return [getattr(graph, name) for name in names_of_constants(graph)]
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
-    """Change a graph so that its constants become its last inputs: the store loses constants."""
+    """Turn a graph's constants into additional inputs, after its other inputs.
+
+    Needed because a compiled program that is stored in a file loses constants.
+    """
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]
@@ -343,7 +355,9 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """Returns a function of the inputs of `graph` that calls `call` with inputs and constants."""
+    """Returns a function that takes only the inputs of `graph` and adds its constants for
+    `call`.
+    """
     constants = constants_of(graph)
     return (lambda *inputs: call(*inputs, *constants)) if constants else call
 

@@ -71,7 +71,8 @@ from .store import Artifact, Store, Untrusted, check_folder, default_store
 def build(
     program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
 ) -> Built:
-    """Compile or load a program. All ranks of `wires` call this at the same time.
+    """Compile a program with Inductor, or load it from the store. All ranks of `wires` call this
+    together.
 
     Args:
         program: the program, which is the same on all ranks and has its key.
@@ -243,11 +244,14 @@ class _BuildRequest:
 
     @property
     def is_missing(self) -> bool:
-        """True if it is neither built nor failed."""
+        """True if the program is still to be built: it has neither been built nor failed."""
         return self.built is None and self.error is None
 
     def attempt(self, do: Callable[[], None]) -> None:
-        """Call `do` if the program is missing; an error is kept, for other ranks wait."""
+        """Call `do` if the program is still to be built.
+
+        An error is stored and not raised, because other ranks wait for this one.
+        """
         if self.is_missing:
             try:
                 do()
@@ -255,7 +259,7 @@ class _BuildRequest:
                 self.error = error
 
     def load(self) -> None:
-        """Load the program from the store, if it is there and loads."""
+        """Load the program from the store. Does nothing if it is not there or cannot be loaded."""
         assert self.store is not None
         found = self.store.get(self.key)
         if found is None:
@@ -271,7 +275,7 @@ class _BuildRequest:
         self.built = Built(call, True, seconds, self.key, found.metadata)
 
     def compile(self) -> None:
-        """Compile the program, and put it into the store."""
+        """Compile the program with Inductor, and put the result into the store."""
         assert self.store is not None
         begin = time.perf_counter()
         artifact, payload, code = compile_program(self.program)
@@ -339,7 +343,7 @@ _IRRELEVANT_SETTINGS = re.compile(
 
 
 def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, list[str]]:
-    """Compile a program.
+    """Compile a program or a section with Inductor, on this rank alone.
 
     Returns:
         A function of the program's inputs and constants; a payload for `load` (None, with a
@@ -415,7 +419,8 @@ def _has_checked_inputs(program: Program | Subgraph) -> bool:
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
-    """Returns the function in a payload of `compile_program`, which another process may have made.
+    """Returns the compiled function in a payload that `compile_program` made, maybe in another
+    process.
 
     The payload is executed, so it must come from a file that only this user can write.
 
@@ -447,9 +452,11 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
 
 
 def digest_of_compiler(devices: set[torch.device]) -> str:
-    """A digest (16 hex digits) of everything except the program that affects generated code. It
-    covers the machine and its processor, versions, Inductor's settings, and a GPU's index, but not
-    the number of threads, paths or the host's name.
+    """Returns a digest (16 hex digits) of everything that affects generated code, except the
+    program.
+
+    It covers the machine and its processor, versions, Inductor's settings, and a GPU's index, but
+    not the number of threads, paths or the host's name.
     """
     from torch._inductor import config
 
@@ -491,7 +498,9 @@ def _find_cpu_features() -> str:
 
 def use_private_cache() -> None:
     """Make Inductor use a cache folder that only this user can write, because it executes its
-    files. The default is a folder with a known name in /tmp, which another user may have made.
+    files.
+
+    The default is a folder with a known name in /tmp, which another user may have made.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -603,10 +612,12 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """Returns a saved result without data that only the compiler reads. Private torch: its format.
-    Torch saves data to compile the result again, and generated code imports the compiler for a few
-    names, which takes most of the time of a load. Here these names are replaced (`_LINES`). If a
-    new torch writes a part differently, that part stays as it is.
+    """Returns a saved result of Inductor without data that only the compiler reads, so it loads
+    faster.
+
+    Private torch: its format. Torch saves data to compile the result again, and generated code
+    imports the compiler for a few names, which takes most of the time of a load. Here these names
+    are replaced (`_LINES`). If a new torch writes a part differently, that part stays as it is.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -623,8 +634,9 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Returns a saved result whose code does not check the shapes and strides of its inputs. Guards
-    have checked them, and in a tiny step the checks take as long as the kernels.
+    """Returns a saved result of Inductor whose code does not check its inputs' shapes and strides.
+
+    Guards have checked them, and in a tiny step the checks take as long as the kernels.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -698,7 +710,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(nbytes: Any) -> Any:
-    """Returns the function by which generated code with planned memory aligns sizes."""
+    """Returns a size in bytes rounded up as Inductor's generated code with planned memory does."""
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)
@@ -711,11 +723,12 @@ _PREFIX = "partita-compiles-"
 
 @contextmanager
 def cleaning_up_libraries() -> Iterator[None]:
-    """Remove half-written libraries from torch's folder, during the block and after a failure.
+    """Delete half-written libraries that killed compilations left in torch's cache folder.
 
-    If a compilation is killed, a half-written library remains. Torch loads it as if it were
-    complete, which crashes the process. So there is a locked marker file during compilation. A
-    marker without a lock belongs to a killed process: newer half-written libraries are deleted.
+    Compile inside the block: a failed compilation is cleaned up, too. Torch loads a half-written
+    library as if it were complete, which crashes the process. So there is a locked marker file
+    during compilation. A marker without a lock belongs to a killed process: newer half-written
+    libraries are deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

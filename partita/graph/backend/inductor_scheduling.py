@@ -59,8 +59,10 @@ _OURS, _PACKS = "partita", "packs"
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node for `Choices`: as a node of forward, as recomputed, or as the cat of a bucket.
-    `custom` is the only entry of a node's `meta` that tracing copies and torch leaves to users.
+    """Mark a node for Inductor's scheduling (`Choices`).
+
+    The mark says that it is a node of forward, is recomputed, or concatenates a bucket. `custom` is
+    the only entry of a node's `meta` that tracing copies and torch leaves to users.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
@@ -81,17 +83,19 @@ def _unpacks_gathered(node: fx.Node) -> bool:
 
 
 class Choices(InductorChoices):
-    """Inductor's choices with two changes. Recomputed calls are never fused with calls of forward,
-    and large independent calls are fused only if they share many bytes.
+    """Inductor's rules for fusion, with two changes.
+
+    Recomputed calls are never fused with calls of forward. Large independent calls are fused only
+    if they share many bytes.
     """
 
     def uuid(self) -> str:
-        """Identifies these rules in Inductor's cache keys."""
+        """Returns a text that identifies these rules in Inductor's cache keys."""
         return f"partita.graph.backend.inductor_scheduling fusion 9 {_SMALL} {_SHARED}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if two nodes, dependent or independent, may become one kernel."""
+        """True if Inductor may fuse two kernels, whether or not one reads the other's result."""
         marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
         if not node1.is_gpu():
             marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]
@@ -101,7 +105,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if the second node, which needs the first, may become one kernel with it."""
+        """True if Inductor may fuse the second kernel with the first, whose result it reads."""
         if node1.is_reduction():
             read = _count_bytes(scheduler, node1.read_writes.reads)
             written = _count_bytes(scheduler, node1.read_writes.writes)
@@ -111,7 +115,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if two nodes that do not need each other may become one kernel."""
+        """True if Inductor may fuse two kernels that do not read each other's results."""
         both = (node.read_writes for node in (node1, node2))
         least = min(_count_bytes(scheduler, (*one.reads, *one.writes)) for one in both)
         shared = shared_data_score
@@ -161,9 +165,10 @@ _MOST_PACKED = 32
 
 @contextmanager
 def lowering_buckets() -> Iterator[None]:
-    """Make Inductor pack a bucket on a GPU in one kernel, inside the block. Private torch: its
-    lowerings. By default there is a kernel for each member if there are many members or one of them
-    is a sum.
+    """Make Inductor pack a bucket on a GPU in one kernel, inside the block.
+
+    By default there is a kernel for each member if there are many members or one of them is a sum.
+    Private torch: its lowerings.
     """
     lower_any = lowerings[_CAT]
 
@@ -196,12 +201,14 @@ _Pass: Any = base_of_scheduler_passes(torchs)
 
 
 class InOrder(_Pass):  # type: ignore[misc]
-    """Orders Inductor's scheduler nodes after fusion. Private torch: there is no public hook after
-    fusion, and before fusion a write into an input must be at the end.
+    """A pass of Inductor's scheduler that orders kernels after fusion, to free memory early.
+
+    Private torch: there is no public hook after fusion, and before fusion a write into an input
+    must be at the end.
     """
 
     def uuid(self) -> str:
-        """Identifies this order in Inductor's cache keys."""
+        """Returns a text that identifies this order in Inductor's cache keys."""
         return "partita.graph.backend.inductor_scheduling order 5"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:

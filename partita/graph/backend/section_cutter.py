@@ -52,7 +52,9 @@ reads."""
 
 
 def sections_of(program: Program, always: bool = False) -> Sections | None:
-    """Returns a program's graph as sections; None if it has values that are not tensors.
+    """Cuts a program's graph into sections, so that equal sections are compiled once.
+
+    Returns None if the graph has values that are not tensors, or if a cut does not pay off.
 
     Args:
         always: True to cut the graph even if it is not deep or has too few equal parts.
@@ -74,7 +76,7 @@ def sections_of_blocks(
     packing: Sequence[Collection[fx.Node]],
     known: dict[Any, Subgraph],
 ) -> fx.GraphModule:
-    """Returns the graph of a block's forward and backward, cut at collectives and between the two.
+    """Cuts a block's graph into sections at collectives, and between forward and backward.
 
     Args:
         late: the nodes of backward, which no other node reads.
@@ -89,7 +91,7 @@ def sections_of_blocks(
 
 
 class UnsureOfSections(Exception):
-    """Raised if a part would return a view or a non-tensor, which sections may not."""
+    """Raised if a graph cannot be cut into sections: a part would return a view or a non-tensor."""
 
 
 class _GraphCutter:
@@ -120,7 +122,11 @@ class _GraphCutter:
         self._read: dict[fx.Node, None] = {}  # values of parts that are read from outside
 
     def cut_graph(self) -> Sections:
-        """Returns the graph as sections. Raises UnsureOfSections if that is impossible."""
+        """Returns the graph as sections.
+
+        Raises:
+            UnsureOfSections: that is impossible.
+        """
         parts = [*self._split_into_parts()]
         for i, part in enumerate(parts):
             self.of.update(dict.fromkeys(part, i))
@@ -344,11 +350,13 @@ class _SectionGraph:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """The devices of all its values."""
+        """The devices on which the section's values are."""
         return _devices_of(self.graph)
 
     def key(self) -> str:
-        """Returns a hash of its text, equal for parts that compute the same."""
+        """Returns a hash of the section's text. Sections that compute the same have equal
+        hashes.
+        """
         number: dict[fx.Node, str] = {}
         lines = []
         for node in self.graph.nodes:

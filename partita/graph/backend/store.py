@@ -66,7 +66,7 @@ class Entry:
 
 
 class Store:
-    """A folder of artifacts.
+    """A folder of compiled programs, which is kept between runs.
 
     Args:
         folder: the folder. The first `put` creates it, writable only by this user, because its
@@ -78,7 +78,7 @@ class Store:
         self.folder, self.limit = folder, limit
 
     def path(self, key: str) -> Path:
-        """Returns the path of the file for a key."""
+        """Returns the path of the file that stores the program with this key."""
         if not re.fullmatch("[0-9a-z-]+", key):
             raise ValueError(f"a key consists of digits, lowercase letters and dashes, not {key!r}")
         return self.folder / (key + SUFFIX)
@@ -86,7 +86,7 @@ class Store:
     # -- one artifact ------------------------------------------------------------------------------
 
     def get(self, key: str) -> Artifact | None:
-        """Returns the artifact of a key, or None. Warns if its file cannot be used."""
+        """Returns the stored program with this key, or None. Warns if its file cannot be used."""
         path = self.path(key)
         try:
             check_folder(self.folder)
@@ -101,8 +101,10 @@ class Store:
         return artifact
 
     def put(self, key: str, artifact: Artifact) -> bool:
-        """Write an artifact, replacing one of the same key. Returns False, with a warning, if that
-        fails. Other processes see the complete file or no file.
+        """Write a compiled program under a key, replacing an older one.
+
+        Returns False, with a warning, if that fails. Other processes see the complete file or no
+        file.
         """
         path = self.path(key)
         metadata = json.dumps(artifact.metadata).encode()
@@ -182,7 +184,9 @@ class Store:
 
 
 def default_store() -> Store:
-    """Returns the store in the folder `PARTITA_CACHE`, or in `partita` of the user's cache folder.
+    """Returns the user's store of compiled programs.
+
+    It is the folder `PARTITA_CACHE`, or by default `partita` in the user's cache folder.
 
     Raises:
         ValueError: PARTITA_CACHE_LIMIT is not a size.
@@ -300,7 +304,9 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(Exception):
-    """A file or folder is not trusted; the message says why."""
+    """Raised for a file or folder that another user may have written, so that it must not be
+    executed.
+    """
 
 
 def _open_trusted(path: Path) -> BinaryIO:

@@ -82,7 +82,7 @@ class _Order:
         return {s for read in reads for s in of[read]}
 
     def written_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the storages that a node writes."""
+        """Returns the numbers of the storages that a node writes in place."""
         return tuple(s for written in written_operands(node) for s in self._storages.of[written])
 
     def count_input_bytes(self) -> int:
@@ -111,9 +111,11 @@ class _Order:
         return before, most
 
     def try_behind(self, some: set[fx.Node], behind: fx.Node, limit: float) -> bool:
-        """Move `some` nodes, in their order, right behind another, if the peak stays in the limit.
+        """Move some nodes to directly after the node `behind`, unless the predicted peak exceeds a
+        limit.
 
         Args:
+            some: the nodes; they keep their order.
             limit: bytes; the peak of the order is within it now.
         """
         at = self.place[behind]

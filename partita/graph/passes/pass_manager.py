@@ -70,7 +70,7 @@ OF_STEP_AND_UPDATES = ("lifetime",)
 
 
 def order_passes(options: StepOptions) -> dict[str, Pass]:
-    """Returns the passes that run, in order, by their names.
+    """Returns the passes to run, partita's and the user's, in order and by name.
 
     Raises:
         ValueError: `without`, or a place, names an unknown pass; two passes have one name.
@@ -97,7 +97,8 @@ def order_passes(options: StepOptions) -> dict[str, Pass]:
 
 
 def run_passes(program: Program) -> None:
-    """Run partita's passes, except those that the options leave out, and the user's passes.
+    """Run all passes on a program: partita's, except those that the options exclude, and the
+    user's.
 
     Raises:
         ValueError: see `order_passes`.
@@ -108,7 +109,7 @@ def run_passes(program: Program) -> None:
 
 
 def record_changes(program: Program) -> Iterator[Change]:
-    """Run the passes like `run_passes`; yields the change of each pass before the next one runs."""
+    """Run all passes, and yield what each one changed before the next one runs."""
     before = GraphFigures(program)
     for name, change, did in _run_one_by_one(program):
         now = GraphFigures(program)
@@ -172,7 +173,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class PassContract:
-    """What a pass must not change in a program.
+    """The properties of a program that a pass must not change.
 
     Attributes:
         inputs, outputs: the descriptions (`program.Input`, `program.Output`), compared by identity.
@@ -199,7 +200,11 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raise IllegalGraph if the pass `name` changed something that the contract fixes."""
+        """Raise IllegalGraph if a pass has changed a property of this contract.
+
+        Args:
+            name: the name of the pass, for the error.
+        """
         now = PassContract.of_program(program)
         if now.inputs != self.inputs:
             raise IllegalGraph(f"after {name}: the program takes other inputs")
@@ -310,7 +315,9 @@ class Change:
         return self.text()
 
     def text(self, *more: str) -> str:
-        """The change as text: figures, the lines `more`, and the first lines of the diff."""
+        """Returns the change as text: figures, the lines `more`, and the first lines of the
+        diff.
+        """
         said = [f"{self.name}: {self.promise}", f"  {self.did}"]
         for what, label in _LABELS.items():
             before, after = (format_figure(what, value) for value in getattr(self, what))
@@ -334,14 +341,18 @@ _LABELS = {
 
 
 def format_figure(what: str, value: float) -> str:
-    """Returns the text of a figure of a `Change`, given the name of its field."""
+    """Returns the text of a figure before or after a pass, such as "12 MiB".
+
+    Args:
+        what: the name of the field of `Change`.
+    """
     if what in ("sent", "saved"):
         return "nothing" if not value else human(int(value))
     return f"{value * 1e6:.4g} us" if what == "seconds" else str(value)
 
 
 class GraphFigures:
-    """The figures, lines and digest of a graph, computed when this object is made."""
+    """The figures of a graph at one time, to be compared with those after a pass."""
 
     def __init__(self, program: Program):
         nodes = list(program.graph.graph.nodes)

@@ -121,7 +121,7 @@ def _from_shard(gather: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True, eq=False)
 class GatheredParameter:
-    """One gather of ZeRO, with the nodes around it.
+    """A parameter that ZeRO gathers in a graph: the collective, and the nodes around it.
 
     Attributes:
         gather: the collective.
@@ -135,12 +135,12 @@ class GatheredParameter:
 
     @property
     def block(self) -> str:
-        """The name of the block that the parameter belongs to."""
+        """The name of the model's block to which the parameter belongs."""
         return note_of(self.gather).op
 
 
 class UseRuns:
-    """The gathered parameters of a graph in its current state, and the runs that use them.
+    """The runs of a graph (parts that use one block each), and which gathered parameters each uses.
 
     Attributes:
         found: the gathered parameters, in order of their gathers.
@@ -166,11 +166,13 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run in which `user` uses the gathered parameter `one`."""
+        """Returns the index of the run in which the call `user` reads the gathered parameter
+        `one`.
+        """
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run that uses the parameter `one`; -1 without users."""
+        """Returns the index of the first run that reads the gathered parameter; -1 if none does."""
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:
@@ -188,12 +190,12 @@ class UseRuns:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """True for a call of backward or of the update."""
+    """True if a node belongs to backward or to the optimizer's update, not to forward."""
     return note_of(node).phase in ("backward", "update") and node.op == "call_function"
 
 
 def only_moves(node: fx.Node) -> bool:
-    """True for a view, a copy or a cast of operands, without computation."""
+    """True if a node computes nothing: it is a view, a copy or a cast of its operands."""
     if (section := subgraph_of(node)) is not None:
         return section.only_moves
     facts = facts_of(node.target)
@@ -201,7 +203,7 @@ def only_moves(node: fx.Node) -> bool:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """True if the node gathers a parameter of ZeRO."""
+    """True if the node is the all-gather of a parameter that ZeRO has sharded."""
     note = note_of(node)
     return (
         is_collective(node) and note.kind == "all_gather" and note.reason in ("gather", "regather")
@@ -214,7 +216,7 @@ def find_moved(
     moves: Callable[[fx.Node], bool] = only_moves,
     operands: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("all_input_nodes"),
 ) -> list[fx.Node]:
-    """Returns a node and the nodes that only move its elements, in order.
+    """Returns the node `start` and all nodes that only view, copy or cast its value, in order.
 
     Args:
         place: the index of each node in the graph.
@@ -232,7 +234,12 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Returns a collective with the nodes that pack its operand, and the nodes that these read."""
+    """Returns the nodes that prepare the operand of a collective.
+
+    Returns:
+        The collective with the nodes that only pack (pad, view, copy or cast) its operand, and the
+        nodes that these read.
+    """
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:

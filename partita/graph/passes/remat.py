@@ -233,9 +233,12 @@ def _is_late(node: fx.Node) -> bool:
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Make backward read copies of `chosen`. Returns the copies by node.
+    """Add copies of `chosen` nodes to backward, so that their values are not kept from forward.
 
     A copy is made where it is first read, from operands that still exist or are copied too.
+
+    Returns:
+        The copy of each node.
     """
     copies: dict[fx.Node, fx.Node] = {}
     needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
@@ -269,7 +272,9 @@ _flops: dict[Any, Callable[..., int]] = flop_registry
 
 
 def flops_of(node: fx.Node) -> int:
-    """Returns the floating-point operations of a call by torch's flop counter; 0 if unknown."""
+    """Returns the floating-point operations of a node, by torch's flop counter; 0 if it counts
+    none.
+    """
     count = _flops.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
@@ -278,8 +283,10 @@ def flops_of(node: fx.Node) -> int:
 
 
 def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
-    """Returns the operations and bytes that a graph recomputes, including those in sections.
-    Parameters that are gathered again do not count (see `regather`).
+    """Returns the operations and bytes of the calls that a graph recomputes in backward.
+
+    Calls in sections are included. Parameters that are gathered again do not count (see
+    `regather`).
     """
     within: dict[Subgraph, tuple[int, int]] = {}
     flops = nbytes = 0
@@ -295,7 +302,7 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
 
 
 def count_made_again(graph: fx.Graph) -> int:
-    """Returns how many calls of a graph are recomputed.
+    """Returns the number of calls that a graph recomputes in backward.
 
     Calls inside sections, and parameters that are gathered again, do not count.
     """

@@ -19,7 +19,8 @@ from ..verify import IllegalGraph
 
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
-    """Returns the matching calls of a graph, in order; a list, so that the graph may be changed.
+    """Returns the calls of a graph that match, in order. The result is a list: the graph may be
+    changed.
 
     Args:
         targets: operators: `torch.ops.aten.mul.Tensor`, or `torch.ops.aten.mul` for all overloads;
@@ -42,14 +43,17 @@ def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
 
 
 def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
-    """Add a call of `target` before the node `before`, with the source and phase of `before`."""
+    """Add a call of `target` to the graph before the node `before`, and return its node.
+
+    The new node has the user's line and the phase of `before`.
+    """
     with before.graph.inserting_before(before):
         note = note_of(before)
         return NodeBuilder(before.graph, Note(note.source, note.phase))(target, *args, **kwargs)
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Make all users of `old` read `new`. Unused nodes are dropped after the pass.
+    """Make all users of the node `old` read `new`. Unused nodes are dropped after the pass.
 
     Raises:
         IllegalGraph: their shapes or dtypes differ.
@@ -69,7 +73,7 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 
 
 class NodeBuilder:
-    """Adds calls with their fake values and one note, at the graph's insertion point.
+    """Adds several calls to a graph, with the metadata that passes need: fake values and one note.
 
         with graph.inserting_before(node):
             make = NodeBuilder(graph, note_of(node))

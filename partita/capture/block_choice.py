@@ -24,7 +24,7 @@ _LEAST_BY_DEFAULT = 6
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """Equal calls of a block in a step, or equal updates of its parameters.
+    """All calls of blocks with equal structure in a step, or all equal updates of their parameters.
 
     Attributes:
         kind: the name of the block's class; for an update "AdamW of Block".
@@ -44,7 +44,7 @@ class BlockCalls:
 
 @dataclass(frozen=True)
 class BlocksTraced:
-    """The blocks of a step, folded or left flat.
+    """Which blocks of a step were folded into calls of one subgraph, and why others were not.
 
     Attributes:
         calls: an entry for each structure of block calls and each reason to leave them flat.
@@ -56,16 +56,20 @@ class BlocksTraced:
 
     @property
     def structures(self) -> tuple[tuple[str, int], ...]:
-        """(class, number of equal calls) of each structure, folded or left flat."""
+        """`(class name, number of equal calls)` of each structure of blocks, folded or not."""
         return tuple((calls.kind, calls.count) for calls in self.calls)
 
     @property
     def folded(self) -> tuple[tuple[str, int], ...]:
-        """(class, number of equal calls) of each structure that was folded."""
+        """`(class name, number of equal calls)` of each structure of blocks that was folded."""
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns the same blocks, with `reason` for those that were folded but are now inlined."""
+        """Returns a copy that says that no block is folded any more, because all were inlined.
+
+        Args:
+            reason: the reason for blocks that were folded until now.
+        """
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
             for calls in (self.calls, self.updates)
@@ -78,7 +82,7 @@ class BlocksTraced:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The modules of a step that are blocks.
+    """The rule that decides which modules of a step are blocks.
 
     Attributes:
         named: the modules and classes that the user names. If None, `find` searches for the
@@ -111,7 +115,7 @@ class BlockChoice:
         return cls(named)
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
-        """Returns the blocks of these models."""
+        """Returns the modules of these models that are blocks."""
         search = self._find_repeated if self.named is None else self._find_named
         return {block for model in models for block in search(model)}
 

@@ -35,7 +35,7 @@ Run = Callable[[], Any]
 
 
 class BlockUpdates:
-    """The updates of blocks in a step that is being captured.
+    """The optimizer updates of a step that is being captured, made separately for each block.
 
     Args:
         recorder: stores the block of each node.
@@ -54,11 +54,12 @@ class BlockUpdates:
 
     @property
     def has_blocks(self) -> bool:
-        """True if the step has blocks."""
+        """True if the step has blocks whose parameters may be updated separately."""
         return bool(self._blocks)
 
     def note_parameters(self) -> None:
-        """Store the block of each parameter, while the modules hold the fake parameters.
+        """Record to which block each fake parameter belongs. Call it while the modules have the
+        fakes.
 
         A parameter that several blocks share belongs to the first of them.
         """
@@ -70,7 +71,8 @@ class BlockUpdates:
     def update_blocks(
         self, optimizer: Optimizer, run: Run, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Trace the step of an optimizer, separately for the parameters of each block.
+        """Trace an optimizer's step, separately for the parameters of each block if that is
+        possible.
 
         Args:
             run: calls the optimizer's own step.
@@ -169,7 +171,9 @@ WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor, torch.Tensor, int]]
 
 
 def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
-    """Replace step counts by float64 copies, until `narrow_counts`.
+    """Replace an optimizer's step counts by float64 copies, so that bias corrections are exact.
+
+    `narrow_counts` restores them.
 
     Args:
         states: the optimizer states of parameters.
@@ -194,7 +198,7 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
 
 def narrow_counts(widened: WidenedCounts) -> None:
-    """Write float64 counts back into the tensors that they were copied from.
+    """Write the float64 step counts back into the original tensors, after an optimizer's step.
 
     Counts that were not written are restored without a write, so that they do not become inputs.
     """

@@ -44,7 +44,7 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FakeRunHooks(TraceHooks):
-    """The `TraceHooks` of a run over fake tensors."""
+    """The trace hooks of a capture, in which the program runs over fake tensors."""
 
     is_tracing = True
 
@@ -54,7 +54,7 @@ class FakeRunHooks(TraceHooks):
         return True
 
     def refuse_no_sync(self) -> None:
-        """Raise CaptureError for `no_sync` under ZeRO-3."""
+        """Raise CaptureError, because `no_sync` under ZeRO-3 cannot be captured."""
         raise not_captured(
             "no_sync under stage 3 of ZeRO",
             "in a graph, ZeRO-3 reduce-scatters each gradient as soon as it is computed",
@@ -106,7 +106,9 @@ _capturing = 0  # the number of threads that capture
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` true, so that optimizers read no numbers.
+    """Make `torch.compiler.is_compiling()` return True inside the block, in this thread.
+
+    Optimizers then do not read tensors as numbers.
 
     Private torch: there is no public way.
     """
@@ -128,7 +130,9 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
-    """Hide fake tensors from partita's watcher (remat) and saved-tensor hooks inside the block."""
+    """Inside the block, remat regions and saved-tensor hooks do not intercept calls on fake
+    tensors.
+    """
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
@@ -149,9 +153,9 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def errors_not_logged() -> Iterator[None]:
-    """Keep errors of fake tensors out of this thread's log: partita explains and raises them.
+    """Inside the block, torch does not log errors of fake tensors in this thread.
 
-    Private torch: the name of their logger.
+    partita explains and raises them. Private torch: the name of their logger.
     """
     thread = threading.get_ident()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -168,9 +172,12 @@ def errors_not_logged() -> Iterator[None]:
 
 @contextmanager
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Capture nn.LSTM as its individual calls inside the block, like other recurrent layers.
+    """Inside the block, capture nn.LSTM as individual calls, like other recurrent layers.
 
     oneDNN's fused layer allocates memory for backward, and only oneDNN knows its size.
+
+    Args:
+        modules: the modules of the step. Nothing changes if none has an nn.LSTM.
     """
     if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
         yield
@@ -188,14 +195,14 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Inside the block, only this thread captures and the user's dispatch modes are disabled."""
+    """Inside the block, no other thread captures, and the user's dispatch modes are disabled."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
 
 @contextmanager
 def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Apply torch's and partita's settings for a capture of `modules` inside the block."""
+    """Inside the block, torch and partita have the settings that a capture of `modules` needs."""
     with (
         compiling(),
         # A function that is wrapped by `torch.compile` is captured as the function itself.
@@ -209,7 +216,14 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Replace each slot's value by `stand_in(value)` inside the block; yields the new values."""
+    """Replace the values of slots (places of a step's state) inside the block, then restore them.
+
+    Args:
+        stand_in: a function that returns the replacement of a tensor.
+
+    Yields:
+        The new values.
+    """
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):
@@ -239,7 +253,7 @@ _profiling = _Profiling()
 
 @contextmanager
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Make `event` this thread's profile function inside the block, except in `unprofiled` calls.
+    """Set `event` as this thread's profile function inside the block, except in `unprofiled` calls.
 
     For each op over fake tensors, torch makes about a thousand Python calls. None of them is the
     user's, and reporting a call takes longer than the call.
@@ -255,7 +269,9 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call `function`, which runs no user code, without profiling; returns its result."""
+    """Returns `function(*args, **kwargs)`, run without the profile function. It runs no user
+    code.
+    """
     event = _profiling.event
     if event is None:
         return function(*args, **kwargs)
@@ -269,7 +285,9 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call `function` with profiling on again, within `unprofiled`; returns its result."""
+    """Returns `function(*args, **kwargs)`, run with the profile function, from inside
+    `unprofiled`.
+    """
     event = _profiling.silenced
     if event is None:
         return function(*args, **kwargs)
@@ -286,9 +304,9 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """Returns the number of dispatch modes, and the saved-tensor hooks: both intercept ATen calls.
+    """Returns what intercepts ATen calls now: the number of dispatch modes, and saved-tensor hooks.
 
-    Private torch: the number of dispatch modes.
+    Two results are compared. Private torch: the number of dispatch modes.
     """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 
@@ -298,7 +316,7 @@ DeviceMode = torch.utils._device.DeviceContext
 
 
 def function_modes() -> list[Any]:
-    """Returns the user's TorchFunctionModes, outermost first; their effect is part of the graph."""
+    """Returns the user's active TorchFunctionModes, outermost first. Their effect is captured."""
     count = torch._C._len_torch_function_stack()
     if not count:
         return []
@@ -307,7 +325,7 @@ def function_modes() -> list[Any]:
 
 
 def intercepting_modes() -> list[Any]:
-    """Returns the `function_modes` other than `torch.device`."""
+    """Returns the user's active TorchFunctionModes, except `torch.device`."""
     return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
 

@@ -24,7 +24,7 @@ from partita.layout import Fix
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A condition on Python numbers.
+    """A condition on Python numbers under which a captured program may run.
 
     Attributes:
         text: the condition in messages: "optimizer.weight_decay[0] != 0".
@@ -74,7 +74,7 @@ def _is_same_number(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientCondition:
-    """The condition that an input's gradient has the metadata that it had at capture.
+    """A condition on an input's gradient: it has the same metadata as at capture.
 
     Attributes:
         name: the name of the tensor.
@@ -99,7 +99,7 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """The condition that tensors with one element each hold the same number (`capture/optimizers`).
+    """A condition that several one-element tensors (step counts) hold the same number.
 
     Attributes:
         names: the names of the tensors.
@@ -126,8 +126,9 @@ class EqualInputs:
 
 
 def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the values of zero-dimensional tensors of equal metadata; zeros for meta tensors. One
-    read of all is five times as fast as single reads.
+    """Returns the values of several zero-dimensional tensors with equal metadata, in one read.
+
+    That is five times as fast as single reads. Meta tensors count as 0.
     """
     with local_ops(), torch.no_grad():
         if tensors[0].is_meta:
@@ -156,7 +157,10 @@ FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:
-    """Returns a fact of a tensor, such as "is_leaf"; of `FACTS_OF_OBJECTS`, whether it is set."""
+    """Returns a fact of a tensor, such as the value of `is_leaf`.
+
+    For names in `FACTS_OF_OBJECTS`, returns True if the attribute is not None.
+    """
     if name == "id":
         return id(t)
     with local_ops():
@@ -168,7 +172,7 @@ def read_fact(t: torch.Tensor, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FactCondition:
-    """A condition on a fact of one input tensor.
+    """A condition on a fact of an input tensor, such as `is_leaf`, which the step has read.
 
     Attributes:
         name: the name of the tensor.
@@ -194,22 +198,26 @@ class FactCondition:
 
 
 class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondition", ...]):
-    """All conditions of a program."""
+    """All conditions under which a captured program may run."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
-        """Returns the reason of the first condition that fails for the leaves; None if all hold."""
+        """Returns why a program may not run in a call, or None if all conditions hold.
+
+        Args:
+            tensors: the leaves of the call (the tensors and numbers of its arguments and state).
+        """
         for condition in self:
             if not condition.holds(tensors):
                 return condition.reason(tensors)
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on numbers, with the values that must be unchanged."""
+        """Returns a hash of the conditions on numbers, to find programs with equal ones."""
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if an `EqualInputs` does not hold."""
+        """True if step counts that must be equal differ in this call."""
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
 
@@ -219,7 +227,7 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
 class Sharing:
-    """The check for overlapping inputs in the calls of one program.
+    """The check that no input which a program writes overlaps another input in memory.
 
     Inputs may be views of one storage if none of them is written, or if they do not overlap.
     """
@@ -242,8 +250,10 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """True if an argument or gradient of a call may overlap an input that is written. This fast
-        check may be True without an overlap; `find_error` decides. `note_held` checks the state.
+        """True if an argument or gradient of a call may overlap an input that the program writes.
+
+        This fast check may be True without an overlap; `find_error` decides. `note_held` checks the
+        state.
         """
         if self._gradients and not self._storages.isdisjoint(self._storages_of_gradients(tensors)):
             return True
@@ -256,7 +266,9 @@ class Sharing:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Store the storages of the state, which may have changed since the last call."""
+        """Read which storages the step's state uses now. Call it when the state may have
+        changed.
+        """
         with local_ops():
             starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
         self._storages = {*starts}
@@ -271,7 +283,9 @@ class Sharing:
                     yield grad.untyped_storage()._cdata
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """Returns the error to raise if a written input overlaps another one; None if none does."""
+        """Returns the error for an input that is written and overlaps another one; None if there is
+        none.
+        """
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}
         added_to = {o.index for o in program.outputs if o.kind == "gradient"}

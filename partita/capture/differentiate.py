@@ -40,7 +40,8 @@ _SPENT = (
 
 @dataclass(frozen=True)
 class Seed:
-    """A node that represents the gradient of a result until it is replaced by an input.
+    """A node that stands for the gradient of a result in the traced graph, until it becomes an
+    input.
 
     Attributes:
         node: the name of the node.
@@ -62,12 +63,14 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """True if `value` requires grad without a history: a leaf, or a view made under `no_grad`."""
+    """True if `value` requires grad but was not computed: it is a leaf, or a view made under
+    `no_grad`.
+    """
     return requires_grad(value) and not _is_computed(value)
 
 
 def requires_grad(value: torch.Tensor) -> bool:
-    """True if the local tensor requires grad."""
+    """True if the local tensor of `value` requires grad."""
     with local_ops():
         return value.requires_grad
 
@@ -84,7 +87,7 @@ def differentiate(
     recorder: Recorder,
     again: bool = False,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
-    """Trace the gradients of `inputs` with respect to `results`.
+    """Trace backward: the gradients of `inputs` with respect to `results`.
 
     Args:
         again: True to retain the autograd graph, so that `differentiate` can be called again.
@@ -116,7 +119,7 @@ def differentiate(
 
 
 def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
-    """Replace the nodes of seeds by inputs of the graph."""
+    """Turn the nodes that stand for the gradients of results into inputs of the graph."""
     if not seeds:
         return
     nodes = {n.name: n for n in graph.nodes}
@@ -145,7 +148,7 @@ _Edge = tuple[Any, int]
 
 @dataclass
 class ResultPart:
-    """Results that go backward together.
+    """Results whose gradients go through backward together, because they share autograd history.
 
     Attributes:
         results: the indices of the results.
@@ -160,7 +163,7 @@ class ResultPart:
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
-    """Split `results`, which have a history, into parts, each before the parts of its ancestors.
+    """Group `results` into parts that go backward together, each before the parts of its ancestors.
 
     A result and an ancestor are one part if they share the history of a value that is not a result.
     In two parts, that history would be traversed twice, each time with a part of the gradient.
@@ -196,7 +199,7 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Stop backward at `results` inside the block; hooks of `results` do not run."""
+    """Inside the block, backward stops at `results`, and their hooks do not run."""
     handles, hidden = [], []
     try:
         with local_ops():

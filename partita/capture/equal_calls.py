@@ -41,13 +41,15 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node that makes a tensor in the graph under construction, or None."""
+    """Returns the node of a fake tensor in the graph that is being traced, or None."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns `node_of(t)`; None if the tensor is a constant whose values the tracer uses."""
+    """Returns the node of a fake tensor, like `node_of`; None for a constant whose values are
+    used.
+    """
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
@@ -59,7 +61,7 @@ def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx
 
 
 def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
-    """Record `node` as the node that makes `t`."""
+    """Record `node` as the node whose value the fake tensor `t` is."""
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
 
@@ -67,7 +69,7 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Returns new fake tensors with the metadata of `likes`, recorded as made by `nodes`."""
+    """Returns a new fake tensor for each node, with the metadata of a tensor in `likes`."""
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
@@ -92,7 +94,7 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls that one capture has traced. Each is looked up by its `key`.
+    """The calls that one capture has traced, to add nodes for equal calls without tracing.
 
     Attributes:
         shared: nodes whose result is several tensor objects: a tensor and its detached copies,
@@ -105,14 +107,23 @@ class RepeatedCalls:
         self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the key of a call; None if it has none or does not make or write one tensor."""
+        """Returns a key that is equal for equal calls; None if a call must always be traced.
+
+        Only calls that make or write exactly one tensor have a key.
+        """
         if not (_makes_one(func) or _writes_one(func)):
             return None
         with local_ops():
             return key_of_call(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Add a node for a call whose key is known, and return its value; None for other calls."""
+        """Add a node for a call that equals an earlier one, without tracing it.
+
+        Returns its value; None if no equal call was traced.
+
+        Args:
+            key: the result of `key` for this call.
+        """
         like = self._known.get(key)
         if like is None:
             return None
@@ -131,8 +142,10 @@ class RepeatedCalls:
         return out
 
     def detach(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns `x.detach()`, recorded as a result of the node of `x`; None if the call must be
-        traced. Autograd detaches each gradient when it accumulates it, and again when it is read.
+        """Returns `x.detach()` without tracing it: the result has the node of `x`.
+
+        Returns None if the call must be traced. Autograd detaches each gradient when it accumulates
+        it, and again when it is read.
         """
         if not isinstance(x, FakeTensor):
             return None
@@ -151,8 +164,10 @@ class RepeatedCalls:
         return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Add a node for a call over lists, and return its value; `NotImplemented` if it must be
-        traced. The fake value is computed for one position of each group of equal operands.
+        """Add a node for a call over lists (`_foreach_*`) without tracing it, and return its value.
+
+        The fake value is computed once for all positions with equal operands. Returns
+        `NotImplemented` if the call must be traced.
         """
         with local_ops():
             places = _group_places(args)
@@ -173,7 +188,10 @@ class RepeatedCalls:
         return tensors_of(parts, likes, self._mode)
 
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
-        """Store a traced call if it added exactly one node, directly after `first`."""
+        """Store a call that was traced, so that equal calls need no trace.
+
+        It is stored only if it added exactly one node, directly after `first`.
+        """
         node: fx.Node = self._graph._root.prev
         if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
             return
@@ -235,7 +253,7 @@ def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_over_lists(func: Any) -> bool:
-    """True for an op that applies another op to each position of lists (`_foreach_*`)."""
+    """True for an op over lists (`_foreach_*`), which applies another op to each position."""
     returns = [str(r.type) for r in func._schema.returns]
     return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
 

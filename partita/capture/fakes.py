@@ -49,7 +49,10 @@ from .kernel_strides import KernelStridesMode
 
 
 def is_symbolic(value: Any) -> bool:
-    """True for the replacement of a Python number that is known only when the graph runs."""
+    """True if `value` is a symbolic number: it replaces a Python number during capture.
+
+    The number is known only when the graph runs.
+    """
     # Not by `isinstance`, which may run the user's code: it reads `value.__class__`.
     return issubclass(type(value), (torch.SymFloat, torch.SymInt, torch.SymBool))
 
@@ -93,17 +96,24 @@ class NumberEnv(ShapeEnv):
         return super().evaluate_sym_node(sym_node, *args, **kwargs)
 
     def forget(self) -> None:
-        """Drop the symbols: the graph has tensors instead, and Inductor must not find any."""
+        """Drop all symbols after capture: the graph has tensors instead, and Inductor must not find
+        any.
+        """
         for symbol in self._made:
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
 
     def drop_answer(self) -> None:
-        """Drop the reference to the object that supplies values."""
+        """Drop the reference to the object that supplies values of unknown numbers."""
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
-        """Returns a symbolic float with the hint `value`."""
+        """Returns a new symbolic float, which replaces a float of the step.
+
+        Args:
+            name: the name of the float, for messages.
+            value: its value now (the hint), by which branches are decided.
+        """
         source = ConstantSource(name)
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         self._made.append(symbol)
@@ -147,7 +157,10 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """Returns torch's symbolic number as a class of this module; other values unchanged."""
+    """Converts torch's symbolic number to partita's class, which behaves like a Python number.
+
+    Other values are returned unchanged.
+    """
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
 
@@ -189,7 +202,7 @@ class _Type(type):
 
 
 def identity_of(x: Any) -> int:
-    """Returns `id(x)`; for the fake of an input, the id of that input.
+    """Returns `id(x)`; for a fake tensor that replaces an input, the id of that input.
 
     The capture's torch-function mode handles this call like other reads of an input's facts
     (`graph_inputs.TensorFacts`).
@@ -206,7 +219,8 @@ def _hash_of_value(x: Any, /) -> int:
 
 
 class Substitutes:
-    """Replacements of `type`, `id` and `hash` in the globals of the user's code.
+    """Functions that replace `type`, `id` and `hash` in the globals of the user's code during
+    capture.
 
     An object cannot override what `type`, `id` and `hash` return for it. So during captures the
     globals of the user's code get functions of these names. They return the type of the replaced
@@ -224,17 +238,22 @@ class Substitutes:
 
     @classmethod
     def has(cls, value: Any) -> bool:
-        """True if `value` is one of the replacements."""
+        """True if `value` is one of the functions that replace `type`, `id` and `hash`."""
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Put the replacement of `name` into the globals `variables`, unless they define `name`."""
+        """Put the replacement of a builtin into a module's globals, unless they define this name.
+
+        Args:
+            variables: the globals.
+            name: "type", "id" or "hash".
+        """
         if name not in variables:
             variables[name] = self.of_builtins[name]
             self._put.append((variables, name))
 
     def take_away(self) -> None:
-        """Remove all that this object has put."""
+        """Remove all replacements that this object has put into globals."""
         for variables, name in self._put:
             if self.has(variables.get(name)):
                 del variables[name]
@@ -314,7 +333,10 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """Returns the value of a number without a hint by `NumberEnv.answer`; else the number."""
+    """Returns the value of a symbolic number without a known value, if the capture can supply it.
+
+    Otherwise returns `value` unchanged.
+    """
     is_unknown = type(value) in _OF_TORCH and not _has_value(value)
     found = value.node.shape_env.answer(value.node) if is_unknown else None
     return value if found is None else found
@@ -389,7 +411,9 @@ _DIVMOD = {
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """True for a string into which a fake tensor was formatted."""
+    """True for a string that contains a printed fake tensor, so that it differs from the eager
+    text.
+    """
     return issubclass(type(value), str) and "FakeTensor(" in value
 
 
@@ -444,7 +468,9 @@ for _ours, _torchs in _OF_TORCH.items():
 
 
 class FakeDTensor(DTensor, FakeTensor):
-    """A fake shard. It is never constructed: a FakeTensor is re-tagged."""
+    """The fake of a DTensor during capture. It is never constructed: the class of a FakeTensor is
+    replaced.
+    """
 
     __torch_dispatch__ = FakeTensor.__torch_dispatch__
     device = FakeTensor.device
@@ -465,10 +491,11 @@ def fake_mode() -> FakeTensorMode:
 
 
 class FakeMaker:
-    """Makes fakes of local tensors, each with a snapshot: another fake of the same storage.
+    """Makes fake tensors that replace local tensors during capture.
 
-    Most inputs of a step are dense tensors: shape, strides and storage describe them. Other tensors
-    need `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's capture.
+    Each fake comes with a snapshot: another fake of the same storage, which no call changes. Most
+    inputs of a step are dense tensors: shape, strides and storage describe them. Other tensors need
+    `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's capture.
 
     Args:
         tensors: all tensors that may get fakes. If they share a storage, their fakes share one.
@@ -481,7 +508,9 @@ class FakeMaker:
         self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
 
     def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
-        """Returns a fake of `local`, and its snapshot."""
+        """Returns a fake of the local tensor, and its snapshot. Fakes share storage as the tensors
+        do.
+        """
         if device_at_capture(local) != local.device:
             return self.make_empty(local)
         if not _is_dense(local) or _storage_id(local) in self._memory_of_others:
@@ -493,7 +522,11 @@ class FakeMaker:
     def make_empty(
         self, local: torch.Tensor, shape: Sequence[int] | None = None
     ) -> tuple[FakeTensor, FakeTensor]:
-        """Returns a fake like `local` with its own storage (and `shape`), and its snapshot."""
+        """Returns a fake like `local` whose storage no other fake shares, and its snapshot.
+
+        Args:
+            shape: the shape of the fake; None for the shape of `local`.
+        """
         with building_fakes():
             if shape is None:
                 meta = make_empty_meta(local)
@@ -536,7 +569,7 @@ _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=No
 
 @contextmanager
 def captured_for(device: torch.device | str) -> Iterator[None]:
-    """Capture tensors on the meta device as if they were on `device`, inside the block.
+    """Inside the block, capture meta tensors as if they were on `device`.
 
     The graph, which is never run, then has the kernels of that device (important for attention).
     """
@@ -548,19 +581,23 @@ def captured_for(device: torch.device | str) -> Iterator[None]:
 
 
 def device_at_capture(x: torch.Tensor) -> torch.device:
-    """Returns the device of the fake of `x`."""
+    """Returns the device that the fake of `x` has during capture (see `captured_for`)."""
     return (_TARGET.get() if x.is_meta else None) or x.device
 
 
 def has_memory(x: Any) -> bool:
-    """True for a real tensor, False for a fake."""
+    """True for a real tensor; False for a fake tensor or another object."""
     return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
 
 
 def tensors_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
 ) -> list[torch.Tensor]:
-    """Returns the tensors that a call of an op writes; with `lists`, only in list operands."""
+    """Returns the tensors that a call of an op writes in place.
+
+    Args:
+        lists: True returns only tensors in list operands.
+    """
     found: list[torch.Tensor] = []
     for operand in facts_of(func).writes:
         given = operand.find(args, kwargs)
@@ -572,8 +609,9 @@ def tensors_written(
 
 
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Increment the version counters of tensors in list operands that `func` has written. For
-    direct operands torch does this. For tensors in lists the kernels do, but fakes run none.
+    """Increment the version counters of tensors in lists that the op `func` writes.
+
+    For direct operands torch does this. For tensors in lists the kernels do, but fakes run none.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with local_ops():

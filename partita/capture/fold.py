@@ -77,7 +77,7 @@ _EXACT_INTS = 2**53
 
 
 class StepBlocks:
-    """The blocks of a traced step, to be folded.
+    """The blocks of a traced step, compared with each other, so that equal ones can be folded.
 
     Args:
         step: the traced graph, from which unused calls were removed.
@@ -112,7 +112,7 @@ class StepBlocks:
 
     @property
     def traced(self) -> BlocksTraced:
-        """The block calls by structure, and why the calls of a structure were left flat."""
+        """The result for reports: the block calls by structure, and why some were not folded."""
         found: Counter[tuple[Any, tuple[type, ...], str]] = Counter()
         for key, runs in self._by_key.items():
             found.update((key, run.kinds, run.reason) for run in runs)
@@ -125,12 +125,16 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Store a reason for which no block is folded."""
+        """Do not fold any block.
+
+        Args:
+            reason: why, for reports.
+        """
         for run in self._runs:
             run.reason = run.reason or reason
 
     def fold(self) -> None:
-        """Replace equal blocks by calls of one subgraph."""
+        """Replace equal blocks of the graph by calls of one subgraph."""
         if self._runs:
             self._describe_memory()
             for equal in self._by_key.values():
@@ -610,12 +614,14 @@ class _BlockRun:
 
     @property
     def forward_inputs(self) -> Sequence[fx.Node]:
-        """The nodes outside the block that its forward reads."""
+        """The nodes outside the block whose values its forward reads."""
         return self.taken[: self.early_count]
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions of the nodes of forward, and of backward, that foreign nodes read."""
+        """The positions of the nodes of forward, and of backward, that nodes outside the block
+        read.
+        """
         early, late = (
             tuple(i for i, n in enumerate(nodes) if any(u not in self.own for u in n.users))
             for nodes in (self.forward, self.backward)
@@ -623,7 +629,9 @@ class _BlockRun:
         return early, late
 
     def add_intermediate_nodes(self) -> None:
-        """Add nodes outside any block that compute something from its nodes for its nodes."""
+        """Add nodes to the block that belong to none, but compute values between two of its
+        nodes.
+        """
         self.own = dict.fromkeys((*self.forward, *self.backward), 0)
         for nodes in (self.forward, self.backward):
             if len(nodes) < 2:
@@ -646,7 +654,7 @@ class _BlockRun:
         self.own = {n: i for i, n in enumerate((*self.forward, *self.backward))}
 
     def find_gathered(self) -> Iterator[tuple[fx.Node, bool]]:
-        """Yields each shard that forward gathers, and True if the gathered weight is kept."""
+        """Yields each ZeRO shard that forward gathers, and True if the gathered weight is kept."""
         for node in self.forward:
             reason = note_of(node).reason
             if is_collective(node) and reason in ("gather", "persistent"):
@@ -658,7 +666,9 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Compute `taken`, `floats`, `labels` and `key` from its nodes."""
+        """Compute from the block's nodes a key, which equal blocks share, and what differs between
+        these.
+        """
         self.floats, self.homes, self.moves, self.regions = [], [], {}, {}
         self._numbers: dict[fx.Node, int] = {}
         self._labels: dict[str, int] = {}

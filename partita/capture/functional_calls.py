@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Scalar:
-    """A number as a 0-d tensor: float64, int64 or bool."""
+    """A Python number in the graph, as a 0-d tensor: float64, int64 or bool."""
 
     tensor: torch.Tensor
 
@@ -50,8 +50,10 @@ class Scalar:
 
 
 def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments, with values for symbolic numbers if `func` cannot take tensors. A
-    value that is read becomes a condition of the program. Raises an error if there is no value yet.
+    """Returns the arguments of a call, with symbolic numbers read if `func` needs Python numbers.
+
+    A value that is read becomes a condition of the program. Raises an error if there is no value
+    yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -62,6 +64,7 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
     """Returns the arguments of an optimizer's call, with scalar tensors as exact as Python floats.
+
     A scalar tensor that the call makes becomes float64. If the optimizer keeps a scalar tensor as
     float32, it is read as float64, as `.item()` does. Values written into it are first rounded to
     float32.
@@ -109,7 +112,11 @@ def _name_of(target: Any) -> str:
 
 
 def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
-    """Returns the result of an operation on Python numbers; `like` is the traced value.
+    """Returns the result of Python arithmetic on numbers that are tensors in the graph.
+
+    Args:
+        target: the operation, such as `operator.add`.
+        like: the value that the operation had when it was traced.
 
     Raises:
         CaptureError: no tensor op gives Python's result.
@@ -160,7 +167,7 @@ def _make_scalar_tensor(
 
 
 def has_scalars(args: Any, kwargs: Any) -> bool:
-    """True if one of the values is a `Scalar`, or a list that contains one."""
+    """True if an argument is a `Scalar`, or a list that contains one."""
     return any(
         isinstance(a, Scalar)
         or (isinstance(a, (list, tuple)) and any(type(v) is Scalar for v in a))
@@ -175,7 +182,7 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if a call returns the same bits when a number among its operands is a tensor."""
+    """True if a call gives the same bits when a number among its operands is passed as a tensor."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -188,9 +195,10 @@ def takes_number_exactly(node: fx.Node) -> bool:
 
 
 def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Returns the value of torch.ops.aten `name`, called with arguments that contain `Scalar`s.
+    """Returns the result of an ATen op whose arguments contain `Scalar`s (numbers as tensors).
 
     Args:
+        name: the name of the op in `torch.ops.aten`.
         like: the value that the call had when it was traced.
     """
     base = name.removesuffix("_")
@@ -338,7 +346,11 @@ def _find_call(base: str) -> _RunCall | None:
 
 @lru_cache(maxsize=4096)
 def takes_number(name: str) -> bool:
-    """True if the torch function of this name, such as "__radd__", takes a tensor as a number."""
+    """True if a number that is passed to this torch function may be a tensor in the graph.
+
+    Args:
+        name: the function's name, such as "__radd__".
+    """
     base = name.strip("_")
     return any(
         _find_call(n) is not None for n in (base, base.removeprefix("r"), _WORDS.get(base, base))
@@ -355,7 +367,7 @@ _PATTERNS_KEPT = 4096
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The calls that replace one call.
+    """A cached trace: the calls that replace one kind of call in a graph without writes.
 
     Attributes:
         operands: the input nodes for the tensor operands of the original call, in order.
@@ -376,7 +388,7 @@ _patterns: dict[Any, Pattern] = {}
 def pattern_of(
     call: Callable[..., Any], what: Any, args: Any, kwargs: Any, like: Any, mode: Any
 ) -> Pattern:
-    """Returns the pattern of `call(args, kwargs, like)`, over fake tensors.
+    """Returns the calls that replace a call, traced over fake tensors or from a cache.
 
     Args:
         what: identifies `call` in the cache.
@@ -421,10 +433,15 @@ def _trace_pattern(
 
 
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace `run` over fakes under torch's functionalization; the graph has an input for each fake.
+    """Trace `run` over fake tensors with torch's functionalization. The graph has an input for
+    each.
 
     The tracer identifies an input by its fake. Equal calls share one fake (`equal_calls`), so a
     fake that occurs twice is replaced by a copy.
+
+    Args:
+        run: the function.
+        values: its arguments.
     """
     known: set[int] = set()
     distinct = [make_distinct(t, known) for t in values]
@@ -517,7 +534,9 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
 
 
 def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call that is not over lists is replaced in a graph without writes."""
+    """True if a call must be replaced in a graph without writes. Calls over lists are not
+    considered.
+    """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
         return True
@@ -525,10 +544,10 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
 
 
 def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
-    """Make a call of a traced graph such that functionalization can handle it.
+    """Make a call of the traced graph again in a form that functionalization can handle.
 
     Args:
-        like: the value of the call during capture.
+        like: the value that the call had when it was traced.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs):
@@ -546,10 +565,10 @@ CallInList = tuple[str, list[Any], dict[str, Any], Any]
 
 
 def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[CallInList]:
-    """Split a call over lists into one call for each position: parameters are updated one by one.
+    """Split a call over lists (`_foreach_*`) into one call for each position.
 
     Yields:
-        The arguments of `call_in_list`: name, args, kwargs, and the value during capture.
+        The arguments of `call_in_list`: name, args, kwargs, and the value when traced.
     """
     name = target._opname.removeprefix("_foreach_")
     if target._overloadname.startswith("Scalar"):  # for tensor operands these have other names
@@ -573,7 +592,7 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
 
 
 def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Make one of the calls that `calls_of_list` yields."""
+    """Make one of the single calls that `calls_of_list` yields, and return its result."""
     if has_scalars(args, kwargs):
         return call_with_scalars(name, args, kwargs, like)
     return _find_single_op(name)(*args, **kwargs)
@@ -592,7 +611,7 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns the fake value of an input of the graph without writes: numbers are tensors there."""
+    """Returns the fake tensor of a graph input. A number becomes a 0-d float64 tensor."""
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)
     found: torch.Tensor = value

@@ -44,7 +44,12 @@ def is_plain_write(target: Any) -> bool:
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Returns the calls that allocated memory that is written and that several results share."""
+    """Returns the calls that allocate memory which is written later and which several results
+    share.
+
+    Args:
+        memory: the number of the memory of each node whose memory is written.
+    """
     (end,) = graph.find_nodes(op="output")
     counts = Counter(memory[n] for n in end.args[0] if n in memory)
     first: dict[int, fx.Node] = {}
@@ -54,7 +59,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the only operand of a node that is a view of it; None for other nodes."""
+    """Returns the tensor of which a node is a view, if that is its only operand; otherwise None."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
@@ -66,7 +71,7 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def drop_needless_sets(graph: fx.Graph) -> None:
-    """Drop each `x.set_(y)` in which x and y are the same part of one storage.
+    """Remove each `x.set_(y)` that changes nothing: x and y are the same part of one storage.
 
     `register_parametrization` makes such calls.
     """
@@ -79,7 +84,7 @@ def drop_needless_sets(graph: fx.Graph) -> None:
 
 
 def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
-    """Raise CaptureError if a write through a view, or after a `set_`, would be lost.
+    """Raise CaptureError if the graph would lose a write through a view, or a write after `set_`.
 
     The graph has only the elements of an input that its shape and strides cover. `as_strided` may
     reach other elements of the storage.
@@ -119,7 +124,11 @@ def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def is_reshaped(part: Any, other: Any) -> bool:
-    """True if two parts of a storage hold the same elements in the same order, without gaps."""
+    """True if two views show the same elements in the same order, without gaps.
+
+    Args:
+        part, other: the results of `part_of` for the views.
+    """
     (shape, _, *rest), (other_shape, _, *other_rest) = part, other
     same = rest == other_rest and math.prod(shape) == math.prod(other_shape)
     return same and _is_packed(part) and _is_packed(other)
@@ -138,9 +147,11 @@ def _is_packed(part: Any) -> bool:
 def invert_view(
     view: fx.Node, value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
 ) -> fx.Node:
-    """Returns the base of `view` after `value` was written to the view.
+    """Returns the new value of a view's base after a write to the view.
 
     Args:
+        view: the node of the view.
+        value: the view's value after the write.
         before: the base before the write, in the new graph.
         make: a function `make(target, args)` that adds a call to the new graph.
 
@@ -207,7 +218,8 @@ def _is_without_overlap(t: torch.Tensor) -> bool:
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Make each `as_strided` take the tensor that allocated the storage, not a view of that tensor.
+    """Make each `as_strided` read the tensor that allocated the storage, not a view of that tensor.
+
     The result depends only on the storage. The inverse is known only for a tensor of all of it.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
@@ -231,7 +243,7 @@ def share_memory_of_results(
     memory: Mapping[fx.Node, int],
     made: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Make results of `after` views of the values that they were views of in `before`.
+    """Make results of the graph without writes views of each other where the original results were.
 
     Args:
         before: the graph with writes.
@@ -263,8 +275,12 @@ def share_memory_of_results(
 
 
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
-    """Raise CaptureError if a result whose index is in `cut` (its padding is removed) is a view.
+    """Raise CaptureError if a result whose padding is removed must be a view.
+
     Removing padding makes a copy. A result that is all of an input is replaced by that input.
+
+    Args:
+        cut: the indices of the results whose padding is removed.
     """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
@@ -348,7 +364,7 @@ _GATHERS = ("gather", "persistent")
 
 
 class ReplacedData(NamedTuple):
-    """A `p.data = y` of the step: the nodes of p and y, and the user's line."""
+    """An assignment `p.data = y` in the step: the nodes of p and y, and the user's line."""
 
     old: fx.Node
     new: fx.Node
@@ -356,9 +372,10 @@ class ReplacedData(NamedTuple):
 
 
 def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[ReplacedData]]) -> None:
-    """Gather a parameter again if it was written after its gather and the gathered value is still
-    read. In one process there is only one memory: backward reads what was written through `.data`.
-    A gathered value has its own memory, so it is gathered again before the next read.
+    """Gather parameters again that were written after their gather and are read later.
+
+    In one process there is only one memory: backward reads what was written through `.data`. A
+    gathered value has its own memory, so it is gathered again before the next read.
 
     Args:
         replaced: each `p.data = y`, by the last node before it.

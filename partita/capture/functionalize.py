@@ -88,7 +88,9 @@ _aten = torch.ops.aten
 def functionalize_graph(
     graph: fx.GraphModule, equal: Sequence[Sequence[int]] = ()
 ) -> fx.GraphModule:
-    """Returns `graph` without writes except `copy_` into inputs at its end. Notes are kept.
+    """Returns the graph in a form without in-place writes, except `copy_` into inputs at its end.
+
+    Notes of nodes are kept.
 
     Args:
         equal: groups of inputs, by position, that hold the same number.
@@ -144,7 +146,10 @@ def _remove_redundant_nodes(graph: fx.Graph) -> None:
 def trace_without_writes(
     graph: fx.GraphModule, makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Returns `graph` without writes, traced again under torch's functionalization. Notes are kept.
+    """Returns the graph without in-place writes, by tracing it again under torch's
+    functionalization.
+
+    Notes of nodes are kept.
 
     Args:
         makers: nodes that made memory which several results are views of.
@@ -273,7 +278,9 @@ def _arguments_of_schema(target: Any) -> list[tuple[str, str]]:
 def rewrite_without_writes(
     graph: fx.GraphModule, memory: dict[fx.Node, int], makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Returns `graph` without writes except `copy_` into inputs at its end. Notes are kept.
+    """Returns the graph without in-place writes, rewritten call by call.
+
+    Only `copy_` into inputs at its end writes. Notes of nodes are kept.
 
     Args:
         memory: for each node whose memory is written, the number of that memory.
@@ -476,7 +483,10 @@ class _Rewrite:
     # -- memory ------------------------------------------------------------------------------------
 
     def current_value(self, node: fx.Node) -> Any:
-        """Returns the value in the new graph that an old node has at this point."""
+        """Returns the node of the new graph that has the current value of an old node.
+
+        If the old node is a view of memory that was written since, the view is made again.
+        """
         memory = self.memory.get(node)
         if memory is not None and memory in self.closed:
             raise UnsureOfWrites

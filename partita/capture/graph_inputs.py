@@ -43,7 +43,7 @@ WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 
 
 class GraphInputs:
-    """The inputs of one capture.
+    """The inputs of one captured graph, each with the fake tensor that replaces it.
 
     Attributes:
         all: the inputs in the graph's order: coordinates, tensors, gradients, numbers.
@@ -118,9 +118,10 @@ class GraphInputs:
             self.identities.add(id(fake))
 
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
-        """Add the inputs to the graph that is being traced, before any other node.
+        """Add the input nodes to the graph that is being traced, before any other node.
 
-        The node has the snapshot's metadata, because the fake gets a layout and may be written.
+        A node's metadata are those of the snapshot, because the fake gets a layout and may be
+        written.
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
@@ -131,7 +132,10 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Remove from the traced graph the marks that nothing reads."""
+        """Remove the marks that nothing reads from the inputs and from the graph.
+
+        A mark is a fake gradient of an input that has none.
+        """
         kept: list[tuple[Input, torch.Tensor]] = []
         nodes = graph.find_nodes(op="placeholder")
         for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
@@ -142,14 +146,14 @@ class GraphInputs:
         self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
-        """Add an input that is neither state nor an argument: a number or a cotangent."""
+        """Add an input that capture has created: a number, or the gradient of a result."""
         self.all.append(given)
         self.fakes.append(given.tensor)
 
     def tag_fakes(
         self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
     ) -> list[Any]:
-        """Give fakes the layout, gradient, hooks and attributes of the tensors that they replace.
+        """Give fakes the layouts, gradients, hooks and attributes of the tensors that they replace.
 
         Args:
             wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
@@ -186,19 +190,25 @@ class GraphInputs:
     # -- tensors and their fakes -------------------------------------------------------------------
 
     def stand_in(self, value: Any) -> Any:
-        """Returns the fake of `value` if it is an input; otherwise `value`."""
+        """Returns the fake that replaces `value` during capture, or `value` itself if it is no
+        input.
+        """
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """Returns the input that `fake` replaces, if it is a leaf of the call; otherwise None."""
+        """Returns the input that a fake replaces, if that is a tensor of the state or an argument,
+        or None.
+        """
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns the fake of this rank's coordinate on each mesh axis with more than one rank."""
+        """Returns fakes of this rank's coordinates, by mesh axis (only axes with more than one
+        rank).
+        """
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:
-        """Returns the fake of the tensor to which a gradient input belongs."""
+        """Returns the fake of the tensor whose `.grad` is this gradient input."""
         return self._fakes_by_id[id(self._by_leaf[gradient.index].tensor)]
 
 
@@ -227,7 +237,9 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Handles the step's reads of facts of its input tensors, such as `is_leaf`, during capture."""
+    """Handles reads of an input's facts (such as `is_leaf`) by the step, and makes them
+    conditions.
+    """
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
@@ -243,7 +255,10 @@ class TensorFacts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """Returns (value,) if a call of a torch function reads a fact of an input; () otherwise.
+        """Returns the result of a torch function call, as `(value,)`, if it reads a fact of an
+        input.
+
+        Returns () for other calls.
 
         Args:
             caller: the frame that calls the function.
@@ -298,7 +313,7 @@ class TensorFacts:
 
 
 def is_fact(func: Any) -> bool:
-    """True if a torch function only reads a fact of a tensor."""
+    """True if a torch function only reads a fact of a tensor, such as `is_leaf`."""
     asked = getattr(func, "__self__", func)
     reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
     return reads and (asked in _HELD or asked in _LOST)
@@ -311,7 +326,10 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, to trace them; returns the handles."""
+    """Register the user's backward hooks of a leaf on its fake, so that they are traced.
+
+    Returns the handles.
+    """
     if not tensor.is_leaf:  # autograd calls its hooks outside the graph
         return []
     found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]
@@ -325,7 +343,7 @@ OWN_ATTRIBUTES = OURS | {"_is_param"}
 
 
 def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
-    """Returns the names of the attributes that the user has set on a tensor."""
+    """Returns the names of the attributes that a user has set on the tensor object."""
     return _names_of_user(tuple(t.__dict__))
 
 

@@ -50,7 +50,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 class GraphOutputs:
-    """The outputs of one capture.
+    """The outputs of one captured graph: results, new values of the state, gradients, and checks.
 
     Args:
         inputs: the inputs of the graph.
@@ -81,7 +81,7 @@ class GraphOutputs:
         check: Callable[[Any], None],
         gives_inputs: bool = False,
     ) -> None:
-        """Add the values that the step returns.
+        """Add the values that the step returns to the outputs.
 
         Args:
             leaves, structure: the leaves and the structure of the result.
@@ -108,12 +108,14 @@ class GraphOutputs:
                     self._add_value("result", leaf)
 
     def add_slot(self, slot: Slot, value: Any) -> None:
-        """Add the value that a slot has after the step."""
+        """Add the value that a place of the state has after the step to the outputs."""
         given = self._inputs.input_of(value)
         self._add_value("slot", value, slot=slot, index=-1 if given is None else given.index)
 
     def add_left_gradients(self) -> None:
-        """Add the gradients that the step leaves in inputs and in tensors that it has computed."""
+        """Add the gradients that the step leaves in `.grad`, of inputs and of tensors that it
+        made.
+        """
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
             if is_first and self._inputs.input_of(self.values[i]) is None:
@@ -136,7 +138,10 @@ class GraphOutputs:
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
-        """Add the gradients of inputs; none if the step has freed the results' history."""
+        """Trace the backward of results and add the gradients of inputs to the outputs.
+
+        Adds none if the step has freed the results' autograd history.
+        """
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
@@ -170,7 +175,11 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """Add "admitted" values (one output each) or "answers" (together one output)."""
+        """Add outputs that serve only checks and that the step does not return.
+
+        Args:
+            kind: "admitted" (an output for each value) or "answers" (one output for all).
+        """
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]
         self.values += values
@@ -201,7 +210,7 @@ class GraphOutputs:
 
 
 def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
-    """Returns (index, new value) for each input whose `requires_grad` the step sets.
+    """Returns `(index, new value)` for each input whose `requires_grad` the step changes.
 
     Raises:
         CaptureError: such an input has the user's hooks, which were not traced.
@@ -243,7 +252,10 @@ _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 
 
 def attributes_given_to(fake: torch.Tensor) -> list[str]:
-    """Returns the names of attributes set on a tensor, without the caches of a fake."""
+    """Returns the names of attributes that the step has set on a fake tensor.
+
+    Attributes in which a fake caches values are not included.
+    """
     return [name for name in user_attributes_of(fake) if not name.endswith(_MEMO)]
 
 
@@ -283,7 +295,7 @@ def program_of_trace(
     outputs: GraphOutputs,
     kind: type[_P],
 ) -> tuple[_P, dict[fx.Node, Input], list[tuple[fx.Node, Wire]]]:
-    """Returns the program of a traced graph, which is changed in place.
+    """Makes the program of a traced graph, which is changed in place.
 
     Args:
         wires: maps the wire of an input to the `TraceWire` that replaced it during the run.

@@ -41,7 +41,7 @@ Order = tuple[int, ...]
 
 
 class KernelStridesMode(FakeTensorMode):
-    """A fake mode in which fakes have the strides that kernels return.
+    """A fake tensor mode in which results have the strides that real kernels return.
 
     Private torch: `dispatch`, which each call of an op in the mode goes through.
     """
@@ -105,7 +105,11 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 
 def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """Returns the strides of a tensor without gaps whose dimensions have the order `order`."""
+    """Returns the strides of a tensor without gaps, given the order of its dimensions.
+
+    Args:
+        order: the dimensions, the one that varies slowest in memory first.
+    """
     strides, size = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = size
@@ -114,7 +118,7 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two strides are equal for `shape`; strides of dimensions of size 1 do not count."""
+    """True if two strides are the same for a tensor of `shape`, except in dimensions of size 1."""
     return 0 in shape or all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 

@@ -64,11 +64,14 @@ _aten = torch.ops.aten
 
 
 class NotKnown(Exception):
-    """A value does not depend on constants alone, or its computation is not supported."""
+    """Raised if a value cannot be computed at capture.
+
+    It depends on more than constants, or its computation is not supported.
+    """
 
 
 class KnownMasks:
-    """The masks of one capture run, and what each of them hides."""
+    """The attention masks of one capture, and what each of them hides."""
 
     def __init__(self) -> None:
         self._found: dict[Any, str] = {}
@@ -79,7 +82,9 @@ class KnownMasks:
         kwargs: Mapping[str, Any],
         find_node: Callable[[torch.Tensor], fx.Node | None],
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Returns the arguments of a call of attention, without a mask that is not needed.
+        """Returns the arguments of an attention call without its mask, if the mask is not needed.
+
+        A mask that is causal becomes `is_causal=True`.
 
         Args:
             find_node: a function that returns the node that makes a mask, or None.
@@ -157,7 +162,10 @@ def _is_of_scores(mask: torch.Tensor, query: Any, scores: tuple[int, ...]) -> bo
 
 
 def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
-    """Returns what a mask hides; every element is checked.
+    """Computes which keys a mask hides from the queries. Every element is checked.
+
+    Args:
+        queries, keys: the numbers of rows and columns of the mask.
 
     Returns:
         "nothing"; "later keys" if it hides from each query the keys of greater index; "" otherwise.
@@ -217,7 +225,7 @@ def _sizes_of(rows: slice, columns: slice) -> tuple[int, int]:
 
 
 class KnownNode:
-    """A node whose value depends on constants alone, as far as its graph shows.
+    """A node of a graph whose value is known at capture, because it depends on constants alone.
 
     Args:
         node: a node of the graph that is being traced.
@@ -236,16 +244,20 @@ class KnownNode:
 
     @property
     def key(self) -> tuple[fx.Node, ...]:
-        """A key that is equal for nodes with equal values."""
+        """A key that is equal for nodes with the same value: the nodes from which it is
+        computed.
+        """
         return (*self._order,)
 
     @property
     def large_count(self) -> int:
-        """The number of nodes that are computed block by block."""
+        """The number of nodes that are too large to compute as a whole, so that blocks are
+        computed.
+        """
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Compute the values that are not large, and free those that are not needed any more."""
+        """Compute the values of small nodes, and free those that are not needed any more."""
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}
         needed, large = {self._end}, set[fx.Node]()
@@ -261,7 +273,7 @@ class KnownNode:
                     values[read] = None
 
     def compute_block(self, rows: slice, columns: slice) -> torch.Tensor:
-        """Returns the elements in some rows and columns (of the last two dimensions).
+        """Computes a block of the value: some rows and columns (of the last two dimensions).
 
         Dimensions of size 1 are kept.
 
@@ -410,7 +422,7 @@ def _writes_first(target: Any) -> bool:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Compute normally inside the block: without tracing, modes, autocast and gradients."""
+    """Inside the block, torch computes real values: no tracing, modes, autocast or gradients."""
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
     with _disable_current_modes(), DisableTorchFunction(), torch.no_grad(), casts_off:
         yield

@@ -21,7 +21,7 @@ from .fakes import is_symbolic
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block, restore the attributes of modules in which it has stored fakes.
+    """After the block, restore module attributes in which the block has stored fake tensors.
 
     Lists and dictionaries that are attributes get their old items back.
 

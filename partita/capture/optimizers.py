@@ -61,9 +61,10 @@ foreach, because the compiler fuses its kernels."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
-    """Create the state of torch's optimizers now, as their first step would. So the first step has
-    the same program as later ones. Private torch: `_init_group`, which every optimizer of
-    torch.optim has, makes the state of each parameter with a gradient.
+    """Create the state of torch's optimizers before capture, as their first step would do.
+
+    So the first step has the same program as later ones. Private torch: `_init_group`, which every
+    optimizer of torch.optim has, makes the state of each parameter with a gradient.
 
     Returns:
         (optimizer, parameter) for each new state, for `drop_unused_state`.
@@ -195,7 +196,15 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete new state if `used` is False for all its tensors. Returns True if any was deleted."""
+    """Delete optimizer state that was created before capture and that the step does not use.
+
+    Args:
+        made_state: the result of `make_optimizer_state`.
+        used: a predicate: True for a tensor that the step uses.
+
+    Returns:
+        True if any state was deleted.
+    """
     found = False
     for optimizer, p in made_state:
         state = optimizer.state.get(p)
@@ -207,7 +216,7 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
 
 
 class CapturedOptimizers:
-    """The optimizers of a step while it is captured."""
+    """The optimizers of a step while the step is captured."""
 
     def __init__(self, optimizers: dict[str, Optimizer]):
         self.optimizers = optimizers
@@ -358,7 +367,8 @@ class CapturedOptimizers:
     def list_new_state(
         self, find_slot: Callable[[torch.Tensor], Slot | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
-        """Returns, after the step, (slot, value) of state that optimizers did not have before.
+        """Returns the state that the optimizers have created in the step, as pairs of slot and
+        value.
 
         Args:
             find_slot: a function that returns the slot of the input that a fake replaces.
@@ -398,7 +408,7 @@ _COUNTED_ON = (HOST.type, "meta")  # reading these waits for no device
 def find_equal_counts(
     inputs: Sequence[Input], optimizers: Iterable[Optimizer]
 ) -> list[EqualInputs]:
-    """Returns a condition for each group of torch's step counts that are equal now.
+    """Returns a condition for each group of optimizer step counts that are equal now.
 
     Only counts on the host: to compare others in each call, the host would wait for their device.
     And only counts of torch's optimizers: a user's counts may be equal on some ranks only.
@@ -420,15 +430,16 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns for each group of equal counts their positions among all inputs."""
+    """Returns the positions among the graph's inputs of each group of equal step counts."""
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 
 
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Make an update compute once what it computes from equal numbers. The graph writes only into
-    inputs, at its end; each input is still written. Two results may become one node: see
-    `functional_memory.keep_apart`.
+    """Make an optimizer's update compute values that depend on equal step counts only once.
+
+    The graph writes only into inputs, at its end; each input is still written. Two results may
+    become one node: see `functional_memory.keep_apart`.
 
     Args:
         equal: groups of inputs that hold the same number.

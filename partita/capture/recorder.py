@@ -208,7 +208,7 @@ def _other_settings() -> CaptureError:
 
 
 class Recorder(FakeRunHooks, TorchDispatchMode):
-    """Traces each ATen call and gives the nodes that it adds to `graph` their notes.
+    """The dispatch mode that traces each ATen call of a step and writes notes on its nodes.
 
     Calls get tensors with local shapes, because kernels implemented in Python read shapes. In
     backward torch functions must be enabled, so a saved DTensor would return its global shape.
@@ -348,7 +348,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return out
 
     def finish(self) -> None:
-        """Add layouts to the notes: a tensor gets its layout only after the call that makes it."""
+        """Write the layouts of tensors into the nodes' notes, at the end of the trace.
+
+        A tensor gets its layout only after the call that makes it.
+        """
         for node, made in self._made:
             if isinstance(made, DTensor):
                 node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
@@ -357,7 +360,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Assign nodes that are made inside the block to the redistribution `move`."""
+        """Returns a context manager: nodes that are made inside belong to a redistribution.
+
+        Args:
+            move: the redistribution.
+            itemsize: bytes per element.
+            op, reason: the op that needs it, and why, for the ledger.
+        """
         self._moves += 1
         return self._noting(
             kind=move.kind,
@@ -375,13 +384,19 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
-        """Assign nodes that are made inside the block to a remat region, the outermost one."""
+        """Returns a context manager: nodes that are made inside belong to a remat region.
+
+        Of nested regions, they belong to the outermost.
+        """
         if not self._within.region:
             self.regions_begun += 1
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise CaptureError for a remat region with its own budget: only the step has a budget."""
+        """Raise CaptureError, because a remat region in a captured step cannot have its own budget.
+
+        Only the whole step has one.
+        """
         raise not_captured(
             f"pt.remat gives {title} a budget of {nbytes} bytes of its own",
             "a compiled step plans recomputation for the whole step, so a region has no budget "
@@ -391,11 +406,15 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """If `keep`, mark values that are made inside the block as saved for backward."""
+        """Returns a context manager: if `keep`, values that are made inside are saved for
+        backward.
+        """
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Mark the nodes that made the memory of `x` as saved for backward."""
+        """Mark the nodes that made the memory of `x`, so that it is saved for backward and not
+        recomputed.
+        """
         with local_ops():
             wanted = x.untyped_storage()._cdata
             for node, made in self._made:
@@ -403,11 +422,14 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into `x`, because the tracer identifies a tensor by the Python object."""
+        """Write `value` into `x` in place. Eager code would set `x.data`.
+
+        The tracer identifies a tensor by the Python object.
+        """
         x.copy_(value)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Give `x` the value of `value` from now on, as `x.data = value` does in eager."""
+        """Make later reads of `x` use `value`, as after `x.data = value` in eager code."""
         mode = get_proxy_mode()
         assert mode is not None
         old, new = node_of(x), node_of(value)
@@ -432,11 +454,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:
-        """Give the phase "backward" to nodes that are made inside the block."""
+        """Returns a context manager: nodes that are made inside get the phase "backward"."""
         return attribute_set(self, "is_behind_forward", True)
 
     def line(self) -> str:
-        """Returns the user's current line; in backward the line of the forward call."""
+        """Returns the user's current line; during backward, the line of the forward call."""
         backward = torch._C._current_autograd_node()  # private torch: there is no public function
         if backward is not None:
             known = self._lines.get(backward._sequence_nr(), "")
@@ -464,7 +486,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._note
 
     def note_made(self, *nodes: fx.Node) -> None:
-        """Give a note to nodes that were added without a call."""
+        """Write notes on nodes that were added to the graph without a call of the step."""
         self._note_nodes(nodes, unprofiled(self._make_note))
         self._note_new_nodes()
 
@@ -476,12 +498,16 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Give a note to nodes that were added without a call; `made` is the node of `out`."""
+        """Write notes on nodes that are copies of an earlier trace.
+
+        Args:
+            made: the last of them, whose value is `out`.
+        """
         self.note_made(*nodes)
         self._made.append((made, out))
 
     def add_alias(self, made: torch.Tensor) -> fx.Node:
-        """Add a node for an alias of the value of `made`, and record it as the node of `made`."""
+        """Add a node for an alias of the tensor `made`; from now on it is the node of `made`."""
         shown = node_of(made)
         assert shown is not None
         node = add_call(self.graph, DETACH, (shown,))
@@ -496,7 +522,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     @contextmanager
     def block(self, *kinds: type) -> Iterator[None]:
-        """Assign nodes made inside the block, and their backward nodes, to one block call.
+        """Inside the `with` block, nodes and their later backward nodes belong to one call of a
+        model block.
 
         A block within a block belongs to the outer one.
 
@@ -538,7 +565,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             node.meta[NOTE], node.meta[BLOCK] = note, block
 
     def newest(self) -> fx.Node:
-        """Returns the node that was added last."""
+        """Returns the node that was added to the graph last."""
         return self.graph._root.prev
 
 
@@ -564,7 +591,9 @@ class _Traced:
 
 
 class RepeatedMoves:
-    """The traced redistributions of one capture, by move and metadata of the operand."""
+    """The redistributions that one capture has traced, so that equal ones are copied and not
+    traced.
+    """
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode):
         self._recorder, self._mode = recorder, mode
@@ -573,7 +602,11 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the redistributed `x`: traced by `run`, or by copies of an equal trace."""
+        """Returns `x` redistributed by `move`, with nodes copied from an equal redistribution.
+
+        Args:
+            run: traces the redistribution, if there was no equal one.
+        """
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
             return run()
@@ -620,7 +653,7 @@ _READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
 
 class StepFunctionMode(TorchFunctionMode):
-    """Follows the torch functions that a step calls while it is traced.
+    """A torch-function mode that intercepts the functions that a step calls while it is traced.
 
     Args:
         inputs: the inputs of the graph.
@@ -690,7 +723,9 @@ class StepFunctionMode(TorchFunctionMode):
         HERE.trace.replace_value(x, value)
 
     def copy_back(self) -> None:
-        """Copy values that the step has assigned to the `.data` of inputs into their memory."""
+        """At the end of the trace, write values that the step has assigned to `x.data` into
+        inputs.
+        """
         with local_ops(), torch.no_grad():
             for x, memory in self._memory:
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
@@ -800,10 +835,10 @@ def _list_views(node: fx.Node | None) -> list[fx.Node]:
 
 
 def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureError]]) -> None:
-    """Raise the error of a base whose shape was changed in place, if forward reads a view later.
+    """Raise CaptureError if a tensor's shape changed in place and forward later reads a view of it.
 
     Args:
-        changed: (last node before the change, views of the base, the error) for each change.
+        changed: (last node before the change, views of the tensor, the error) for each change.
     """
     for last, views, error in changed:
         readers = {user for view in views for user in view.users}
@@ -913,9 +948,11 @@ _PLAIN = frozenset(
 
 
 class LibraryCalls:
-    """Calls torch functions, without profiling if they run no user code. Modes and hooks of the
-    user could intercept a function's calls. So calls are profiled if a function mode of the user is
-    active, or if there are more dispatch modes or saved-tensor hooks than before.
+    """Calls torch functions for a capture, without profiling where no user code runs.
+
+    Modes and hooks of the user could intercept a function's calls. So calls are profiled if a
+    function mode of the user is active, or if there are more dispatch modes or saved-tensor hooks
+    than before.
     """
 
     def __init__(self) -> None:

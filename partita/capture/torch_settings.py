@@ -16,7 +16,7 @@ from partita.comm.device import KERNELS_WITH_PRECISIONS
 
 
 def read_matmul_precision() -> str:
-    """Returns `torch.get_float32_matmul_precision()`, which raises if backends differ."""
+    """Returns `torch.get_float32_matmul_precision()`, or "by backend" if backends differ."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -110,10 +110,13 @@ _READ, _READ_OF_KERNELS = tuple(SETTINGS.values()), tuple(OF_KERNELS.values())
 
 
 def read_settings() -> tuple[Any, ...]:
-    """Returns the current values of all settings, in the order of `SETTINGS`."""
+    """Returns the values of all torch settings on which a captured program depends.
+
+    They are in the order of `SETTINGS`.
+    """
     return tuple([read() for read in _READ])
 
 
 def read_kernel_settings() -> tuple[Any, ...]:
-    """Returns the current values of the settings in `OF_KERNELS`."""
+    """Returns the values of the torch settings that kernels read (`OF_KERNELS`)."""
     return tuple([read() for read in _READ_OF_KERNELS])

@@ -185,7 +185,9 @@ def _capture(
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
-    """Returns the slots of modules' parameters and buffers, and of optimizers' current state."""
+    """Returns the places of the state: of modules' parameters and buffers, and of optimizer
+    state.
+    """
     found = []
     for i, module in enumerate(modules):
         for prefix, part in module.named_modules():
@@ -279,7 +281,9 @@ class Tracer:
     # -- the run -----------------------------------------------------------------------------------
 
     def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
-        """Returns the graph of the calls by `run()` within `tracing`; `run` returns its outputs."""
+        """Runs `run()` within `tracing`, and returns the graph of its calls. `run` returns the
+        outputs.
+        """
         with self.inputs.mode, lazy_graph_modules():
             try:
                 made = make_fx(
@@ -314,7 +318,8 @@ class Tracer:
     def tracing(
         self, number: Callable[..., Any], copy_attributes: Callable[..., None]
     ) -> Iterator[None]:
-        """Put fakes into the state and record calls of this thread as nodes, inside the block.
+        """Inside the block, the state consists of fake tensors, and this thread's calls become
+        nodes.
 
         Args:
             number: a function that returns the replacement of an optimizer's float, given its name,
@@ -348,7 +353,7 @@ class Tracer:
 
     @contextmanager
     def following_functions(self, reads_values: bool = False) -> Iterator[StepFunctionMode]:
-        """Follow the torch functions that the step calls inside the block.
+        """Inside the block, intercept the torch functions that the step calls.
 
         Args:
             reads_values: the same as for `StepFunctionMode`.
@@ -369,7 +374,7 @@ class Tracer:
     # -- what comes out ----------------------------------------------------------------------------
 
     def collect_state(self) -> None:
-        """Add to the outputs the new values of slots and of optimizers' state after the run.
+        """After the run, add the new values of the state to the graph's outputs.
 
         Raises:
             CaptureError: a slot no longer holds a tensor.
@@ -397,7 +402,11 @@ class Tracer:
         return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
 
     def finish_outputs(self) -> None:
-        """Add gradients of inputs for results with a history, and the values that ranks compare."""
+        """Add the outputs that come after the step's own.
+
+        They are the gradients of inputs for results that require grad, and the values that ranks
+        compare.
+        """
         if self.outputs.differentiable:
             for hook in self._hooks:  # the real tensors' hooks get the gradients of backward
                 hook.remove()
@@ -408,14 +417,16 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raise CaptureError if the graph would not do what the run did."""
+        """Raise CaptureError if the graph would not do what the run did, and remove what it does
+        not use.
+        """
         _check_constants(made.graph)
         _check_operators(made.graph)
         self.inputs.drop_unread_marks(made.graph)
         drop_unused(made.graph)
 
     def fold(self, made: fx.GraphModule, flat: str = "") -> StepBlocks:
-        """Replace equal blocks by calls of one subgraph.
+        """Replace equal blocks of the graph by calls of one subgraph.
 
         Args:
             flat: a reason to leave all blocks flat; "" for none.
@@ -440,19 +451,21 @@ class Tracer:
         return blocks
 
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
-        """Inline blocks because functionalization cannot handle the graph with calls of them."""
+        """Inline all calls of blocks again, because functionalization cannot handle the graph with
+        them.
+        """
         inline_subgraphs(made.graph)
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
 
     def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:
-        """Returns the inputs that the graph reads, including the gradients of results."""
+        """Returns the inputs that the graph reads. The gradients of results become inputs first."""
         make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)
         return [i for node, i in zip(nodes, self.inputs.all, strict=True) if node.users]
 
     def functionalize(self, made: fx.GraphModule) -> fx.GraphModule:
-        """Returns the graph without writes except `copy_` into inputs at its end.
+        """Returns the graph without in-place writes, except `copy_` into inputs at its end.
 
         Raises:
             UnsureOfWrites: blocks that are calls in it must be inlined.
@@ -464,7 +477,8 @@ class Tracer:
         return places_of_equal(self.inputs.all, self.equal_counts)
 
     def make_program(self, made: fx.GraphModule) -> tuple[Program, list[Any]]:
-        """Returns the program of a traced graph, and the values that ranks compare before it runs.
+        """Makes the program of a traced graph. Also returns values that ranks compare before it
+        runs.
 
         Raises:
             UnsureOfWrites: blocks that are calls in it must be inlined.
@@ -480,7 +494,7 @@ class Tracer:
         return program, admitted
 
     def forget(self) -> None:
-        """Remove what the run has stored in caches and wires."""
+        """After a capture, remove plans and other data of the wires that existed only during it."""
         forget_plans_on(set(self.wires.values()))
         for wire in self.wires.values():
             wire.forget()

@@ -34,7 +34,10 @@ _LIBRARY_MODULES = (
 
 @functools.cache
 def is_recorded(filename: str) -> bool:
-    """True if capture records the code of a file: it is not of torch, partita or Python."""
+    """True if a capture follows the code of a file: the user's, or a library's that is like it.
+
+    Code of torch, partita and Python is not followed.
+    """
     if filename.startswith("<frozen"):
         return False
     path = os.path.abspath(filename)
@@ -49,13 +52,15 @@ def is_recorded(filename: str) -> bool:
 
 
 def is_of_partita(error: BaseException) -> bool:
-    """True if code of partita raised an error, not the step or a library that it calls."""
+    """True if partita's code raised an error, and not the step or a library that it calls."""
     path = os.path.abspath(traceback.extract_tb(error.__traceback__)[-1].filename)
     return path.startswith(_PARTITA) and not is_recorded(path)
 
 
 def is_user_module(module: Any) -> bool:
-    """True if a module is the user's, or belongs to a library whose code is recorded."""
+    """True if a module's code is followed by a capture: it is the user's, or a recorded
+    library's.
+    """
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names
@@ -63,7 +68,7 @@ def is_user_module(module: Any) -> bool:
 
 
 def codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Yields a code object and the code objects of the functions that it defines."""
+    """Yields a code object and, recursively, the code objects of functions that it defines."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):

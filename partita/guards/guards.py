@@ -156,11 +156,7 @@ class Guards:
         numbers = () if compared is None else self._inputs.numbers
         self._numbers = [(i, not i.path and i.place in (compared or ())) for i in numbers]
         self._taken_apart = frozenset(classes_of_call(flatten_call(call)[1]))
-        objects = objects_of_call(call, self._taken_apart)
-        # Code that compares nothing may still write a container that is given twice.
-        written = [id(v) for v in objects if not (type(v) is tuple or pytree.tree_is_leaf(v))]
-        is_repeated = len({*written}) < len(written)
-        self._compares_call = call is not None and (compared is not None or is_repeated)
+        self._has_call = call is not None
         self._shared_beside = shared = self._find_shared_beside(call)
         # Numbers that code may compare with another name of the same object.
         also = {-2 - at for at in shared}
@@ -239,8 +235,12 @@ class Guards:
                 yield given.number(()), read
             except (LookupError, AttributeError, ValueError):  # its place is gone
                 yield MISSING, False
-        for value in objects_of_call(call, self._taken_apart) if self._compares_call else ():
-            yield value, True
+        for value in objects_of_call(call, self._taken_apart) if self._has_call else ():
+            # Code that compares nothing may still write a container that is given twice.
+            if self._compared is not None or not (
+                type(value) is tuple or pytree.tree_is_leaf(value)
+            ):
+                yield value, True
 
     def _find_shared_beside(self, call: Any) -> list[int]:
         """Returns for each object of `_list_beside` what else is the same Python object.
@@ -251,7 +251,9 @@ class Guards:
         first: dict[int, int] = {}
         found = []
         for i, (value, read) in enumerate(self._list_beside(call)):
-            shared = -1 if value is MISSING else self._first_met.get(id(value), -1)
+            shared = -1
+            if self._compared is not None and value is not MISSING:
+                shared = self._first_met.get(id(value), -1)
             if shared < 0 and read:
                 other = first.setdefault(id(value), i)
                 shared = -1 if other == i else -2 - other
@@ -293,8 +295,6 @@ class Guards:
             differs = find_difference(was, self._look_at(at, walk).key)
             if differs is not None:
                 found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
-        if not found and self._compared is not None:
-            found.append("two places hold one object, and held two, or the other way round")
         return found[:most]
 
     def _list_other_names(self) -> list[str]:
@@ -765,6 +765,7 @@ def _key_of_mode(mode: Any) -> Any:
 Description = dict[str, dict[str, str]]
 """A call's description: for each part, a text for each property, as {"x": {"shape": "(8, 4)"}}."""
 _FIRST_CALL = "the first call"
+_OTHER_OBJECTS = "two places or arguments are one object, and were two, or the other way round"
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000
 _IN_A_ROW = 3  # captures in a row because of one value, after which it counts as a counter
@@ -841,7 +842,7 @@ def _explain_difference(
         # If leaves are new or gone, leaves with one index are not comparable.
         found = guards.differences(leaves if now.keys() == was.keys() else None, _SHOWN)
         differences += [text for text in found if text.split(":")[0] not in names]
-    text = "; ".join(differences[:_SHOWN]) or "something changed"
+    text = "; ".join(differences[:_SHOWN]) or _OTHER_OBJECTS
     return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"
 
 

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
+from torch.autograd.graph import get_gradient_edge
 
 from partita.comm import check_equal_on_ranks, is_agreed, remember_agreed, user_line
 from partita.comm.device import empty
@@ -698,7 +699,7 @@ class BackwardPass:
             block's backward continues.
         nested: parameters with hooks to whose gradient a nested pass has added.
         held: the gradients of blocks with more calls to come, by token, block and flat buffer.
-        frozen: parameters that hooks froze, which require grad until the pass ends, to get theirs.
+        frozen: the handles of the hooks that `_add_to_frozen` has registered.
         with_history: gradients that are a part of the graph of `create_graph=True`.
         unwatched: the last forward whose backward has begun, if no gradient shows when it ends (the
             block is frozen, and the tensors that get gradients were not its arguments). Its block
@@ -713,17 +714,13 @@ class BackwardPass:
         default_factory=dict
     )
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
-    frozen: list[DTensor] = field(default_factory=list)
+    frozen: list[Any] = field(default_factory=list)
     unwatched: Any = None
 
-    def freeze_again(self) -> None:
-        """Set requires_grad=False again for the parameters that hooks froze during the pass.
-
-        Called when the pass ends, also after an error.
-        """
-        with local_ops():
-            for p in self.frozen:
-                p.requires_grad_(False)
+    def end(self) -> None:
+        """Remove the hooks of this pass. Called when it ends, also by an error."""
+        for handle in self.frozen:
+            handle.remove()
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
         """Record that the gradients of one call of `group` have arrived.
@@ -1012,7 +1009,7 @@ class ZeroState(ShardedState):
     def _end_backward(self, number: int) -> None:
         # An enclosing backward pass releases the groups that it uses itself.
         ended = self._passes.pop(number, BackwardPass())
-        ended.freeze_again()
+        ended.end()
         # Not sets, whose order differs between ranks: all must gather the same first one.
         around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
         with local_ops(), torch.no_grad():
@@ -1250,7 +1247,7 @@ class ZeroState(ShardedState):
         error.
         """
         while self._passes:
-            self._passes.popitem()[1].freeze_again()
+            self._passes.popitem()[1].end()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.finish()
@@ -1277,6 +1274,28 @@ def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for i, alias in enumerate(aliases):
         alias.grad_fn._set_sequence_nr(2**64 - 1 - len(aliases) + i)
     return aliases
+
+
+def _add_to_frozen(p: DTensor) -> list[Any]:
+    """Let autograd add the gradient that is coming to `p`, which a hook froze.
+
+    Other hooks, and the program, get `p` as they left it. Returns the handles to remove.
+    """
+    p.requires_grad_(True)
+    node = get_gradient_edge(p).node
+    p.requires_grad_(False)
+    before: list[bool] = []
+
+    def unfreeze(_: Any) -> None:
+        before.append(_requires_grad(p))
+        with local_ops():
+            p.requires_grad_(True)
+
+    def freeze_again(*_: Any) -> None:
+        with local_ops():
+            p.requires_grad_(before.pop())
+
+    return [node.register_prehook(unfreeze), node.register_hook(freeze_again)]
 
 
 class _ShardsToToken(torch.autograd.Function):
@@ -1307,6 +1326,5 @@ class _ShardsToToken(torch.autograd.Function):
                     found[p] = found[p] + g if p in found else g
                 # In one process each gradient is added as soon as it is computed.
                 if p in found and not _requires_grad(p):
-                    p.requires_grad_(True)
-                    at_work.frozen.append(p)
+                    at_work.frozen += _add_to_frozen(p)
         return None, None, None, None, *[found.pop(p, None) for p in ctx.shards]

@@ -641,7 +641,11 @@ def in_formula_of_backward() -> bool:
     hook.
     """
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
-    return in_backward() and below_autograd(torch._C.DispatchKey.AutogradFunctionality)
+    return (
+        in_backward()
+        and not torch.is_inference_mode_enabled()  # which excludes this key, too
+        and below_autograd(torch._C.DispatchKey.AutogradFunctionality)
+    )
 
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node

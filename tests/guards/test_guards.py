@@ -646,3 +646,18 @@ def test_a_mode_that_keeps_what_it_hears_in_a_list_is_named():
     step = pt.compile(torch.nn.Linear(4, 4), backend="graph")
     with KeepingCalls(), pytest.raises(pt.CaptureError, match=r"the step changes \S+\.calls"):
         step(torch.ones(2, 4))
+
+
+def test_a_reason_speaks_of_one_object_only_if_that_changed():
+    one, pair = object(), {"n": 1}
+    held = [one, one]
+
+    def step(x, a, b):
+        return x * (2 if held[0] is held[1] else 3) * a["n"] * b["n"]
+
+    fast = pt.compile(step, backend="graph")
+    fast(torch.ones(4), {"n": 1}, {"n": 1})
+    fast(torch.ones(3), {"n": 1}, {"n": 1})
+    assert fast.reasons[1] == "argument[0]: shape (4,) became (3,)"
+    fast(torch.ones(3), pair, pair)
+    assert "are one object, and were two" in fast.reasons[2]

@@ -63,6 +63,70 @@ def test_gradients_are_those_of_one_process(at, other, where, stage):
                 assert step == pytest.approx(wanted, rel=1e-9)
 
 
+def freeze(p):
+    p.requires_grad_(False)
+
+
+def train_with_a_second_hook(mesh, asks):
+    """The backward of the middle block freezes the last block; a hook of the first unfreezes it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in range(3)]), torch.randn(5, 3).to(D)
+    if mesh is not None:
+        pt.zero(model, mesh, stage=3)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    last, seen = list(model[2].parameters()), []
+
+    def unfreeze(_):
+        seen.append([p.requires_grad for p in last])
+        for p in last:
+            if not (asks and p.requires_grad):
+                p.requires_grad_(True)
+
+    model[1].register_full_backward_hook(lambda *_: freeze(last[0]))
+    for p in model[0].parameters():
+        p.register_post_accumulate_grad_hook(unfreeze)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen += [float(loss.detach()), *(p.requires_grad for p in last)]
+    return seen
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_hook_finds_what_an_earlier_one_froze_and_may_unfreeze_it(asks):
+    right = train_with_a_second_hook(None, asks)
+    assert [False, True] in right
+    with pt.ranks(dp=2) as world:
+        for found in world.run(train_with_a_second_hook, asks):
+            assert [f for f in found if type(f) is not float] == [
+                r for r in right if type(r) is not float
+            ]
+            floats = [f for f in found if type(f) is float]
+            assert floats == pytest.approx([r for r in right if type(r) is float], rel=1e-9)
+
+
+def test_gradients_of_autograd_grad_are_added_to_no_parameter_that_a_hook_froze():
+    def body(mesh):
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+        pt.zero(model, mesh, stage=3)
+        p = model[2].weight
+        handle = model[1].register_full_backward_hook(lambda *_: freeze(p))
+        x = pt.distribute_tensor(torch.ones(4, 3), mesh, [pt.Shard(0)])
+        loss = model(x).sum()
+        (found,) = torch.autograd.grad(loss, [p], retain_graph=True)
+        assert p.grad is None
+        handle.remove()
+        p.requires_grad_(True)
+        loss.backward()
+        return p.grad.full_tensor().equal(found.full_tensor()), p.requires_grad
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [(True, False)] * 2
+
+
 @pytest.mark.parametrize("read", [lambda model: list(model.parameters()), None])
 def test_a_block_is_neither_frozen_nor_unfrozen_in_its_own_forward(read):
     def body(mesh):

@@ -130,6 +130,19 @@ def a_list_that_is_given_twice_with_floats():
     )
 
 
+@change
+def a_list_that_is_written_and_later_given_twice():
+    one = [2.0]
+
+    def step(x, a, b):
+        held = a.pop()
+        scale = len(b)
+        a.append(held)
+        return x * scale
+
+    return Change(step, lambda: None, arguments=lambda i: (one, [2.0] if i < 2 else one))
+
+
 # -- classes with other bases ----------------------------------------------------------------------
 
 

@@ -501,7 +501,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """Write notes on nodes that are copies of an earlier trace.
 
         Args:
-            made: the last of them, whose value is `out`.
+            made: the node whose value is `out`.
         """
         self.note_made(*nodes)
         self._made.append((made, out))

@@ -49,7 +49,7 @@ NUMBER = torch.zeros((), dtype=torch.float64)
 
 @dataclass
 class PlainNumbers:
-    """The floats that are not traced: the program is valid for their current values only.
+    """The Python floats of a step that are constants of the program, because they cannot be traced.
 
     Attributes:
         why: the reason if no float is traced; "" otherwise.
@@ -62,7 +62,7 @@ class PlainNumbers:
 
 
 class CapturedNumbers:
-    """The floats of one capture run.
+    """The Python floats that one run of a capture reads, as inputs or constants of the program.
 
     Args:
         env: the shape environment of the fake tensors.
@@ -79,7 +79,12 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns a symbolic float for `value`, the input `given`; `value` if it is not traced."""
+        """Returns a symbolic float that replaces a float of the step, or `value` if it is a
+        constant.
+
+        Args:
+            given: the input of the graph that the float becomes.
+        """
         self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.named):
             return value
@@ -97,7 +102,10 @@ class CapturedNumbers:
         return found
 
     def asked_zeros(self) -> bool:
-        """True if the step has read or compared a traced zero: the next run does not trace it."""
+        """True if the step has read or compared a traced float that is zero.
+
+        The next run then treats it as a constant.
+        """
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
             given.name: lines[id(given)]
@@ -108,7 +116,10 @@ class CapturedNumbers:
         return bool(found)
 
     def keep_plain(self, numbers: Sequence[Input]) -> bool:
-        """Keep these floats plain from the next run on. Returns True if this run traces one."""
+        """Treat these floats as constants from the next run on.
+
+        Returns True if this run traces one, so that another run is needed.
+        """
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
         return bool(traced)
@@ -123,7 +134,7 @@ class CapturedNumbers:
         return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
 
     def conditions(self) -> list[Condition]:
-        """Returns the conditions of branches on floats, and of floats that are not traced."""
+        """Returns the conditions on floats under which the program may run."""
         found = []
         values = {id(given): value for given, value in self.met}
         traced = set(map(id, self.traced.values()))
@@ -234,14 +245,17 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Returns the symbolic number for a node of the shape environment."""
+    """Returns a symbolic number (`torch.SymInt` and similar) for a node of torch's shape
+    environment.
+    """
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """Assumed answers to the first questions of a capture; later ones are predicted.
+    """Assumed results of the step's first branches on tensor values; results of others are
+    predicted.
 
     Attributes:
         values: the answers.
@@ -256,8 +270,10 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """Returns the next guesses after the step has raised with `answers`; None if all were
-        tried. The error may come from a branch that the call does not take.
+        """Returns guesses with one answer changed, after the step has raised; None if all were
+        tried.
+
+        The error may come from a branch that the call does not take.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned and isinstance(answers[i], bool):
@@ -269,7 +285,9 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """The result of a run whose answers differ from its program's. The run has changed nothing.
+    """The result of a run in which a branch on a tensor's value went another way than at capture.
+
+    The run has changed nothing.
 
     Attributes:
         answers: the answers that the graph computed.
@@ -286,23 +304,25 @@ class OtherAnswers:
 
     @property
     def reason(self) -> str:
-        """The reason for another program, as text."""
+        """A text that says why another program is needed: which value differs, and at which
+        line.
+        """
         last = self.answers[self.certain - 1]
         return f"the value at {self.line} gave {last} in place of {self.before}"
 
     @property
     def guesses(self) -> Guesses:
-        """The guesses for another capture."""
+        """The computed answers as guesses for another capture."""
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
-        """True if a program made for `answers` may run in the call."""
+        """True if a program that assumes `answers` may run in this call."""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers for which a program is made.
+    """The results of branches on tensor values that a program assumes.
 
     Attributes:
         values: the answers, in the order of the questions.
@@ -314,18 +334,22 @@ class Answers:
 
     @property
     def numeric(self) -> tuple[int, ...]:
-        """The indices of the questions whose answer is a number, not a bool."""
+        """The indices of the answers that are numbers and not bools."""
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns `compare` for numbers computed before a run; other answers count as equal."""
+        """Compares only the answers that are numbers, before a run. Returns what `compare` returns.
+
+        Args:
+            found: the computed numbers.
+        """
         values = [*map(_encode_answer, self.values)]
         for i, value in zip(self.numeric, found, strict=True):
             values[i] = value
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns None if the graph has computed these answers; otherwise the computed answers.
+        """Returns None if the computed answers equal these; otherwise the computed ones.
 
         Args:
             found: the answers as encoded integers.
@@ -339,7 +363,9 @@ class Answers:
 
 
 class ValuesWanted(BaseException):
-    """A capture needs values that nothing predicts. A BaseException, so that steps do not catch it.
+    """Raised during capture if a branch depends on a value that must be computed first.
+
+    A BaseException, so that steps do not catch it.
 
     Attributes:
         compute: a function from the leaves of the call to the values that the step has read so far.
@@ -350,7 +376,9 @@ class ValuesWanted(BaseException):
 
 
 class StepRaises(Exception):
-    """The step raises an error of its own: the call runs eagerly, to write and raise as in eager.
+    """Raised if the step itself raises an error during capture.
+
+    The call then runs eagerly, so that it writes and raises as in eager code.
 
     Attributes:
         error: what the step raised while it was captured.
@@ -366,7 +394,7 @@ class StepRaises(Exception):
 
 
 class AskedQuestions:
-    """The questions of one capture run, with the answers that capture continues with.
+    """The branches on tensor values in one run of a capture, with the answers that are assumed.
 
     Args:
         guesses: answers of an earlier run.
@@ -387,7 +415,7 @@ class AskedQuestions:
         self.last_line = ""
 
     def answer(self, question: Any, predict: Callable[[Any], Answer | None]) -> Answer | None:
-        """Returns the answer with which capture continues.
+        """Returns the assumed answer to a branch on a tensor's value, with which capture continues.
 
         Args:
             question: the node of a symbolic number.
@@ -428,18 +456,19 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Returns other guesses, with which the step may succeed; None if all were tried."""
+        """Returns other guesses to try after the step has raised; None if all were tried."""
         return self._guesses.try_other_way(self._answers)
 
     @property
     def answers(self) -> Answers:
-        """The answers with which capture continued."""
+        """The answers that this run has assumed, in order."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:
-    """Returns the most likely answer to a question by the op that computes it; None if unsure. Most
-    such checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
+    """Guesses the result of a check from the op that computes it; returns None if unsure.
+
+    Most such checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
     """
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
     operands = [a for a in node.args if isinstance(a, fx.Node)]
@@ -476,9 +505,10 @@ def _finds_bad(node: fx.Node) -> bool:
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
-    """Make a graph write only if the answers that it computes (its last outputs) equal `answers`.
-    Otherwise each `copy_` writes the input's old value, so that no write waits for Python. The
-    answers become one output: a tensor of integers.
+    """Make a graph write inputs only if the answers that it computes equal the assumed `answers`.
+
+    The computed answers are its last outputs. Otherwise each `copy_` writes the input's old value,
+    so that no write waits for Python. The answers become one output: a tensor of integers.
 
     Raises:
         CaptureError: a custom operator in the graph writes, whatever the answers are.

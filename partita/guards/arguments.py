@@ -39,7 +39,7 @@ _DEPTH = 32  # the most nested objects; each level takes frames of Python's stac
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves of arguments or results, and the structure for `unflatten_call`.
+    """Returns the leaves (tensors and values) in arguments or results, and their structure.
 
     Args:
         stays: a predicate: True for an object that is kept as a leaf.
@@ -57,9 +57,10 @@ def flatten_call(
 
 
 def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    """Returns `leaves` in the structure from `flatten_call`.
+    """Rebuilds arguments or results from leaves and a structure: the inverse of `flatten_call`.
 
-    An object that occurs several times is created once."""
+    An object that occurs several times is created once.
+    """
     try:
         return pytree.tree_unflatten(leaves, structure)
     finally:
@@ -67,9 +68,10 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
 
 
 def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
-    """Returns the containers and objects of (args, kwargs), each as often as it occurs.
+    """Returns all containers and objects in the arguments of a call, each as often as it occurs.
 
     Args:
+        call: the (args, kwargs).
         kinds: the classes of objects that are taken apart.
     """
     found: list[Any] = []
@@ -94,9 +96,11 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 
 
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
-    """Returns `made`, made of `call` by `unflatten_call`, with one object for a repeated container.
+    """Returns rebuilt arguments in which a container that occurs several times is one object again.
 
     Args:
+        call: the original arguments.
+        made: the arguments that `unflatten_call` made of them.
         known: maps the id of a container of the call to the one that was made of it.
     """
     if pytree.tree_is_leaf(call):
@@ -118,18 +122,21 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
 
 
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
-    """Returns the classes of objects that `flatten_call` has taken apart."""
+    """Returns the classes of the objects in arguments that `flatten_call` has flattened."""
     within = [kind for child in structure.children() for kind in classes_of_call(child)]
     return [structure.context[0], *within] if structure.type is _Parts else within
 
 
 def is_taken_apart(value: Any) -> bool:
-    """True if `flatten_call` takes this object apart."""
+    """True if `flatten_call` flattens this object into its tensors and values."""
     return _ObjectFlattener().open(value) is not value
 
 
 def refuse_closed(name: str, leaf: Any) -> None:
-    """Raise CaptureError if a leaf holds tensors, which would not become inputs of the graph."""
+    """Raise CaptureError if an argument is an object that holds tensors but cannot be flattened.
+
+    Its tensors would not become inputs of the graph.
+    """
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return
     inside = list(leaf) if isinstance(leaf, Set) else [_attributes_of_object(leaf)]
@@ -182,7 +189,10 @@ class _ObjectFlattener:
         self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and its parts
 
     def open(self, value: Any, depth: int = 0) -> Any:
-        """Returns the `_Parts` of an object with tensors and plain data; other values unchanged."""
+        """Returns the flattened parts of an object that holds tensors and plain data.
+
+        Other values are returned unchanged.
+        """
         if isinstance(value, (*_DATA, *_LIVE)):
             return value
         if id(value) not in self._known:

@@ -49,7 +49,9 @@ def global_names(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Returns the chains of attributes that code reads: ("torch", "relu") for `torch.relu`."""
+    """Returns the chains of attributes that code reads, such as ("torch", "relu") for
+    `torch.relu`.
+    """
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for i in _instructions_of(code):
@@ -74,7 +76,12 @@ def strings_of(code: CodeType) -> set[str]:
 
 
 def line_of_write(codes: list[CodeType], key: object) -> str | None:
-    """Returns the "file:line" where one of `codes` writes the name `key`; None if unsure."""
+    """Returns the "file:line" where code writes a variable, attribute or item; None if unsure.
+
+    Args:
+        codes: the code objects to search.
+        key: the name.
+    """
     writes_by_name, mutations = [], []
     for code in codes:
         line = code.co_firstlineno

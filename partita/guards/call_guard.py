@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CallGuard:
-    """One call, with which later ones are compared.
+    """A record of the last call, with which the next call is compared quickly, by object identity.
 
     Args:
         slots: `state.slots`, and the slots of optimizer state that exists now.
@@ -106,7 +106,9 @@ class CallGuard:
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the leaves of another call if it is like this one; None if it differs."""
+        """Compares another call with this one. Returns its leaves if it is alike; None if it
+        differs.
+        """
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
                 return None
@@ -142,7 +144,7 @@ class CallGuard:
         return holds
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Returns the values of the program's inputs in a call with these leaves."""
+        """Returns this rank's values of the program's inputs, given the leaves of a call."""
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)
             if value is not self._values[i]:

@@ -183,7 +183,7 @@ def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
 
 
 class Calls:
-    """Watches what a step calls while it is captured, for a record.
+    """Watches the functions that a step calls during capture, by this thread's profile function.
 
     Args:
         record: stores the settings that are read, and raises CaptureErrors.
@@ -205,7 +205,7 @@ class Calls:
 
     @contextmanager
     def listening(self, enabled: bool) -> Iterator[None]:
-        """Handle calls of this thread inside the block, if `enabled`."""
+        """Watch the calls of this thread inside the block. Does nothing unless `enabled`."""
         if not enabled:
             yield
             return
@@ -368,7 +368,10 @@ def is_random_generator(value: Any) -> bool:
 
 
 def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
-    """Raise CaptureError if `value` is or uses a random generator: its calls may not be seen."""
+    """Raise CaptureError if `value` is a random generator, or an object that uses one.
+
+    Its calls may not be seen, so no guard can cover them.
+    """
     if has_type(value, torch._C.Generator):
         record.refuse(
             f"the step reads {name}, a torch.Generator",
@@ -450,7 +453,11 @@ def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
 
 
 def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
-    """Record the environment variables among `names`: the names in capital letters."""
+    """Record that the step reads environment variables.
+
+    Args:
+        names: texts in the step's code. Those in capital letters count as names of variables.
+    """
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.ignore(os.environ)
     for text in sorted(names):
@@ -476,7 +483,11 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
-    """Record the settings that functions of a reached module use implicitly."""
+    """Record the settings that the functions of a module read without an argument (as a locale).
+
+    Args:
+        module: the module's name.
+    """
     for name, function in _AMBIENT.get(module or "", ()):
         record.read_place(place_of_answer(name, function), shallow=True)
 
@@ -570,7 +581,7 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def reads_for_user(frame: FrameType | None) -> bool:
-    """True if Python's library, or the `__dir__` of a module of torch, runs for the user."""
+    """True if code of Python's library runs because the user's code has called it."""
     while frame is not None and not is_recorded(frame.f_code.co_filename):
         if frame.f_code is not _DIR and not _is_stdlib_file(frame.f_code.co_filename):
             return False

@@ -120,7 +120,8 @@ def capture_step(
     blocks: BlockChoice,
     counts_apart: bool,
 ) -> CapturedProgram:
-    """Returns the program of `step(*args, **kwargs)`.
+    """Captures a step: runs it over fake tensors, several times if necessary, and returns a
+    program.
 
     Args:
         state: the modules, optimizers and tensors that the step reaches.
@@ -210,7 +211,7 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """Returns `run.program()`, and stops the recording of the run."""
+    """Returns the program of one run (`run.program()`), and releases what the run has recorded."""
     try:
         return run.program()
     finally:
@@ -257,7 +258,7 @@ _UPDATED_KINDS = ("parameter", "buffer", "optimizer", "gradient", "mark")
 
 
 class CaptureRun:
-    """One run of a step over fake tensors.
+    """One run of a step over fake tensors, which traces its graph and records what it reads.
 
     Args:
         unmarked: the indices, among the leaves of the call, of tensors that get no mark.
@@ -321,7 +322,11 @@ class CaptureRun:
         self.other_tensors: list[tuple[torch.Tensor, str]] = []
 
     def program(self) -> CapturedProgram | None:
-        """Run the step and return its program; None if it has read marks (`read_marks`)."""
+        """Run the step, and return its program.
+
+        None if the step has read gradients that do not exist (`read_marks`): another run is then
+        needed.
+        """
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
         try:
@@ -594,7 +599,8 @@ class CaptureRun:
             write.undo()
 
     def guards(self, refused: bool = False) -> Guards:
-        """Returns the guards of what the step has read, with the current values.
+        """Returns guards that compare all Python values that the step has read with their current
+        values.
 
         Args:
             refused: True if capture failed. All tensors then count as equal.
@@ -614,7 +620,9 @@ class CaptureRun:
             return self.record.make_guards(inputs, places, call)
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if one of `other_tensors` is an input, or a result is unknown."""
+        """Raise CaptureError if the step may have compared tensors by identity that fakes could not
+        replace.
+        """
         if self._returns_unknown_tensor:
             raise not_an_input("")
         leaves = {id(t) for t in self.inputs.leaves if isinstance(t, torch.Tensor)}
@@ -659,7 +667,7 @@ class CaptureRun:
                     yield t, name
 
     def undo(self) -> None:
-        """Undo what the step has written to Python objects."""
+        """Restore the Python objects that the step has written during the run."""
         for write in reversed(self.writes):
             write.undo()
 
@@ -702,7 +710,9 @@ class CaptureRun:
         return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
-        """Returns the error to raise for a write that a program would not repeat."""
+        """Returns the error for a write to a Python object that the program could not repeat in
+        each call.
+        """
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 

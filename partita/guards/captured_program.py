@@ -43,7 +43,7 @@ from .arguments import unflatten_call
 
 @dataclass(eq=False)
 class CapturedProgram(Program):
-    """A captured step.
+    """A captured step: a program, with the checks that decide whether a call may run it.
 
     Attributes:
         replicated_inputs: the check that plain values used with DTensors are equal on all ranks.
@@ -77,7 +77,7 @@ class CapturedProgram(Program):
 
     @cached_property
     def changes(self) -> list[Any]:
-        """The change that each pass made to the graph. Takes seconds: it runs the passes again."""
+        """What each pass changed in the graph. Takes seconds: it runs the passes again."""
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
@@ -87,13 +87,21 @@ class CapturedProgram(Program):
         return function_of(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Undo the capture's changes of Python objects, unless a run has made them since."""
+        """Restore the Python objects that the capture has changed, unless a run has changed them
+        since.
+        """
         for write in reversed(self.writes) if self.holds_writes else ():
             write.undo()
         self.holds_writes = False
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if they differ in a number or in a plain value used with DTensors."""
+        """Raise on all ranks if the ranks pass different values where these must be equal.
+
+        Compared are Python numbers, and plain tensors that are used with DTensors.
+
+        Args:
+            tensors: the leaves of the call.
+        """
         numbers = [i for i in self.inputs if i.kind == "number"]
         for wire in self.wires if numbers else ():
             check_equal_on_ranks(
@@ -110,7 +118,7 @@ class CapturedProgram(Program):
             )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Adapt to the storages of the state, which may have changed since the last call.
+        """Prepare for the current storages of the state, which may be others than in the last call.
 
         Uneven shards get memory for their padding, and `overlap_check` stores the storages.
         """
@@ -121,7 +129,8 @@ class CapturedProgram(Program):
         self.overlap_check.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Run the program in a call with these leaves, and store its outputs where the step does.
+        """Run the program in a call with these leaves, and store its outputs where the step stores
+        them.
 
         Args:
             inputs: the same as for `run_graph`.
@@ -189,7 +198,7 @@ class CapturedProgram(Program):
 
 @dataclass(eq=False)
 class SideGraph:
-    """A part of a captured graph that runs separately. It has no writes.
+    """A part of a captured graph that computes some values and runs by itself. It writes nothing.
 
     Attributes:
         graph: the graph that computes some values.
@@ -202,7 +211,7 @@ class SideGraph:
     def compute(
         self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        """Returns the values for the leaves `tensors`; random generators do not change.
+        """Returns the values that the graph computes in a call. Random generators do not change.
 
         Args:
             run: runs the graph.
@@ -220,7 +229,7 @@ class SideGraph:
 
 @dataclass(eq=False)
 class ReplicatedInputCheck:
-    """The plain values that are used with DTensors, and must be equal on all ranks.
+    """The check that plain values which a step uses with DTensors are equal on all ranks.
 
     In eager, ranks compare such a value when a line first uses it. During capture there are no
     values, so the calls that compute it are copied into a separate graph.
@@ -276,7 +285,10 @@ def extract_compared(
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
 ) -> ReplicatedInputCheck | None:
-    """Returns a check of `values` with a copy of the nodes that compute them; None without values.
+    """Returns a check that `values` are equal on all ranks, with a copy of the nodes that compute
+    them.
+
+    Returns None if there are no values.
 
     Args:
         given: the graph's inputs, by node.
@@ -297,9 +309,10 @@ def extract_compared(
 def extract_values(
     made: fx.GraphModule, given: Mapping[fx.Node, Input], values: Sequence[fx.Node]
 ) -> SideGraph:
-    """Returns a copy of the part of a graph without writes that computes `values`.
+    """Returns a copy of the part of a graph that computes `values`.
 
     Args:
+        made: a module whose graph has no in-place writes.
         given: the graph's inputs, by node.
     """
     needed = set(values)
@@ -311,7 +324,11 @@ def extract_values(
 
 
 def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
-    """Returns a copy of the part of a program's graph that computes these answers."""
+    """Returns a copy of the part of a program's graph that computes some of its answers.
+
+    Args:
+        numbers: the indices of the answers.
+    """
     graph = program.graph.graph
     at = [output.kind for output in program.outputs].index("answers")
     (end,) = graph.find_nodes(op="output")
@@ -330,7 +347,9 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """Returns the ledger records of a program's collectives, in order; one for each bucket."""
+    """Returns what a ledger records for a run of a program: a record for each collective, in
+    order.
+    """
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
         given = program.inputs[i]
@@ -359,7 +378,7 @@ def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
 
 
 def record_moves(program: Program) -> None:
-    """Add the redistributions of a program to the ledgers.
+    """Add the redistributions of a program to the open ledgers, because it is going to run.
 
     Raises:
         LayoutError: a redistribution is implicit, and `strict()` forbids it.
@@ -378,7 +397,7 @@ def record_moves(program: Program) -> None:
 
 
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
-    """Report a program that is going to run to ledgers, `strict()` and `check_ranks()`.
+    """Report to ledgers, `strict()` and `check_ranks()` that a program is going to run.
 
     They get the same records as from the redistributions in eager.
 

@@ -77,7 +77,9 @@ _read_bases = vars(type)["__bases__"].__get__
 
 
 class Guards:
-    """The places whose values must be the same as at capture, or a program may not run again.
+    """The checks that Python values which a step has read are the same as at capture.
+
+    Only then may its program run again.
 
     Each place holds a value, which may reach *parts*: containers and other objects that may change
     in place. Keys (`values.content_key`) are compared with those at capture. They are computed only
@@ -168,7 +170,7 @@ class Guards:
         return len(self._places)
 
     def as_of_now(self) -> Guards:
-        """Returns guards of the same places, which expect the current values."""
+        """Returns guards of the same places that expect the values which these have now."""
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
@@ -177,15 +179,18 @@ class Guards:
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
-        """True if all tensors that were read are among the first `count` leaves of the call."""
+        """True if all tensors that the step has read are among the first `count` leaves of a
+        call.
+        """
         return self._last_leaf < count
 
     def hold(
         self, leaves: Sequence[Any] = (), call: Any = None, are_the_same: bool = False
     ) -> bool:
-        """Returns True if all places hold the expected values, and then stores their current
-        objects. The next call compares identities with these objects. Each tensor that was read
-        must be the same leaf of the call as at capture.
+        """True if all places have the expected values.
+
+        Then their current objects are stored, with which the next call compares by identity. Each
+        tensor that was read must be the same leaf of the call as at capture.
 
         Args:
             leaves, call: the leaves and the (args, kwargs) of the call.
@@ -281,7 +286,9 @@ class Guards:
         return sharing, first
 
     def differences(self, leaves: Sequence[Any] | None, most: int = 3) -> list[str]:
-        """Returns up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
+        """Returns what differs from the expected values, as text: "cfg['k']: 1 became 4".
+
+        At most `most` differences are returned.
 
         Args:
             leaves: the leaves of the call; None counts all tensors as equal.
@@ -331,13 +338,18 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if no place held a tensor with one of these ids that was not a leaf at capture. If
-        such a tensor is now an argument, and so a leaf, the guards must compare the place.
+        """True if none of these tensors was in a place that was read, without being a leaf of the
+        call.
+
+        If such a tensor is now an argument, and so a leaf, the guards must compare the place.
+
+        Args:
+            tensors: the ids of the tensors.
         """
         return all(ids.isdisjoint(tensors) for ids in self._others.values())
 
     def hold_by_identity(self) -> bool:
-        """True if all places hold the objects of the last call."""
+        """True if all places have the same objects as in the last call. This is the fast check."""
         return self._have_same_names() and not self._find_moved()
 
     def _have_same_names(self) -> bool:
@@ -447,7 +459,7 @@ class Guards:
 
 
 class PlaceContent(NamedTuple):
-    """The content of a place.
+    """What a place contains: the key of its value, and the objects that it reaches.
 
     Attributes:
         key: the key of the value.
@@ -469,7 +481,8 @@ def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """The graph inputs among what the step read, and the containers that the program writes.
+    """Which of the values that a step has read are graph inputs, so that guards need not compare
+    them.
 
     Attributes:
         leaves: maps the id of each tensor to its first index among the leaves of the captured call.
@@ -484,7 +497,9 @@ class ReadInputs:
     written: frozenset[int] = frozenset()
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
-        """Returns a map from the identity of each number's current place to its index."""
+        """Returns the index of each number input, by the identity of the place where the number is
+        now.
+        """
         found = {}
         for i, given in enumerate(self.numbers):
             with suppress(LookupError):  # an optimizer may have fewer groups now
@@ -493,7 +508,7 @@ class ReadInputs:
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
-    """Returns a map from each tensor's id to its first index among the leaves of a call."""
+    """Returns the index of the first leaf of a call that is a given tensor, by the tensor's id."""
     last_first = reversed([*enumerate(leaves)])
     return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 
@@ -503,7 +518,7 @@ Parts = dict[int, tuple[Any, Any]]
 
 
 class WatchedItems:
-    """The current items of containers, arrays and similar objects, to detect changes.
+    """The items of containers, arrays and similar objects at one time, to detect changes of them.
 
     Args:
         parts: the objects that each place reaches, by the place's index.
@@ -549,7 +564,7 @@ class WatchedItems:
         self._places += [places for _ in sources]
 
     def unchanged(self) -> bool:
-        """True if all objects have the same items."""
+        """True if all watched objects have the same items as before."""
         return (
             not any(self._empty)
             and [*map(len, self._sources)] == self._lengths
@@ -558,7 +573,7 @@ class WatchedItems:
         )
 
     def find_changed(self) -> Iterator[int]:
-        """Yields the indices of places that reach an object with other items."""
+        """Yields the indices of the places that lead to a container whose items have changed."""
         yield from chain(*compress(self._places_of_empty, self._empty))
         items = iter(self._items)
         for source, length, places in zip(self._sources, self._lengths, self._places, strict=True):
@@ -612,7 +627,8 @@ _TENSOR_PROPERTIES = (_base.data_ptr, _base.size, _base.stride, _dtype, _require
 
 
 class TensorGuard:
-    """The tensors in some slots, and their storages and metadata, to detect changes.
+    """The tensors of a step's state at one time, with storages and metadata, to detect changes of
+    them.
 
     A tensor object may get another storage, shape, dtype or layout. There are four tensors for each
     parameter, so each property is read from all tensors in one C call.
@@ -629,7 +645,9 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """True if the slots hold the same tensors, with the same storages and metadata."""
+        """True if the state has the same tensors, with the same storages and metadata, as
+        before.
+        """
         try:
             if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
                 return False
@@ -656,7 +674,10 @@ _DICT_CONTEXTS: dict[Any, Callable[[Any], Any]] = {
 
 
 def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
-    """Returns a key for each dictionary's key in arguments, which a structure compares by `==`."""
+    """Returns a key for each dictionary key in arguments, to compare calls.
+
+    A structure of `flatten_call` compares dictionary keys only by `==`.
+    """
     found, waiting = [], [structure]
     while waiting:
         part = waiting.pop()
@@ -670,7 +691,9 @@ def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
 def signature_of(
     state: State, tensors: list[Any], names: Sequence[str], call: Any
 ) -> tuple[Any, ...]:
-    """Returns the signature of a call: a tuple of (name, value...) for each part.
+    """Returns the signature of a call. Calls with equal signatures may run the same program.
+
+    It is a tuple of (name, value...) for each part.
 
     Args:
         tensors, names: the leaves of the call, and their names, which describe the path to each.
@@ -709,13 +732,13 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if the shards of `t` are uneven, so that a graph gets them padded."""
+    """True if ranks have pieces of `t` of different sizes, so that graphs get padded pieces."""
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the properties of a tensor that a program depends on, except strides.
+    """Returns the properties of a tensor on which a program depends, except strides, as a key.
 
     These are shape, layout, dtype, device, class, attributes and hooks.
     """
@@ -746,7 +769,7 @@ def _attribute_key(value: Any) -> Any:
 
 
 def active_modes() -> tuple[Any, ...]:
-    """Returns the current torch modes as a hashable value."""
+    """Returns the modes and settings of torch on which a program depends, as a hashable value."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -774,7 +797,7 @@ _IN_A_ROW = 3  # captures in a row because of one value, after which it counts a
 def describe_call(
     state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
 ) -> Description:
-    """Returns the description of a call, for `History`.
+    """Returns a description of a call, from which `History` explains why a new capture is needed.
 
     Args:
         tensors, names: the tensors and values of the call, and their names.
@@ -886,7 +909,7 @@ _READ_AS_NUMBER = re.compile(r"is read as a number| == -?[\d.e+-]+ at ")
 
 
 class History:
-    """The captures of one step, with their reasons. Warns if a step is captured too often.
+    """The captures of one step and the reason of each. It warns if a step is captured too often.
 
     Args:
         what: the step's name, in warnings.
@@ -907,7 +930,12 @@ class History:
         self._warned_of: set[str] = set()
 
     def reason(self, describe: Callable[[], Description], leaves: Sequence[Any]) -> str:
-        """Returns why a call needs a new program; `describe()` returns the call's description."""
+        """Returns why a call needs a new capture, compared with earlier captures.
+
+        Args:
+            describe: a function that returns the description of the call.
+            leaves: the leaves of the call.
+        """
         if not self._described:
             return _FIRST_CALL
         return _explain_difference(describe(), leaves, self._described.values())
@@ -921,7 +949,7 @@ class History:
         numbers: int,
         keep: int,
     ) -> None:
-        """Record that a program was captured.
+        """Record that the step was captured, and why. Warns if this happens too often.
 
         Args:
             reason: the reason of the capture.
@@ -941,7 +969,7 @@ class History:
         del self.reasons[:-_REMEMBERED]
 
     def note_reuse(self) -> None:
-        """Note that a program was reused."""
+        """Record that a call has run a program that was captured before."""
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
@@ -976,7 +1004,7 @@ class History:
         )
 
     def note_drop(self, key: Any) -> None:
-        """Note that a program was dropped."""
+        """Record that a program was dropped, because more than `keep` were captured."""
         self._described.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()

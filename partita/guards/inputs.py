@@ -68,7 +68,7 @@ _SEARCHES = 4  # the most times that runs for one call may add state
 
 @dataclass
 class State:
-    """The state that a step can reach.
+    """Everything that a step can reach besides its arguments: modules, optimizers and tensors.
 
     Attributes:
         modules, optimizers: each module and optimizer, by the first name under which it was found.
@@ -99,7 +99,11 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Returns the exception to raise if `places` (read in a run) hold new state; else None."""
+        """Search places that a run has read for state that was unknown.
+
+        Returns the exception to raise if there is any (the capture then starts again); otherwise
+        None.
+        """
         if self.search is None or self.searches >= _SEARCHES:
             return None
         now = {place.identity: place for place in places}
@@ -114,7 +118,7 @@ class State:
         return NewStateFound(found)
 
     def names_by_id(self) -> dict[int, str]:
-        """Returns a map from the ids of optimizers, modules and submodules to their names."""
+        """Returns the names of optimizers, modules and submodules, by their ids."""
         names = {id(o): name for name, o in self.optimizers.items()}
         for name, module in self.modules.items():
             for prefix, part in module.named_modules():
@@ -122,22 +126,24 @@ class State:
         return names
 
     def identities_found(self) -> set[Any]:
-        """Returns identifiers of the slots, modules and optimizers that were found."""
+        """Returns identifiers of everything that was found: slots, modules and optimizers."""
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def ids_searched(self) -> set[int]:
-        """Returns the ids of the modules, optimizers and containers that were searched."""
+        """Returns the ids of the objects in which the search has looked."""
         held = (v for _, _, v in self.links)
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if these arguments contain the same modules and optimizers as in the search."""
+        """True if the arguments of a call contain the same modules and optimizers as in the
+        search.
+        """
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def has_changed(self) -> bool:
-        """True if a new search would find other slots, or slots in other homes."""
+        """True if the search must be repeated: it would find other state, or find it elsewhere."""
         try:
             collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
             if any(home[key] is not value for home, key, value in self.links):
@@ -147,7 +153,7 @@ class State:
         return any(count_items(held) != count for held, count in self.lists)
 
     def optimizer_slots(self) -> list[Slot]:
-        """Returns the slots of the tensors that optimizers' state contains now."""
+        """Returns the places of the tensors that the optimizers have in their state now."""
         names: dict[int, str] = {}  # modules' slots come first, so their names win
         for slot in self.slots:
             if slot.kind == "parameter":
@@ -162,7 +168,11 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, value) of the settings that a program depends on, beside guards."""
+        """Yields `(name, value)` of settings on which a program depends and that guards do not
+        cover.
+
+        Examples are `training` of modules and the number of parameters of an optimizer.
+        """
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])
         for name, optimizer in self.optimizers.items():
@@ -171,7 +181,7 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded_places(self) -> Iterator[Place]:
-        """Yields places that are guarded even if no read was seen, such as parameter groups."""
+        """Yields places that guards compare even if the step was not seen to read them."""
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
             yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
@@ -182,7 +192,9 @@ class State:
         return any("parametrizations" in part._modules for part in self.parts)
 
     def refuse_cached_values(self) -> None:
-        """Raise CaptureError if the step runs within `parametrize.cached()`."""
+        """Raise CaptureError if the step runs within `parametrize.cached()`, which cannot be
+        captured.
+        """
         if self.has_parametrizations() and parametrize._cache_enabled:
             raise not_captured(
                 "the step runs within parametrize.cached()",
@@ -192,7 +204,9 @@ class State:
 
 
 class NewStateFound(Exception):
-    """A run has read tensors, modules or optimizers that were not found before.
+    """Raised if a run has read tensors, modules or optimizers that the search had not found.
+
+    The capture starts again with them.
 
     Attributes:
         state: the state that includes them.
@@ -209,7 +223,11 @@ def _modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves of a call: the values of all slots, then the leaves of the arguments."""
+    """Returns the leaves of a call: the values in all slots, then tensors and values of the
+    arguments.
+
+    Inputs of a graph refer to leaves by index.
+    """
     found: list[Any] = []
     for slot in slots:
         value = slot.value
@@ -221,7 +239,7 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
 
 
 def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
-    """Returns (name, kind) of each leaf that `tensors_of_call` returns."""
+    """Returns `(name, kind)` for each leaf of a call, in the order of `tensors_of_call`."""
     found = []
     for slot in slots:
         count = len(pytree.tree_leaves(slot.value, is_leaf=is_no_tuple))
@@ -251,7 +269,7 @@ def find_state(
     reached: Sequence[Place] = (),
     before: State | None = None,
 ) -> State:
-    """Returns the state that `step` can reach, in an order that is the same on every rank.
+    """Searches for the state that a step can reach. The order is the same on every rank.
 
     Args:
         given: the objects of `state=`.
@@ -374,7 +392,7 @@ class _Search:
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
-        """Search places that functions have read, if they may hold tensors.
+        """Search places that the step has read in a run, if they may hold tensors.
 
         The value is searched whole in cells, globals, class attributes, context variables, enums
         and `threading.local`; elsewhere only if it is or contains tensors, modules or optimizers.
@@ -411,12 +429,14 @@ class _Search:
                 self.state.reached.append(place)
 
     def name_parameters_of_optimizers(self) -> None:
-        """Put the slots of optimizers' lists last, so that parameters get their modules' names."""
+        """Move the slots of optimizers' lists to the end, so that parameters are named by their
+        modules.
+        """
         slots = self._of_optimizers
         self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
 
     def count_found(self) -> int:
-        """Returns the number of slots, modules and optimizers that were found."""
+        """Returns the number of slots, modules and optimizers that were found so far."""
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 
     def _search_object(self, owner: Any) -> None:
@@ -448,7 +468,12 @@ class _Search:
             self._search_object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
-        """Search a value; `slot` is its place, None if it cannot be replaced there."""
+        """Search a value for tensors, modules and optimizers.
+
+        Args:
+            name: the name of the value, for messages.
+            slot: the place of the value; None if it cannot be replaced there.
+        """
         if slot is not None and not has_type(value, (torch.Tensor, *_SIMPLE)):
             self.state.links.append((slot.home, slot.key, value))
         if has_type(value, nn.Module):

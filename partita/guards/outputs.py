@@ -58,7 +58,9 @@ def _copy_items(container: Any) -> Any:
 
 
 class ModuleAttributes:
-    """The attributes of a step's modules, other than parameters and buffers."""
+    """The attributes of a step's modules besides parameters and buffers, to find what a step
+    stores.
+    """
 
     def __init__(self, state: State):
         self._homes = [
@@ -70,7 +72,7 @@ class ModuleAttributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """After the block, remove the fakes that the step has stored in attributes of modules."""
+        """After the block, remove fake tensors that the step has stored in module attributes."""
         self._before = [dict(home) for _, home in self._homes]
         containers = [
             (value, _copy_items(value))
@@ -97,7 +99,11 @@ class ModuleAttributes:
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """Returns the error to raise if the step stores `value` in a place."""
+        """Returns the error for a step that stores a value where a program could not store it.
+
+        Args:
+            place: where the step stores it.
+        """
         for _, attributes in self._homes:
             if place.home is attributes.get("_buffers"):
                 return not_captured(
@@ -112,7 +118,9 @@ class ModuleAttributes:
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Returns slots of the attributes in which the step stores a tensor; called in `restored`.
+        """Returns the module attributes in which the step has stored a tensor, as slots.
+
+        Call it inside `restored`.
 
         Args:
             known: the identities of the slots that are inputs.
@@ -136,7 +144,7 @@ class ModuleAttributes:
 
 
 class InputAttributes:
-    """Attributes that the user has set on input tensors, copied to their fakes.
+    """Attributes that a user has set on input tensors, and that their fakes have during capture.
 
     Args:
         record: the record of what the step reads of Python: the attributes become guards.
@@ -147,7 +155,11 @@ class InputAttributes:
         self._before: list[tuple[Input, torch.Tensor, dict[str, Any], Any]] = []
 
     def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
-        """Copy an input's attributes to `fake`, which replaces it."""
+        """Copy the user's attributes of an input tensor to the fake that replaces it.
+
+        Args:
+            stand_in: a function that returns the fake of a tensor.
+        """
         held = given.tensor.__dict__
         for name in user_attributes_of(given.tensor):
             self._record.read_place(Place(f"{given.name}.{name}", held, name), held[name])
@@ -179,7 +191,7 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raise CaptureError if a non-tensor part of a result holds a tensor, or text of one.
+    """Raise CaptureError if a part of a result that is no tensor contains a tensor or text of one.
 
     Args:
         known: the same as for `holds_made`.
@@ -203,7 +215,11 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if `value` is a container whose fakes are all at known places (slots)."""
+    """True if `value` is a container and all fake tensors in it are in known places.
+
+    Args:
+        known: the identities of these places (slots).
+    """
     if not has_type(value, (list, dict, tuple, collections.deque)):
         return False
     ahead, seen = [value], {id(value)}
@@ -230,7 +246,7 @@ _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
 def is_filled(value: Any) -> bool:
-    """True if `value` is a fake tensor or symbolic number, or a container that holds one."""
+    """True if `value` is, or contains, a fake tensor or a symbolic number."""
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # true of nearly all attributes of modules
@@ -238,7 +254,7 @@ def is_filled(value: Any) -> bool:
 
 
 def holds_made(value: Any, known: Container[int]) -> bool:
-    """True if an object that the step has made holds a fake tensor, or text of one.
+    """True if an object that the step has made contains a fake tensor, or text of one.
 
     Args:
         known: the ids of objects that existed before the step. They hold fakes during capture.
@@ -264,7 +280,11 @@ def _in_container(value: Any) -> Iterable[Any]:
 def walk_reachable(
     value: Any, held_by: Callable[[Any], Iterable[Any]] = _in_container
 ) -> Iterator[Any]:
-    """Yields `value` and all that it holds, each once; by default the items of containers."""
+    """Yields `value` and everything that it contains, each object once.
+
+    Args:
+        held_by: a function that returns what a value contains; by default the items of containers.
+    """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
     while waiting and len(seen) < _MOST_OBJECTS:
@@ -311,7 +331,12 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:
-    """Returns the error to raise if the step stores a tensor or number in the place `name`."""
+    """Returns the error for a step that stores a tensor or number in a place such as a global list.
+
+    Args:
+        name: the place.
+        value: what the step stores.
+    """
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     if value is not None and not _stands_in(value) and not is_filled(value):
         kind = type(value).__name__
@@ -332,7 +357,8 @@ def make_left_error(name: str, value: Any = None) -> Exception:
 
 
 def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
-    """Returns the error to raise for a write to a Python object that a program would not repeat.
+    """Returns the error for a write to a Python object that the program could not repeat in each
+    call.
 
     Args:
         codes: the code of the functions that ran.

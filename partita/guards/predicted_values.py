@@ -42,7 +42,7 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class ValuesOfCall:
-    """What is known of the values of a call when a capture starts again.
+    """The tensor values of a call that are known when a capture starts again.
 
     Attributes:
         reads: the first numbers that the step reads, in order.
@@ -59,7 +59,8 @@ class ValuesOfCall:
 def gather_small_integers(
     inputs: Iterable[Input], tensors: Sequence[Any], wires: Iterable[Wire]
 ) -> ValuesOfCall:
-    """Returns the values on all ranks of a call's small integer arguments. All ranks must call it.
+    """Gathers the values of a call's small integer arguments from all ranks. All ranks must call
+    it.
 
     Args:
         inputs: the inputs of the graph.
@@ -92,7 +93,7 @@ def _is_small_integer(given: Input) -> bool:
 
 
 class PredictedValues:
-    """The values of the nodes of one graph, computed as it grows.
+    """Computes the values of graph nodes on the CPU during capture, as far as inputs are known.
 
     Args:
         graph: the graph that is being traced.
@@ -121,7 +122,11 @@ class PredictedValues:
         self._read_of: dict[fx.Node, float] = {}  # computed values, by the node that is read
 
     def note_read(self, node: fx.Node, place: int) -> None:
-        """Store the node of the number with the index `place` among the step's reads."""
+        """Record the node of a number that the step reads (`x.item()`).
+
+        Args:
+            place: the index of the number among the step's reads.
+        """
         of, reads = node.all_input_nodes[0], self._known.reads
         if place < len(reads):
             self._read_of[of] = reads[place]
@@ -129,7 +134,11 @@ class PredictedValues:
             self._reads[node] = self._read_of[of]
 
     def find_value(self, node: fx.Node) -> Any:
-        """Returns the likely value of a number's node on this rank; raises NotKnown without one."""
+        """Returns the predicted value of a number's node on this rank.
+
+        Raises:
+            NotKnown: it cannot be predicted.
+        """
         new = []
         for last in reversed(self._graph.nodes):
             if last in self._values:

@@ -140,7 +140,7 @@ class _ReachedObject:
 
 
 class ReadRecord(PlaceRecord):
-    """What one run of a step under capture reads, and the functions that it runs.
+    """The record of what one run of a captured step reads from Python, and which functions it runs.
 
     Args:
         names: maps the ids of modules and optimizers found before the run to their names.
@@ -185,7 +185,7 @@ class ReadRecord(PlaceRecord):
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Record what this thread reads inside the block.
+        """Inside the block, record what this thread reads.
 
         Args:
             step: the function that is going to run.
@@ -225,16 +225,18 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of the reached objects, which capture assumes the step did not make."""
+        """Returns the ids of all objects that were reached, so that the step did not make them."""
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if `value` is an object whose attributes are recorded."""
+        """True if reads of this object's attributes are recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
     def reaches_optimizers(self) -> bool:
-        """True if an optimizer was reached that was not found before the run."""
+        """True if the step has reached an optimizer that the search before the run had not
+        found.
+        """
         owners = [known.value for known in self._objects.values()]
         return any(
             has_type(o, torch.optim.Optimizer) for o in owners if id(o) not in self._given_names
@@ -243,12 +245,17 @@ class ReadRecord(PlaceRecord):
     @property
     def sees_calls(self) -> bool:
         """True if functions are recorded when they run; False if they are recorded when they are
-        reached. It is False if another profiler was active when recording began.
+        reached.
+
+        It is False if another profiler was active when recording began.
         """
         return not self._reads_ahead
 
     def values_reached(self) -> Iterator[tuple[Any, str]]:
-        """Yields (value, name) of places, of their contents, and of entries of huge containers."""
+        """Yields `(value, name)` of everything that the step can have read.
+
+        These are the values of places, what they contain, and entries of huge containers.
+        """
         for place in self.places.values():
             yield place.value, place.name
         for value in [v for i, v in self._reached.items() if i not in self._made_anew]:
@@ -258,7 +265,7 @@ class ReadRecord(PlaceRecord):
                 yield value, f"an entry of a {type(huge).__name__}"
 
     def make_guards(self, inputs: ReadInputs, extra: Iterable[Place], call: Any) -> Guards:
-        """Returns guards that expect the current values of all places that were read.
+        """Returns guards that expect all places which were read to have their current values.
 
         Args:
             inputs: the values that are inputs of the graph.
@@ -287,7 +294,7 @@ class ReadRecord(PlaceRecord):
 
     @property
     def asks_which_object(self) -> bool:
-        """True if code that ran compares objects by `is` or `id`."""
+        """True if code that ran may compare objects by identity, by `is` or `id`."""
         return any(map(asks_which_object, self.codes.values()))
 
     def _list_compared(self) -> frozenset[tuple[int, Any]] | None:
@@ -310,7 +317,9 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Copy objects that capture has made (arguments), to find the step's writes to them."""
+        """Copy objects that capture has made (the rebuilt arguments), to detect that the step
+        writes them.
+        """
         before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
         self._made_anew |= self._reached.keys() - before
@@ -318,7 +327,7 @@ class ReadRecord(PlaceRecord):
     # -- attributes --------------------------------------------------------------------------------
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record the first read of an attribute."""
+        """Record that an attribute of an object was read, the first time."""
         if self._is_paused:
             return
         if id(owner) not in self._objects:
@@ -363,7 +372,11 @@ class ReadRecord(PlaceRecord):
             self.read_place(Place(f"{called}.{name}", held, name), value)
 
     def instrument_module(self, module: Any, name: str) -> None:
-        """Make a user's module report the attributes that are read from it."""
+        """Make a user's module record the reads of its attributes from now on.
+
+        Args:
+            name: the module's name, for messages.
+        """
         if not has_type(module, types.ModuleType) or id(module) in self._modules:
             return
         if is_user_module(dict_of(module).get("__name__")) and instrument_module(module):
@@ -378,7 +391,9 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, module, name)
 
     def find_modules(self) -> None:
-        """Instrument all modules of the user, because code looks them up by name."""
+        """Make all of the user's modules record reads of their attributes: code looks up modules by
+        name.
+        """
         if not self._finds_modules:
             self._finds_modules = True
             for name, module in [*sys.modules.items()]:
@@ -408,7 +423,9 @@ class ReadRecord(PlaceRecord):
                     self.read_place(Place(called, home, name), MISSING)
 
     def read_all_attributes(self, owner: Any) -> None:
-        """Record all attributes of `owner`, if it is an object that was reached."""
+        """Record that the step may read every attribute of `owner`, if it is an object that was
+        reached.
+        """
         known = self._objects.get(id(owner))
         if known is not None and dict_of(owner) is not None:
             self.read_place(place_of_dict(known.name, owner))
@@ -447,7 +464,8 @@ class ReadRecord(PlaceRecord):
         super().reach_value(value, name)
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record the places to which `value`, reached for the first time, leads, by its type.
+        """Record what a value leads to, by its type. Called when the value is reached for the first
+        time.
 
         Raises:
             CaptureError: no guard can cover the value: an iterator, shared memory, a generator.
@@ -540,7 +558,7 @@ class ReadRecord(PlaceRecord):
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
-        """Make an object's class report reads of the object's attributes from now on."""
+        """Make the class of an object record reads of the object's attributes from now on."""
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
@@ -579,7 +597,9 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Store a function that the step may call; its run records the names in its code."""
+        """Register a function that the step may call. When it runs, the names in its code are
+        recorded.
+        """
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
             self._unread_methods[id(f)] = f
@@ -608,7 +628,7 @@ class ReadRecord(PlaceRecord):
             self._waiting.setdefault(id(f.__code__), []).append((f, name))
 
     def reach_methods(self, kind: type, name: str) -> None:
-        """Store the methods of a class; their names are recorded when they run."""
+        """Register the methods of a class. When one runs, the names in its code are recorded."""
         self._classes[id(kind)] = kind
         if is_user_module(kind.__module__):
             self._describe(kind, kind.__name__)
@@ -652,14 +672,16 @@ class ReadRecord(PlaceRecord):
             self._enter_function(*waiting)
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
-        """Record all globals, because `globals()` is called."""
+        """Record all globals of a module, because the step calls `globals()`."""
         with self.without_recording():
             self.snapshots.snapshot_namespace(variables, "globals()")
             self.reach_namespace(variables, "globals()")
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record variables of a module, class or function that code names now or later."""
+        """Record the variables of a module, class or function whose names occur in code that
+        runs.
+        """
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)
@@ -740,8 +762,10 @@ class ReadRecord(PlaceRecord):
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Record these attributes of all objects, classes and modules that are reached now or
-        later. Code that ran contains these names, and its single reads are not seen.
+        """Record attributes with these names, of all objects, classes and modules reached now or
+        later.
+
+        Code that ran contains these names, and its single reads are not seen.
         """
         new = names - self._names_asked
         self._names_asked |= new

@@ -77,7 +77,7 @@ _WEAK = (
 
 
 class PlaceRecord:
-    """The places that one run of a step under capture reads, and their values.
+    """The record of the places (attributes, globals, items) that one run of a captured step reads.
 
     Attributes:
         places: the places that were read, in order; the keys are their identities.
@@ -115,21 +115,30 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Reach values by name inside the block: code names them, but may not read them."""
+        """Returns a context manager in which values are reached only by name.
+
+        Code contains their names, but may not read them.
+        """
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
-        """Do not record the places to which `value` leads."""
+        """Never record what `value` leads to."""
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Raise CaptureError, now and after the run; `name` names the value in the fix."""
+        """Raise CaptureError because of something that the step reads. It is raised after the run,
+        too.
+
+        Args:
+            fact, reason: what the step reads, and why it cannot be captured.
+            name: the name of the value in the fix.
+        """
         usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
         self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
 
     def read_place(self, place: Place, *before: Any, shallow: bool = False) -> Any:
-        """Record that a place is read, and reach its value.
+        """Record that the step reads a place, and what its value leads to.
 
         Args:
             before: the value before the step; the current one if it is not given.
@@ -158,7 +167,7 @@ class PlaceRecord:
         return value
 
     def reach_value(self, value: Any, name: str) -> None:
-        """Record the places to which `value`, which existed before the step, leads."""
+        """Record what a value leads to. The value existed before the step."""
         if type(value) in PLAIN or id(value) in self._reached:
             return
         # Not by `isinstance`, which reads an object's `__class__`: that may run user code.
@@ -188,7 +197,10 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """True if `value` is reached only by name. Reading the value then raises the error."""
+        """Returns True if `value` is reached only by name, so that the step may not read it.
+
+        If the step reads it later, the error is raised then.
+        """
         if self.reached_by_name:
             self._unread[id(value)] = value
         return self.reached_by_name
@@ -203,15 +215,17 @@ class PlaceRecord:
         )
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that an attribute is read."""
+        """Record that the step reads an attribute of an object."""
         raise NotImplementedError
 
     def read_all_attributes(self, owner: Any) -> None:
-        """Record that all attributes of an object are read."""
+        """Record that the step reads all attributes of an object."""
         raise NotImplementedError
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record the places to which `value`, reached for the first time, leads."""
+        """Record what a value leads to, by its type. Called when the value is reached for the first
+        time.
+        """
         raise NotImplementedError
 
 
@@ -261,11 +275,11 @@ class Write:
     is_of_library: bool = False
 
     def undo(self) -> None:
-        """Restore the value before the step."""
+        """Restore the value that the place had before the step."""
         self.place.write(self.before)
 
     def redo(self) -> None:
-        """Write the value after the step again."""
+        """Make the step's change again."""
         self.place.write(self.after)
 
 
@@ -286,7 +300,7 @@ class _Copied:
     is_ordered: bool = True
 
     def find_writes(self) -> Iterator[Write]:
-        """Yields the changes since the copy."""
+        """Yields the changes that were made to the object since it was copied."""
         value, before, dotted = self.value, self.before, self.owner is not None
         if dotted and _has_other_dict(self.owner, value):
             place = place_of_dict(f"{self.name}.__dict__", self.owner)
@@ -331,7 +345,7 @@ class _Copied:
             yield Write(place, was, now, is_attribute=users, is_of_library=not users)
 
     def has_content(self, value: Any) -> bool:
-        """True if `value` has the content that was copied."""
+        """True if `value` has the same content as the object had when it was copied."""
         one, other = self.before, _copy(value)
         if isinstance(one, set):
             return bool(one == other)
@@ -342,7 +356,9 @@ class _Copied:
 
 
 class Snapshots:
-    """Copies of the values that the step reached, made when it reached them."""
+    """Copies of the values that a step reaches, made before the step changes them, to find its
+    writes.
+    """
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
@@ -350,7 +366,7 @@ class Snapshots:
         self._raw: list[tuple[Place, Any]] = []
 
     def snapshot_place(self, place: Place, value: Any) -> None:
-        """Copy the value of a place."""
+        """Store the value that a place has now, to detect that it is replaced."""
         self._places.setdefault(place.identity, (place, value))
 
     def snapshot_object(self, value: Any, name: str) -> None:
@@ -375,7 +391,10 @@ class Snapshots:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
     def snapshot_cache(self, cache: Any, name: str) -> None:
-        """Store the current results of a cache: an `lru_cache` function, or a weak dictionary."""
+        """Store which results a cache has now, to detect that the step adds some.
+
+        A cache is an `lru_cache` function or a weak dictionary.
+        """
         before = {id(v): v for v in _list_held(cache)}
 
         def list_made() -> tuple[Any, ...]:
@@ -391,7 +410,7 @@ class Snapshots:
         self.snapshot_place(place, ())
 
     def value_before(self, home: Any, key: Any) -> Any:
-        """Returns the value that a dictionary had at `key` before the step.
+        """Returns the value that a dictionary had under `key` before the step.
 
         If the dictionary was not copied, this is the current value.
         """
@@ -407,7 +426,11 @@ class Snapshots:
             self._containers.setdefault(id(value), copied)
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
-        """Copy a container or object that capture has made, and its contents, except `known`."""
+        """Copy an argument that capture has rebuilt, with everything in it, to detect writes to it.
+
+        Args:
+            known: objects that are not copied, by id. Copied containers are added.
+        """
         if id(value) in known:
             return
         if is_taken_apart(value):
@@ -422,13 +445,17 @@ class Snapshots:
                 self.snapshot_new(v, f"{name}[{key!r}]", known)
 
     def snapshot_raw(self, value: Any, name: str) -> None:
-        """Copy the content of an object implemented in C."""
+        """Copy the content of an object implemented in C (an array, a buffer), to detect
+        changes.
+        """
         copy = copy_raw_content(value)
         place = Place(name, value, None, None, lambda _: restore_raw_content(value, copy))
         self._raw.append((place, read_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
-        """Yields the changes since the snapshots, except those that the step has undone."""
+        """Yields all changes that the step has made since the copies, except those that it has
+        undone.
+        """
         with_owner = {
             i
             for i, copied in self._containers.items()
@@ -580,7 +607,7 @@ _PATIENCE = 5.0  # seconds to wait for threads that are reading an attribute
 
 
 def instrument(kind: type) -> bool:
-    """Make a class report reads of its instances' attributes, until `uninstrument`.
+    """Make a class record reads of its instances' attributes, until `uninstrument`.
 
     Returns:
         True if that is possible: not for classes implemented in C.
@@ -597,7 +624,7 @@ def instrument(kind: type) -> bool:
 
 
 def uninstrument(kinds: Iterable[type]) -> None:
-    """Undo one `instrument` of each of these classes."""
+    """Undo one call of `instrument` for each of these classes."""
     with _LOCK:
         for kind in kinds:
             _INSTALLED[kind] -= 1
@@ -641,7 +668,7 @@ _INSTALLED_IN: collections.Counter[int] = collections.Counter()  # captures by i
 
 
 def instrument_module(module: types.ModuleType) -> bool:
-    """Make a module report reads of its attributes, until `uninstrument_module`.
+    """Make a module record reads of its attributes, until `uninstrument_module`.
 
     Returns:
         True if that is possible: not for modules with their own class.
@@ -655,7 +682,7 @@ def instrument_module(module: types.ModuleType) -> bool:
 
 
 def uninstrument_module(module: types.ModuleType) -> None:
-    """Undo one `instrument_module`."""
+    """Undo one call of `instrument_module`."""
     with _LOCK:
         _INSTALLED_IN[id(module)] -= 1
         if not _INSTALLED_IN[id(module)]:
@@ -680,13 +707,14 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 
 
 def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
-    """Report this thread's reads to `record`, inside the block."""
+    """Returns a context manager in which this thread's reads of attributes go to `record`."""
     return attribute_set(_recording, "record", record)
 
 
 @contextmanager
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
-    """Make other threads wait before they read attributes of these modules or capture with them.
+    """Inside the block, other threads wait when they read attributes of these modules or capture
+    them.
 
     The capture replaces the modules' parameters by fakes inside the block.
     """

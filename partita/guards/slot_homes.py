@@ -1,4 +1,4 @@
-"""Homes of slots that are not dictionaries or lists: they read and write `home[key]`."""
+"""Containers of values, other than dictionaries and lists, that are read and written by item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .values import base_of_container
 
 
 class Cell(SlotHome):
-    """A closure's cell, read and written as a dictionary with one entry."""
+    """A closure cell, with item access: it has one item."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.cell_contents
@@ -21,7 +21,7 @@ class Cell(SlotHome):
 
 
 class Items(SlotHome):
-    """The items of a dictionary, list or deque, read past overrides of a user's class."""
+    """The items of a dictionary, list or deque, without calling overrides of a user's class."""
 
     def __getitem__(self, key: Any) -> Any:
         base = base_of_container(self.owner)
@@ -34,7 +34,7 @@ class Items(SlotHome):
 
 
 class Defaults:
-    """The defaults of a function, read and written as a list."""
+    """The default arguments of a function, with item access like a list."""
 
     def __init__(self, function: types.FunctionType):
         self.function = function
@@ -49,7 +49,7 @@ class Defaults:
 
 
 class Members(SlotHome):
-    """The attributes that a class itself defines, read and written as a dictionary."""
+    """The attributes that a class defines itself, with item access like a dictionary."""
 
     def __getitem__(self, name: str) -> Any:
         return vars(self.owner)[name]
@@ -59,7 +59,7 @@ class Members(SlotHome):
 
 
 class Arguments:
-    """The positional arguments of a `functools.partial`, read and written as a list."""
+    """The positional arguments of a `functools.partial`, with item access like a list."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -74,7 +74,7 @@ class Arguments:
 
 
 class PlaceAsItem(SlotHome):
-    """The value of a `Place` as an item, for a slot at that place; every key is that item."""
+    """The value of a `Place`, with item access: every key returns that value."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.value
@@ -87,7 +87,10 @@ class PlaceAsItem(SlotHome):
 
 
 class Attributes(SlotHome):
-    """The attributes of an object (its `__slots__`, or its `__dict__`), as a dictionary."""
+    """The attributes of an object, with item access like a dictionary.
+
+    They are in its `__slots__` or its `__dict__`.
+    """
 
     def __getitem__(self, name: str) -> Any:
         return object.__getattribute__(self.owner, name)

@@ -98,7 +98,9 @@ def cached_by_type(find: Callable[[type], _T]) -> Callable[[type], _T]:
 
 
 class ByType(ByIdentity):
-    """The key of a number that is an input of the graph: its index and its type."""
+    """The key that represents a number input in a comparison: its index and its type, not its
+    value.
+    """
 
     def __init__(self, value: Any, number: int):
         super().__init__(value)
@@ -114,13 +116,17 @@ class ByType(ByIdentity):
 
 
 class LeafKey(NamedTuple):
-    """The key of a tensor that is an input of the graph: its index among the leaves of the call."""
+    """The key that represents a tensor in a comparison, if it is an input of the graph.
+
+    Attributes:
+        number: its index among the leaves of the call.
+    """
 
     number: int
 
 
 class ContainerKey(NamedTuple):
-    """The key of a container: its type, its keys in order (a set's unordered) and its items' keys.
+    """The key that represents a container in a comparison, by its type and contents.
 
     Attributes:
         keys: the container's keys; None for lists and tuples.
@@ -134,14 +140,17 @@ class ContainerKey(NamedTuple):
 
 
 class EntriesKey:
-    """The key of a huge container, whose entries are compared by identity or bits."""
+    """The key that represents a huge container in a comparison.
+
+    Its entries are compared by identity or bits, not deeply.
+    """
 
     def __init__(self, value: Any):
         self.kind = type(value)
         self.keys, self.values = items_of(value)
 
     def expand(self) -> ContainerKey:
-        """Returns a key that contains a key for each entry."""
+        """Returns a key with a key for each entry, to find which entry differs."""
         parts = tuple(map(_key_of_entry, self.values))
         return ContainerKey(self.kind, _keys_of_members(self.kind, self.keys), parts)
 
@@ -165,7 +174,9 @@ def _key_of_entry(value: Any) -> Any:
 
 
 def key_of_member(key: Any, is_whole: bool = False) -> Any:
-    """Returns the key of a dictionary's key or a set's member, without the user's `__eq__`.
+    """Returns the key that represents a dictionary's key, or a set's member, in a comparison.
+
+    A user's `__eq__` is not called.
 
     Args:
         is_whole: the same as for `ContentWalk`.
@@ -180,9 +191,10 @@ def key_of_member(key: Any, is_whole: bool = False) -> Any:
 
 
 def key_of_argument_key(key: Any) -> Any:
-    """Returns the key of a dictionary's key in arguments; a user's object by its attributes.
+    """Returns the key that represents a dictionary's key in the arguments of a call.
 
-    Such an object may be made anew for each call.
+    An object of a user's class is compared by its attributes, because it may be made anew for each
+    call.
     """
     if type(key) in PLAIN or has_type(key, (type, types.FunctionType, types.ModuleType)):
         return key_of_member(key)
@@ -200,19 +212,26 @@ def _keys_of_members(kind: type, keys: list[Any] | None, is_whole: bool = False)
 
 
 def argument_key(value: Any) -> Any:
-    """Returns the key of a non-tensor argument; for a float, which is an input, only its type."""
+    """Returns the key that represents an argument that is not a tensor, to compare two calls.
+
+    For a float only its type counts, because floats are inputs.
+    """
     if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
     return whole_key(value)
 
 
 def whole_key(value: Any) -> Any:
-    """Returns the key of an argument; dataclasses are compared by their fields."""
+    """Returns the key that represents a value, with dataclasses compared by their fields."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """Returns the key that `walk` (or a new walk) makes of a value that is not a number input."""
+    """Returns a hashable key of a value. Keys are equal if a program cannot distinguish the values.
+
+    Args:
+        walk: the walk to use; None for a new one. It is for values that are not number inputs.
+    """
     kind = type(value)
     if kind in _BY_REPR:
         return (kind, repr(value))
@@ -225,7 +244,7 @@ def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
 
 @dataclass
 class ContentWalk:
-    """One walk over values that may contain other values, also the same ones.
+    """Makes keys of values that may contain other values, which may occur several times.
 
     Attributes:
         is_whole: True to compare dataclasses by their fields, tensors by identity, and two objects
@@ -255,7 +274,7 @@ class ContentWalk:
     _met: dict[int, tuple[Any, Any, bool, list[int], list[int]]] = field(default_factory=dict)
 
     def make_key(self, value: Any) -> Any:
-        """Returns the key of a value that is not plain."""
+        """Returns the key of a value that is not of a plain type such as int or str."""
         kind: type = type(value)
         sort = _sort_of_type(kind)
         if sort == "object" and not self.is_whole:
@@ -305,7 +324,11 @@ class ContentWalk:
         return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
-        """Returns the key of `value`, which is in `home` at `key`."""
+        """Returns the key of a value that is contained in another one.
+
+        Args:
+            home, key: the container, and the key or index of the value in it.
+        """
         number = self.numbers.get((id(home), key)) if self.numbers else None
         if number is not None:
             return ByType(value, number)
@@ -360,7 +383,7 @@ _MET = "met before"
 
 
 def forget_leaves(key: Any) -> Any:
-    """Returns the key with all tensors equal."""
+    """Returns a copy of a comparison key in which all tensors count as equal."""
     if isinstance(key, LeafKey):
         return torch.Tensor
     if isinstance(key, ContainerKey):
@@ -369,7 +392,9 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index of a leaf in a key; -1 if there is none."""
+    """Returns the highest index of a tensor (a leaf of the call) in a comparison key; -1 for
+    none.
+    """
     if isinstance(key, LeafKey):
         return key.number
     return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
@@ -379,7 +404,10 @@ HUGE = 100_000  # the most entries of a container whose entries are compared by 
 
 
 def holds_no_more(value: Any) -> bool:
-    """True if an entry and all values in it are immutable, or tensors (which are inputs)."""
+    """True if a value and everything in it are immutable, or tensors.
+
+    Then nothing in it can change in place.
+    """
     if type(value) is tuple:
         return all(map(holds_no_more, value))
     return type(value) in PLAIN or has_type(value, (torch.Tensor, enum.Enum))
@@ -391,8 +419,10 @@ def has_type(value: Any, kinds: Any) -> bool:
 
 
 def base_of_container(value: Any) -> Any:
-    """Returns the builtin class of a container, whose methods read it without overrides of a user's
-    class. Such an override may run any code: a lazy mapping imports what it lists.
+    """Returns the builtin class from which a container's class is derived.
+
+    Its methods read the container without overrides of a user's class. Such an override may run any
+    code: a lazy mapping imports what it lists.
     """
     kind: type = type(value)
     return _find_base(kind)[0]
@@ -412,7 +442,10 @@ def _find_base(kind: type) -> tuple[Any, bool]:
 
 
 def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
-    """Returns the keys of a container (None if it has none) and its values; a set has only keys."""
+    """Returns the keys and the values of a container, as two lists.
+
+    The keys are None for lists and similar; a set has keys and no values.
+    """
     base = base_of_container(value)
     if base is types.MappingProxyType:
         under = gc.get_referents(value)[0]  # which may be a mapping of the user's
@@ -431,7 +464,11 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields (value, name) for each value in containers in `value`, without plain values."""
+    """Yields `(value, name)` for everything inside nested containers, except plain values.
+
+    Args:
+        name: the name of the outermost container.
+    """
     ahead, seen = [(value, name)], set[int]()
     while ahead:
         value, name = ahead.pop()
@@ -487,8 +524,10 @@ def _sort_of_type(kind: type) -> str:
 
 
 def find_difference(was: Any, now: Any) -> tuple[str, str, str] | None:
-    """Returns the path to the first difference of two keys, such as "['k'][0]", and both texts.
-    None if the keys are equal.
+    """Returns the first difference between two comparison keys, or None if they are equal.
+
+    Returns:
+        The path to the difference, such as "['k'][0]", and the text of both values.
     """
     if was == now:
         return None
@@ -548,7 +587,7 @@ def _text_of_key(key: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Returns the text of a value in at most 60 characters."""
+    """Returns the text of a value for messages, in at most 60 characters."""
     if value is MISSING:
         return "nothing"
     kind: type = type(value)
@@ -564,12 +603,12 @@ def brief(value: Any) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """Returns the text; if it is longer than 60 characters, its two ends."""
+    """Returns a text of at most 60 characters: a longer text loses its middle."""
     return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
 def text_of(value: Any) -> str:
-    """Returns the text of an argument, for messages."""
+    """Returns the text of an argument, to be shown in messages."""
     if isinstance(value, str):
         return repr(value)
     # `str` of objects that refer to one another grows with the number of paths between them.
@@ -594,7 +633,10 @@ _VIEWS = tuple(
 
 
 def has_raw_content(value: Any) -> bool:
-    """True if `value` is an array, a buffer, a file in memory or a decimal context."""
+    """True if `value` has content outside of Python objects.
+
+    It is an array, a buffer, a file in memory or a decimal context.
+    """
     kind: type = type(value)
     return _sort_of_type(kind) == "raw"
 
@@ -622,7 +664,7 @@ def _is_shared_memory(kind: type) -> bool:
 
 
 def read_raw_content(value: Any) -> Any:
-    """Returns the current content of an object, to be compared with `==`."""
+    """Returns the content of an array, buffer or similar object, to be compared by `==` later."""
     if isinstance(value, _FILES):
         return "closed" if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, decimal.Context):
@@ -637,7 +679,10 @@ def read_raw_content(value: Any) -> Any:
 
 
 def copy_raw_content(value: Any) -> Any:
-    """Returns a copy of an object's content, for `restore_raw_content`; None for a closed file."""
+    """Returns a copy of the content of an array, buffer or similar, for `restore_raw_content`.
+
+    None for a closed file.
+    """
     if isinstance(value, _FILES):
         return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
     if isinstance(value, decimal.Context) or hasattr(value, "dtype"):
@@ -646,7 +691,7 @@ def copy_raw_content(value: Any) -> Any:
 
 
 def restore_raw_content(value: Any, copy: Any) -> None:
-    """Restore the content of an object from a copy."""
+    """Write content back that `copy_raw_content` has copied."""
     if isinstance(value, _FILES):
         if copy is not None and not value.closed:  # it cannot be opened again
             value.__setstate__(copy)  # type: ignore[union-attr]
@@ -669,7 +714,7 @@ def _is_of_items(value: Any) -> bool:
 
 
 def dict_of_view(value: Any) -> Any:
-    """Returns the dictionary of a dictionary view; None for other objects."""
+    """Returns the dictionary to which a view such as `d.keys()` belongs; None for other objects."""
     if not has_type(value, _VIEWS):
         return None
     found = gc.get_referents(value)
@@ -681,7 +726,7 @@ def dict_of_view(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The place of a value.
+    """Where a value is stored that a step reads: an attribute, a global, an item, a setting.
 
     Attributes:
         name: the name in messages, such as "cfg.scale".
@@ -707,7 +752,7 @@ class Place:
         return id(self.home), self.key
 
     def write(self, value: Any) -> None:
-        """Write `value` there; if it is MISSING, delete the current value."""
+        """Write `value` into this place; MISSING deletes the current value."""
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
@@ -730,14 +775,18 @@ def _write_attribute(owner: Any, key: str, value: Any) -> None:
 
 
 def place_of_cell(name: str, where: types.CellType) -> Place:
-    """Returns the place of a closure cell's content."""
+    """Returns the `Place` of the variable in a closure cell."""
     at = where, "cell_contents"
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(name, where, 0, partial(cell_content, where, MISSING), put)
 
 
 def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
-    """Returns the place of an attribute in `__slots__`, given its descriptor."""
+    """Returns the `Place` of an attribute that is stored in `__slots__`.
+
+    Args:
+        descriptor: the descriptor of the attribute, from the class.
+    """
 
     def get_slot() -> Any:
         try:
@@ -750,7 +799,10 @@ def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
 
 
 def place_of_class_attribute(kind: type, key: str) -> Place:
-    """Returns the place of an attribute of a class or its bases; descriptors are not called."""
+    """Returns the `Place` of an attribute of a class or its bases.
+
+    Descriptors (such as a property) are read themselves and not called.
+    """
 
     def get_class_attribute() -> Any:
         for base in kind.__mro__:  # not by a generator, which takes longer
@@ -763,7 +815,9 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the place of an own attribute of a class, module, function or another object."""
+    """Returns the `Place` of an attribute that a class, module, function or other object has
+    itself.
+    """
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else dict_of(space)
@@ -778,26 +832,26 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 
 def place_of_tensor_attribute(key: str) -> Place:
-    """Returns the place of an attribute of torch.Tensor, which users may replace."""
+    """Returns the `Place` of an attribute of the class torch.Tensor, which users may replace."""
     at = torch.Tensor, key
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
 
 
 def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
-    """Returns the place of a function's or class's attribute outside `__dict__` (`__code__`)."""
+    """Returns the `Place` of a special attribute of a function or class, such as `__code__`."""
     put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
     return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 
 
 def place_of_dict(name: str, owner: Any) -> Place:
-    """Returns the place of an object's `__dict__`, for all of its attributes."""
+    """Returns the `Place` of an object's `__dict__`, which stands for all its attributes."""
     put = partial(object.__setattr__, owner, "__dict__")
     return Place(name, owner, "__dict__", partial(dict_of, owner), put)
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    """Returns the place of a context variable's value."""
+    """Returns the `Place` of the value of a `contextvars.ContextVar`."""
 
     def get_context_variable() -> Any:
         try:
@@ -809,12 +863,17 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
 
 
 def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
-    """Returns the place of a function's result; `about`, if given, identifies it."""
+    """Returns the `Place` of a function's result, such as a setting that only a function returns.
+
+    Args:
+        about: an object that identifies the place, in place of the function.
+    """
     return Place(name, function if about is None else about, "()", function)
 
 
 class CacheEpoch:
-    """Counts how often an `lru_cache` function lost or changed a result that a step may use.
+    """A counter of changes of an `lru_cache` function: how often it lost a result that a step may
+    use.
 
     The first call is before the step, the second after it: from then on, entries that the step may
     have used are watched. A full cache may drop a result that the step itself has stored, because
@@ -896,7 +955,10 @@ def _find_table(function: Any) -> dict[Any, Any]:
 
 
 def place_of_log_level(name: str, logger: logging.Logger) -> Place:
-    """Returns the place of a logger's effective level (own, parents' and global level)."""
+    """Returns the `Place` of a logger's effective level.
+
+    It depends on the levels of the logger, its parents and the logging module.
+    """
 
     def get_logger_level() -> tuple[int, bool, int]:
         return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
@@ -905,7 +967,10 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 
 
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
-    """Returns the place of a global that hides a builtin, except globals of `Substitutes`."""
+    """Returns the `Place` of a global variable that would hide a builtin with its name.
+
+    The replacements that capture itself puts there (`Substitutes`) do not count.
+    """
 
     def get_hiding_variable() -> Any:
         found = variables.get(name, MISSING)
@@ -931,7 +996,7 @@ INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 
 def names_of_class(kind: type) -> frozenset[str]:
-    """Returns the names that a class and its bases define now."""
+    """Returns the names of all attributes that a class and its bases define now."""
     counts = [len(vars(base)) for base in kind.__mro__]
     known: Any = _NAMES_OF_CLASSES.get(kind, ([], None))
     if known[0] != counts:
@@ -944,7 +1009,9 @@ _NAMES_OF_CLASSES = weakref.WeakKeyDictionary[type, tuple[list[int], frozenset[s
 
 
 def functions_of_descriptor(value: Any) -> list[Any]:
-    """Returns the functions that one of Python's descriptors calls; [] for other values."""
+    """Returns the functions that a descriptor (property, classmethod, ...) calls; [] for other
+    values.
+    """
     for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
         if has_type(value, kind):
             return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
@@ -967,7 +1034,9 @@ def variables_of(space: Any) -> dict[str, Any]:
 
 
 def dict_of(value: Any) -> Any:
-    """Returns an object's `__dict__` without `__getattribute__`; None if it has none."""
+    """Returns an object's `__dict__` without calling a user's `__getattribute__`; None if it has
+    none.
+    """
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a `threading.local` has one dictionary for each thread
@@ -975,7 +1044,10 @@ def dict_of(value: Any) -> Any:
 
 
 def find_module_dict(owner: Any, name: str) -> Any:
-    """Returns the dictionary of an nn.Module that has an entry `name`, or None."""
+    """Returns the dictionary of an nn.Module in which it stores the attribute `name`, or None.
+
+    It is its dictionary of parameters, buffers or submodules.
+    """
     if has_type(owner, nn.Module):
         held = dict_of(owner)
         for within in INSIDE:
@@ -997,7 +1069,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """True if the object itself may get an attribute that hides the class attribute `found`."""
+    """True if an instance may get an attribute that hides the class attribute `found`."""
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
@@ -1006,7 +1078,7 @@ def may_be_hidden(name: str, found: Any) -> bool:
 
 
 def has_settings(kind: type) -> bool:
-    """True if the attributes of the instances of a class are guarded."""
+    """True if guards compare the attributes of this class's instances."""
     if issubclass(kind, _OF_TORCH):
         return True
     root = kind.__module__.split(".")[0]
@@ -1038,7 +1110,7 @@ def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
 
 
 def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
-    """True if the frame runs `f`, judged by the variables of its closure."""
+    """True if a frame is a call of the function `f`, judged by the variables of its closure."""
     local = frame.f_locals
     pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     return all(cell_content(where) is local.get(key) for key, where in pairs)
@@ -1048,7 +1120,9 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 
 
 class AttributesAndHooks:
-    """The attributes and hooks of some tensors, to detect changes."""
+    """The Python attributes and the hooks of some tensors at one time, to detect changes of
+    them.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._attributed = tensors
@@ -1059,12 +1133,16 @@ class AttributesAndHooks:
         self._state, self._objects = self._read_state()
 
     def may_change_within(self, known: Container[int]) -> bool:
-        """True if an attribute of a tensor whose id is not in `known` may change in place."""
+        """True if an attribute of a tensor may change in place, such as a list.
+
+        Args:
+            known: the ids of tensors that do not count.
+        """
         others = [vars(t).values() for t in self._others if id(t) not in known]
         return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
 
     def unchanged(self) -> bool:
-        """True if the tensors have the same attributes and hooks."""
+        """True if the tensors still have the same attributes and hooks."""
         state, objects = self._read_state()
         return state == self._state and all(map(is_, objects, self._objects))
 

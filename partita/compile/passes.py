@@ -1,4 +1,4 @@
-"""The functions for writing passes, at the former place of `partita.graph.passes`."""
+"""Functions to write graph passes, re-exported here because they were in this module before."""
 
 from partita.graph.passes import find, put, replace
 

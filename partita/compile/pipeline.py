@@ -45,7 +45,7 @@ def make_program(
     blocks: BlockChoice,
     counts_apart: bool = False,
 ) -> CapturedProgram:
-    """Returns a program for the call `step(*args, **kwargs)`. Must be called on all ranks.
+    """Captures a step and returns the program for this call. Must be called on all ranks.
 
     Args:
         state: the state that the step reaches.

@@ -27,7 +27,9 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, call `tell` with "capture", "compile" or "graph" when that phase begins."""
+    """Inside the block, call `tell` with the name of each phase ("capture", "compile") that
+    begins.
+    """
     _listeners.append(tell)
     try:
         yield
@@ -36,18 +38,19 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Call the listeners with the name of the phase that begins."""
+    """Report to the listeners of `phase_listener` that a phase of a capture begins."""
     for tell in _listeners:
         tell(name)
 
 
 @contextmanager
 def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
-    """Show the progress of capturing and compiling a step of this title inside the block.
+    """Show on standard error how long capture and compilation inside the block have taken.
 
-    Shows nothing if there is a listener.
+    Shows nothing if there is a listener (`phase_listener`).
 
     Args:
+        title: the name of the step.
         is_first: True if the step has no program yet.
     """
     is_first_rank = os.environ.get("RANK", "0") == "0"
@@ -78,7 +81,7 @@ class _Line:
         self._phase = name
 
     def end(self) -> None:
-        """Stop, and clear the line on a terminal."""
+        """Stop updating the progress line, and clear it on a terminal."""
         self._ended.set()
         self._thread.join()
 

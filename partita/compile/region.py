@@ -68,7 +68,10 @@ class _Entrance:
     border: PaddingBoundary | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
-        """Returns `x` with the metadata of the input; zeros if it is None."""
+        """Returns the tensor `x` in the form that the graph's input has: padding, strides, layout.
+
+        None becomes zeros.
+        """
         if x is None:
             return self._new().zero_()
         x = x.detach()
@@ -120,7 +123,8 @@ class _BackwardPart:
     def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run the backward and return the gradients of ancestors, then of leaves.
+        """Run this part of backward, and return gradients: first of earlier results, then of
+        leaves.
 
         Args:
             cotangents: the gradients of its results, by number.
@@ -148,7 +152,7 @@ class _BackwardPart:
 
 @dataclass(eq=False)
 class Region(CapturedProgram):
-    """A program whose results have a history.
+    """A captured part of a model: a program whose results require grad, with forward and backward.
 
     Attributes:
         halves: the forward and the backward.
@@ -171,7 +175,7 @@ class Region(CapturedProgram):
 
     @cached_property
     def unshared(self) -> list[int]:
-        """The positions of the results that share memory with no other result or input."""
+        """The positions of the results that share no memory with another result or an input."""
         pairs = overlapping_results(self.halves.forward.graph.graph)
         shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
         return [i for i in range(len(self.given)) if i not in shared]
@@ -223,7 +227,8 @@ class Region(CapturedProgram):
 
 
 def region_of(program: CapturedProgram) -> CapturedProgram:
-    """Returns the program; as a `Region` if it has outputs for gradients of its inputs.
+    """Returns the program as a `Region` if gradients flow through its results; else the program
+    itself.
 
     Raises:
         IllegalGraph: the forward or the backward breaks the grammar.
@@ -301,7 +306,7 @@ _CAST = _aten._to_copy.default
 
 @dataclass(eq=False)
 class ForwardBackwardPair:
-    """A forward and its backward.
+    """The two halves of a region as programs: the forward, and the parts of the backward.
 
     Attributes:
         forward: the program that returns the region's outputs except gradients, then the values
@@ -319,7 +324,8 @@ class ForwardBackwardPair:
 
 
 def split(program: Program) -> ForwardBackwardPair:
-    """Split a program into forward and backward. Changes its graph: views are copied to backward.
+    """Split a region's program into forward and backward. Changes its graph: views are copied to
+    backward.
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
     passes added to recompute values. Instead of a view its base is saved, and instead of a cast of
@@ -511,7 +517,11 @@ class _NewGraph:
         self._inputs: list[tuple[fx.Node, Input]] = []
 
     def take(self, node: fx.Node, what: Input) -> None:
-        """Add an input for the value of `node`."""
+        """Add an input to the new graph that has the value of the old node `node`.
+
+        Args:
+            what: the description of the input.
+        """
         self.of[node] = new = self.graph.placeholder(node.name)
         new.meta = dict(node.meta)
         self._inputs.append((new, what))
@@ -522,7 +532,13 @@ class _NewGraph:
     def program(
         self, values: list[fx.Node], outputs: list[Output], whole: Program | None
     ) -> Program:
-        """Returns the program of this graph that returns `values`, with the result of `whole`."""
+        """Returns the new graph as a program with these outputs.
+
+        Args:
+            values: the nodes that it returns.
+            outputs: their descriptions.
+            whole: the program whose result structure it gets, or None.
+        """
         self.graph.output(values)
         drop_unused(self.graph)
         inputs = []

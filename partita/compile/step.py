@@ -188,18 +188,22 @@ class _StepCall:
 
     @property
     def slots(self) -> list[Slot]:
-        """The current slots of the state, including those of optimizers."""
+        """The current places of the state (parameters, buffers, tensors), including optimizer
+        state.
+        """
         return [*self.state.slots, *self.state.optimizer_slots()]
 
     def list_leaves(self) -> list[Any]:
-        """Returns the current result of `tensors_of_call`."""
+        """Returns the tensors and numbers of the state and the arguments (see
+        `tensors_of_call`).
+        """
         return tensors_of_call(self.slots, self.args, self.kwargs)
 
     def find_signature(self, leaves: list[Any]) -> tuple[Any, ...]:
         return signature_of(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def describe(self, leaves: Sequence[Any]) -> Any:
-        """Returns a description of the call, for `History`."""
+        """Returns a description of the call, from which `History` explains a new capture."""
         return describe_call(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def _list_names(self) -> list[str]:
@@ -207,7 +211,9 @@ class _StepCall:
 
 
 class CompiledStep:
-    """A training step, or a region of a model, that runs as a graph. Made by `pt.compile`."""
+    """A training step, or a part of a model, that `pt.compile` has compiled. Call it like the
+    original.
+    """
 
     def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
         functools.update_wrapper(self, step)
@@ -269,7 +275,9 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
-        """The captured programs, at most `keep`; the most recently used one is last."""
+        """The captured programs that are kept, at most `keep`; the one that was used last is at the
+        end.
+        """
         return tuple(self._programs.values())
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
@@ -295,7 +303,7 @@ class CompiledStep:
 
     @property
     def reasons(self) -> list[str]:
-        """The reason for each capture, in order."""
+        """Why each capture was necessary, as text, in order."""
         return self._history.reasons
 
     @property
@@ -311,7 +319,11 @@ class CompiledStep:
 
     @property
     def graph(self) -> Graph:
-        """The graph of the program that ran last, as text. ValueError if none has run."""
+        """The graph of the program that ran last, for printing.
+
+        Raises:
+            ValueError: nothing has been captured yet.
+        """
         return Graph(self.program)
 
     def explain(self) -> str:
@@ -349,7 +361,8 @@ class CompiledStep:
 
     @property
     def memory(self) -> Memory:
-        """The lifetimes of the buffers of the program that ran last, and its peak memory.
+        """The memory schedule of the program that ran last: the lifetime of each buffer, and the
+        peak.
 
         For a region: the schedule of the forward, followed by the schedule of the backward.
 
@@ -360,16 +373,24 @@ class CompiledStep:
 
     @property
     def artifact(self) -> Built | None:
-        """The compiled code of the program that ran last; prints "compiled in 10.3 s" or "loaded in
-        0.4 s". None if the program runs without being compiled. For a region, `artifact.sections`
-        has the results for the forward and for each part of the backward. ValueError if nothing was
-        captured yet.
+        """The compiled code of the program that ran last; None if the graph runs without being
+        compiled.
+
+        It prints as "compiled in 10.3 s" or "loaded in 0.4 s". For a region, `artifact.sections`
+        has the results for the forward and for each part of the backward.
+
+        Raises:
+            ValueError: nothing was captured yet.
         """
         return self.program.artifact
 
     @property
     def is_recorded(self) -> bool:
-        """True if the program that ran last is recorded as a CUDA graph. ValueError if none ran."""
+        """True if the program that ran last is recorded as a CUDA graph.
+
+        Raises:
+            ValueError: nothing was captured yet.
+        """
         return bool(getattr(self.program.call, "is_recorded", False))
 
     @property
@@ -627,7 +648,7 @@ class CompiledStep:
     # -- what runs a program's graph ---------------------------------------------------------------
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
-        """Returns a function that runs a program's graph, compiled by the backend.
+        """Compiles a program with the chosen backend, and returns the function that runs it.
 
         The kernels are recorded as a CUDA graph if the options request it and it is possible.
         """

@@ -1,4 +1,4 @@
-"""`IllegalGraph`, at the former place of `partita.graph.verify`."""
+"""`IllegalGraph`, re-exported here because it was in this module before."""
 
 from partita.graph.verify import IllegalGraph
 

@@ -59,7 +59,7 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
 
 
 def is_alone(wire: Wire) -> bool:
-    """True if there are no other ranks to compare with.
+    """True if this rank has no other ranks to compare with.
 
     Also True while a step is captured: ranks compare the keys of captured steps instead.
     """
@@ -67,12 +67,12 @@ def is_alone(wire: Wire) -> bool:
 
 
 def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
-    """True if `key` need not be compared: earlier keys of the series predict it, or there are no
-    other ranks.
+    """True if the ranks need not compare `key`, because earlier comparisons predict it.
 
-    It does not suffice that `key` was compared before: ranks that know two keys may take a
-    different one each. All ranks have the same history, which predicts one key. So at most one of
-    two different keys is not compared, and the rank with the other one compares.
+    Also True if there are no other ranks. It does not suffice that `key` was compared before: ranks
+    that know two keys may take a different one each. All ranks have the same history, which
+    predicts one key. So at most one of two different keys is not compared, and the rank with the
+    other one compares.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.
@@ -86,7 +86,11 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
-    """Record that all ranks have compared `key`, the next one of its series."""
+    """Record that all ranks have compared `key` and that it was equal.
+
+    Args:
+        series: the repeated decision to which the key belongs.
+    """
     # A program has few lines, but one line may be compared for any number of different shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
@@ -96,7 +100,8 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
 
 
 class AgreedKeys:
-    """The last keys of a series, as numbers. The next one is predicted from a time they were alike.
+    """The last keys that the ranks have agreed on for one repeated decision. They predict the next
+    one.
 
     `distance` says how many keys ago that was: 1 for a key that stays, n for a loop over n keys.
     The keys themselves are kept: another object could get the hash of one that was freed.
@@ -108,7 +113,7 @@ class AgreedKeys:
         self._distance = 1
 
     def predicts(self, key: object) -> bool:
-        """True if `key` is the predicted one, which it then adds."""
+        """True if `key` is the predicted next key. It is then added to the history."""
         keys, number = self._keys, self._numbers.get(key)
         if number is None or len(keys) < self._distance or keys[-self._distance] != number:
             return False
@@ -116,7 +121,7 @@ class AgreedKeys:
         return True
 
     def add(self, key: object) -> None:
-        """Add a key that was not predicted."""
+        """Add a key that was not predicted, after the ranks have compared it."""
         if len(self._numbers) >= 2 * _REMEMBERED:  # at once on all ranks
             self._numbers, self._keys, self._distance = {}, [], 1
         number = self._numbers.setdefault(key, len(self._numbers))
@@ -145,7 +150,7 @@ _SHOWN = 200
 
 
 def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:
-    """Returns every rank's text, of any length, in mesh order.
+    """Exchanges a text of any length between ranks. Returns every rank's, in mesh order.
 
     Args:
         why: why a rank waits for the others, for warnings and errors.
@@ -161,9 +166,11 @@ def make_disagreement_error(
     reason: str = "a global tensor is one value, and each rank holds a part of it",
     fixes: Sequence[Fix] = (),
 ) -> LayoutError:
-    """Returns the error for `texts` of all ranks, in mesh order, that are not all equal.
+    """Returns the error for ranks that passed different values. It names two of the ranks.
 
     Args:
+        what: the name of the operation.
+        texts: each rank's text, in mesh order. They are not all equal.
         fact: what is wrong if the ranks differ.
         fixes: what the user can do.
     """
@@ -178,7 +185,7 @@ def make_disagreement_error(
 
 
 def digest_of_text(text: str) -> int:
-    """Returns 63 bits that are the same in every process."""
+    """Returns a 63-bit hash of a text, the same in every process."""
     return int.from_bytes(hash_text(text)[:8], "big") >> 1
 
 
@@ -193,7 +200,7 @@ _declared: dict[str, type] = {}
 
 
 def message(kind: type[T]) -> type[T]:
-    """Decorate a dataclass, so that its instances can be sent to other ranks."""
+    """Decorate a dataclass so that `pack` can convert its instances to bytes for other ranks."""
     _declared[kind.__name__] = kind
     return kind
 
@@ -202,7 +209,7 @@ message(Fix)
 
 
 def pack(thing: Any) -> bytes:
-    """Returns `thing` as bytes.
+    """Returns an object as bytes (JSON), to be sent to other ranks.
 
     Raises:
         TypeError: it contains something that cannot be sent.
@@ -354,7 +361,7 @@ _PATIENCE_WITH_THREADS = 1800.0
 
 
 class BackgroundResult(Future[Any]):
-    """The result of work in a background thread: `result()`, `done()`, `exception()`.
+    """The future of work in a background thread, as `pt.async_save` returns it.
 
     If the work failed and nobody reads the error, dropping the object gives a warning.
     """
@@ -362,12 +369,20 @@ class BackgroundResult(Future[Any]):
     _asked = False
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the work, at most `timeout` seconds; return its result or raise its error."""
+        """Wait for the work and return its result, or raise its error.
+
+        Args:
+            timeout: the longest wait, in seconds.
+        """
         self._asked = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the work, at most `timeout` seconds, and return its error or None."""
+        """Wait for the work and return its error, or None if it succeeded.
+
+        Args:
+            timeout: the longest wait, in seconds.
+        """
         self._asked = True
         return super().exception(timeout)
 
@@ -377,7 +392,7 @@ class BackgroundResult(Future[Any]):
 
 
 class ControlPlane:
-    """Decisions that one rank makes together with all other ranks of the job.
+    """A channel for small messages by which all ranks of a job decide something together.
 
     Attributes:
         rank: this rank's number.
@@ -412,17 +427,19 @@ class ControlPlane:
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """Returns a function like `decide` that already has `why` and `shown`."""
+        """Returns `decide` as a function of `mine` and `answer` only, for several decisions in a
+        row.
+        """
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
-        """Wait until all ranks have called this for the same reason. Raises like `decide`."""
+        """Wait until all ranks have called this with the same `why`. Raises like `decide`."""
         self.decide(why, None, lambda gathered: gathered, shown)
 
     def run_in_background(
         self, prepare: Callable[[], Callable[[Decide], Any]], why: str, shown: str = ""
     ) -> BackgroundResult:
-        """Call `prepare()` in this thread, and the function that it returns in a background thread.
+        """Call `prepare()` now, and the function that it returns in a background thread.
 
         Must be called on all ranks. Each rank first waits for the others, and for earlier
         background work. The background function gets `decide` as its argument, and may communicate
@@ -452,7 +469,7 @@ class ControlPlane:
         return outcome
 
     def wait(self) -> None:
-        """Wait until all background work of this rank has ended."""
+        """Wait until the work that this rank started by `run_in_background` has ended."""
         if self._background is not None:
             wait([self._background])
             self._background = None
@@ -502,7 +519,7 @@ class _OfGroups(ControlPlane):
 
     @property
     def is_current(self) -> bool:
-        """True if the process groups are those for which this was made."""
+        """True if the job still has the process groups for which this object was made."""
         return self._world() is dist.group.WORLD
 
     def _decide(self, why: str, mine: Any, answer: Answer, shown: str, watched: bool = True) -> Any:
@@ -635,7 +652,7 @@ _of_groups: _OfGroups | None = None
 
 
 def control_plane() -> ControlPlane:
-    """Returns the control plane of the job. Sends nothing."""
+    """Returns the control plane: the channel by which all ranks of the job decide together."""
     global _of_groups
     wire = running_wire()
     if wire is not None:

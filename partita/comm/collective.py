@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """The description of a collective: what it does and why, without its tensors.
+    """What a collective is to do, and why, without its tensors.
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; for an
@@ -50,7 +50,9 @@ class Request(NamedTuple):
     root: int = 0
 
     def describe(self) -> str:
-        """Returns a text such as `all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
+        """Returns the request as text, such as `all_gather over dp: 8@dp 16 -> 8 16, for
+        matmul`.
+        """
         what = self.kind if self.move is None else str(self.move)
         return f"{what}, for {self.op}" if self.op else what
 
@@ -59,7 +61,8 @@ class Request(NamedTuple):
 
 
 class Splits:
-    """Segments of a flat buffer, one for each rank of a group, end to end, in the group's order.
+    """How a flat buffer is divided into segments, one for each rank of a group, in the group's
+    order.
 
     A list of all sizes is made only if a backend needs it.
 
@@ -87,7 +90,11 @@ class Splits:
         return [self.place(i)[1] for i in range(self.count)]
 
     def times(self, k: int) -> Splits:
-        """Returns these splits in a smaller unit, with `k` units per element (such as bytes)."""
+        """Returns the same splits, counted in a smaller unit.
+
+        Args:
+            k: the number of units per element, such as the bytes of an element.
+        """
 
         def scale_place(i: int) -> tuple[int, int]:
             start, length = self.place(i)
@@ -100,14 +107,14 @@ class Splits:
 
 
 class PendingWork(Protocol):
-    """A collective that has begun, and for which this rank has not waited yet."""
+    """A collective that is running. Its result may be read after `wait`."""
 
     def wait(self) -> object:
         """Wait until the result may be read (on a GPU: by kernels that are launched afterwards)."""
 
 
 class PendingList:
-    """Several pending collectives, which are waited for in order. It may be empty."""
+    """Several running collectives as one. `wait` waits for them in order. It may be empty."""
 
     def __init__(self, parts: Sequence[PendingWork] = ()):
         self._parts = parts
@@ -119,13 +126,13 @@ class PendingList:
 
 @dataclass
 class PendingCall:
-    """Pending work with a function that waits for it."""
+    """A running collective for which the function `wait` waits."""
 
     wait: Callable[[], object]
 
 
 class PendingSum:
-    """An exchange of shares, which are summed when they have arrived.
+    """A running exchange of addends. When they have arrived, `wait` sums them.
 
     Each rank gets its piece of every rank's share. It adds them in rank order, in the dtype of
     `out` but in at least 32 bits.
@@ -150,9 +157,10 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def reduce_in_rank_order(
     shares: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str = "sum"
 ) -> torch.Tensor:
-    """Reduce `shares` into `out` in their order. `out` may be the first share.
+    """Reduce the ranks' shares (addends of a Partial value) into `out`, in their order.
 
-    Floats of less than 32 bits are reduced in float32, and rounded once at the end.
+    `out` may be the first share. Floats of less than 32 bits are reduced in float32, and rounded
+    once at the end.
     """
     narrow = out.is_floating_point() and out.element_size() < 4
     total = shares[0].to(torch.float32 if narrow else out.dtype, copy=narrow)
@@ -186,7 +194,7 @@ _WIDER = {
 
 
 class Transport:
-    """A rank's place in a mesh, and its collectives.
+    """A rank's place in a mesh, from which it runs collectives. Subclasses implement these.
 
     Attributes:
         mesh: the axes and their sizes.
@@ -211,23 +219,29 @@ class Transport:
         return self.index(self.mesh.names)
 
     def index(self, axes: Axes | str) -> int:
-        """Returns this rank's index along `axes` together. The first axis varies slowest."""
+        """Returns this rank's index along `axes`, counted over all of them together.
+
+        The first axis varies slowest.
+        """
         n = 0
         for axis in (axes,) if isinstance(axes, str) else axes:
             n = n * self.mesh.size(axis) + self.at[self.mesh.index(axis)]
         return n
 
     def mesh_size(self, axes: Axes) -> int:
-        """Returns the number of ranks along `axes` together."""
+        """Returns the number of ranks along `axes`, that is, the product of their sizes."""
         n = 1
         for axis in axes:
             n *= self.mesh.size(axis)
         return n
 
     def group(self, axes: Axes) -> tuple[Axes, tuple[Coordinate, ...]]:
-        """Returns `axes` in mesh order, and the coordinates of the group's members in its order.
+        """Returns the group of ranks that differ from this one only along `axes`.
 
         One process group serves all orders of the same axes.
+
+        Returns:
+            `axes` in mesh order, and the coordinates of the group's members in the group's order.
         """
         found = self._groups.get(axes)
         if found is None:
@@ -236,9 +250,11 @@ class Transport:
         return found
 
     def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
-        """Returns `axes` in mesh order, and for each member of their group its index along `axes`.
+        """Returns `axes` in mesh order, and each group member's index along `axes` in the given
+        order.
 
-        The second is None if these indices ascend."""
+        The second is None if these indices ascend, so that the orders are the same.
+        """
         found = self._orders.get(axes)
         if found is None:
             key = tuple(a for a in self.mesh.names if a in axes)
@@ -303,7 +319,8 @@ class Transport:
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        """Begin a collective, as `run_collective`, for a dtype that the backend has.
+        """Begin a collective as `run_collective` does, but without waiting, for a dtype of the
+        backend.
 
         `x` may be a part of `out`. If the dtype of `out` is wider, a reduce_scatter adds in that.
         """
@@ -312,14 +329,17 @@ class Transport:
 
 
 def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with a lazy conjugation or negation applied, since a collective reads memory."""
+    """Returns `x` with a lazy conjugation or negation applied.
+
+    Needed because a collective reads the memory directly.
+    """
     if x.is_complex():
         return x.resolve_conj()
     return x.resolve_neg() if x.is_neg() else x
 
 
 def view_as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as a flat view of its bytes."""
+    """Returns the bytes of a contiguous tensor as a flat uint8 view."""
     return x.reshape(-1).view(torch.uint8)
 
 

@@ -33,7 +33,7 @@ Placed = TypeVar("Placed", bound=torch.Tensor | torch.nn.Module)
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, and the properties that depend on it.
+    """A kind of device ("cpu", "cuda"), with the properties in which kinds differ.
 
     Attributes:
         type: torch's name of the kind, such as "cpu" or "cuda".
@@ -84,7 +84,9 @@ class Device:
         return self.type == "cuda"
 
     def make_recording_pool(self) -> Any:
-        """Returns a memory pool for recordings. Only one of them may be replayed at a time."""
+        """Returns a memory pool for CUDA graphs. Only one of its recordings may be replayed at a
+        time.
+        """
         return torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> KernelRecording:
@@ -160,21 +162,21 @@ class Device:
         torch.accelerator.set_device_index(rank)
 
     def finish(self) -> None:
-        """Wait until all queued work of this process's device is done."""
+        """Wait until all kernels that this process has queued on its device have run."""
         if not self.is_host:
             torch.accelerator.synchronize()
 
     def place(self, t: Placed) -> Placed:
-        """Returns a tensor, or a module, on this device."""
+        """Returns a tensor or module moved to this kind of device."""
         return t.to(self.type)  # type: ignore[return-value]
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Enable autocast to `dtype` inside the block."""
+        """Returns a context manager that enables autocast to `dtype` on this kind of device."""
         return torch.autocast(self.type, dtype=dtype)
 
 
 class KernelRecording:
-    """The kernels of one call as a CUDA graph.
+    """The kernels of one call, recorded as a CUDA graph.
 
     Each replay reads and writes the addresses that the recorded call read and wrote. It advances
     the default random generator as the call would.
@@ -191,7 +193,7 @@ class KernelRecording:
             self.value = call()
 
     def replay(self) -> None:
-        """Launch the kernels on the current stream."""
+        """Launch the recorded kernels on the current stream."""
         self._graph.replay()
 
 
@@ -210,7 +212,7 @@ def choose_device(name: str) -> Device:
 
 
 def explain_no_gpu() -> str:
-    """Returns the reason why there is no CUDA device."""
+    """Returns a text that says why there is no CUDA device."""
     built = torch.version.cuda is not None
     return "no GPU is visible to torch" if built else "this torch is built without CUDA"
 
@@ -237,7 +239,7 @@ def keys_of_kernels() -> list[str]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns the generator that random functions use if none is passed."""
+    """Returns the generator from which torch draws on a device if none is passed."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
@@ -247,7 +249,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def generators_in_use(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
-    """Returns the default generators of the host, of the current CUDA device, and of `devices`.
+    """Returns torch's default generators: of the host, of the current CUDA device, and of
+    `devices`.
 
     CUDA generators are included only if CUDA is initialized, because reading them would initialize
     it.
@@ -260,7 +263,7 @@ def generators_in_use(devices: Iterable[torch.device] = ()) -> list[torch.Genera
 
 
 def finish_copies() -> None:
-    """Wait until the copies that this process has started are complete."""
+    """Wait until copies between host and GPU that this process has started are complete."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
 
@@ -276,7 +279,7 @@ def accelerator_names() -> list[str]:
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """True if other processes see writes to `memory`.
+    """True if writes to this memory are visible to other processes.
 
     `is_shared()` is not sufficient, because it is True for all GPU memory.
     """
@@ -295,12 +298,12 @@ def state_of_host_profiler() -> Any:
 
 
 def is_of_host(event: Any) -> bool:
-    """True if the profiler event happened on the host."""
+    """True if a profiler event was recorded on the host, not on a GPU."""
     return bool(event.device_type == DeviceType.CPU)
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Returns a text that identifies the hardware for which code is compiled; "" for the host.
+    """Returns a text that identifies a GPU for which code is compiled; "" for the host.
 
     The store of compiled code adds a description of the host itself.
     """
@@ -331,19 +334,19 @@ KERNELS_WITH_PRECISIONS = {
 
 
 def read_autocast_state() -> AutocastState:
-    """Returns the state of autocast in this thread."""
+    """Returns the state of autocast in this thread, for each kind of device."""
     return tuple(
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _kinds_that_cast()
     )
 
 
 def enabled_autocast_dtypes(state: AutocastState) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of the devices for which autocast is on."""
+    """Returns the dtypes to which autocast casts, of the device kinds for which it is on."""
     return tuple(dtype for _, enabled, dtype in state if enabled)
 
 
 def switch_off(state: AutocastState) -> AutocastState:
-    """Returns an autocast state that is off for every device."""
+    """Returns a copy of an autocast state in which autocast is off for every device."""
     return tuple((kind, False, dtype) for kind, _, dtype in state)
 
 
@@ -369,7 +372,7 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the CPU."""
+    """Returns the bytes of a contiguous CPU tensor as a memoryview, without a copy."""
     if x.nbytes == 0:
         return memoryview(b"")
     x = x.resolve_conj().resolve_neg()
@@ -379,6 +382,6 @@ def view_bytes(x: torch.Tensor) -> memoryview:
 
 
 def copy_bytes(x: torch.Tensor) -> bytes:
-    """Returns the bytes of a contiguous CPU tensor."""
+    """Returns a copy of the bytes of a contiguous CPU tensor."""
     x = x.resolve_conj().resolve_neg()
     return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""

@@ -74,7 +74,7 @@ def _give_threads_time_at_exit() -> None:
 
 
 class GroupWire(Wire):
-    """The wire of this process on a `DeviceMesh`.
+    """The connection of this process to the others of a `DeviceMesh`, by process groups.
 
     The process group of one axis is the mesh's. A group over several axes is made at the first move
     over these axes, by only its members: all of them take part in that move.
@@ -113,7 +113,10 @@ class GroupWire(Wire):
     # -- groups ----------------------------------------------------------------------------------
 
     def process_group(self, axes: Axes) -> dist.ProcessGroup:
-        """Returns this rank's process group over `axes`, in mesh order, with more than one rank."""
+        """Returns the process group of this rank along `axes`, which are in mesh order.
+
+        The group has more than one rank.
+        """
         found = self._process_groups.get(axes)
         if found is None:
             wanted = sorted(self._rank_at[m] for m in self.mesh.group(axes, self.at))
@@ -171,7 +174,10 @@ class GroupWire(Wire):
 
     @property
     def control(self) -> ControlGroup:
-        """The control group of this mesh. The first read must happen on every rank of the mesh."""
+        """The process group for messages between the ranks of this mesh.
+
+        It is made at the first read, which must happen on every rank of the mesh.
+        """
         if self._control is None:
             if (group := self.group_of_all()) is not None:
                 why = "compares something for the first time"
@@ -181,13 +187,15 @@ class GroupWire(Wire):
         return self._control
 
     def make_control(self) -> None:
-        """Make the control group. Every rank of the mesh must call this."""
+        """Make the process group for messages (`control`). Every rank of the mesh must call
+        this.
+        """
         if self._control is None and self._others_exist():
             ranks = [self._rank_at[at] for at in self.mesh.coordinates()]
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """Returns the process group of all ranks of the mesh.
+        """Returns the process group of all ranks of the mesh; None if there are no others.
 
         Other meshes with the same ranks may share its store.
         """
@@ -269,7 +277,9 @@ _LENGTH = struct.Struct("<q")
 
 
 class ControlGroup:
-    """A process group for messages between the ranks of a mesh, or all ranks of the job.
+    """A process group for messages, separate from the groups that send tensors.
+
+    Its ranks are those of a mesh, or all ranks of the job.
 
     All its ranks make it together: in `init_device_mesh`, or after they have met in the store.
     """
@@ -301,7 +311,7 @@ class ControlGroup:
         *,
         warns: bool = True,
     ) -> list[bytes]:
-        """Exchange bytes as `Wire.exchange` does.
+        """Send bytes to all ranks, and return every rank's bytes, as `Wire.exchange` does.
 
         An error names two ranks with different reasons, or the ranks that did not arrive before the
         deadline, in seconds. The default is the timeout of `init_process_group`.
@@ -333,11 +343,16 @@ class ControlGroup:
         *,
         watched: bool = True,
     ) -> bytes:
-        """Send `mine` to the first rank, which computes an `answer` for each. Returns this rank's.
+        """Send `mine` to the first rank, which computes an answer for each rank.
 
         Args:
+            answer: a function that the first rank calls with every rank's `mine`. It returns an answer
+                for each.
             watched: True shows other ranks what this rank waits for. False in a background thread,
                 because its rank continues meanwhile.
+
+        Returns:
+            This rank's answer.
         """
         wait: Callable[[Any], None] = _wait_unwatched
         if watched:
@@ -445,7 +460,7 @@ def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
 
 
 def hash_text(text: str, nbytes: int = 16) -> bytes:
-    """Returns a digest of `text`, equal in every process."""
+    """Returns a hash of a text, of `nbytes` bytes, the same in every process."""
     return hashlib.blake2b(text.encode(), digest_size=nbytes).digest()
 
 
@@ -467,9 +482,9 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Wait until all ranks of the mesh have called this as often as this rank has.
+    """Wait until all ranks of the mesh are at this point, before a capture begins.
 
-    A capture begins with this.
+    Calls are counted: each rank waits until the others have called this as often.
 
     Args:
         why: what this rank does, for errors of other ranks.
@@ -483,7 +498,10 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
 
 
 def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
-    """Wait until all ranks of `group` have made this call as often as this rank has.
+    """Wait until all ranks of `group` have made this call as often as this rank, without a
+    collective.
+
+    The ranks write keys into the job's store.
 
     Args:
         kind: the name of the meeting; calls of each name are counted separately.
@@ -525,7 +543,7 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """Returns an error that explains why a collective of this rank failed with `failure`.
+    """Returns an error that says why a collective of this rank failed, or None if that is unknown.
 
     Possible causes: other ranks wait in `barrier_in_store`, they have found a deadlock, or a rank
     has ended. Returns None if there is no such cause.

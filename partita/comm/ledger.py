@@ -38,7 +38,7 @@ _WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class Record:
-    """One move that one rank took part in.
+    """One move (step of a redistribution) of one rank, as a row of a ledger.
 
     Attributes:
         kind: the kind of the move, such as "all_gather".
@@ -85,7 +85,7 @@ class RepeatedWork:
 
 
 class Ledger:
-    """The moves recorded while it was open, in order. Prints as a table.
+    """The moves of a `pt.ledger()` block, in order. Prints as a table.
 
     A move is one step of a redistribution: a collective, or a local change such as a slice.
     """
@@ -97,17 +97,25 @@ class Ledger:
     def note_work(
         self, rank: int, op: str, source: str, axes: tuple[str, ...], operations: float
     ) -> None:
-        """Record that `rank` did so many operations, which all ranks along `axes` repeat."""
+        """Add matrix products that a rank has computed.
+
+        Args:
+            axes: the axes along which all ranks repeat the same products.
+            operations: the number of multiplications and additions.
+        """
         self._work[rank, op, source, axes] += operations
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
-        """`(op, source, axes, operations)` of each `note_work`."""
+        """The operations of matrix products so far, as `(op, source, axes, operations)`.
+
+        Entries of one op, line and set of axes are added.
+        """
         return [(op, source, axes, n) for (_, op, source, axes), n in self._work.items()]
 
     @property
     def repeated(self) -> list[RepeatedWork]:
-        """Returns the work that ranks repeat, by op and line, largest first.
+        """The matrix products that several ranks repeat, by op and line, largest first.
 
         Only entries of more than 1 % of a rank's operations are included.
         """
@@ -125,11 +133,13 @@ class Ledger:
 
     @property
     def bytes(self) -> int:
-        """The bytes sent by all recorded moves: by one rank, or by all ranks of a `ranks` world."""
+        """The bytes sent in all recorded moves: by one rank, or by all ranks of a `pt.ranks`
+        world.
+        """
         return sum(m.nbytes for m in self.moves)
 
     def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
-        """Returns the number of moves with this kind and reason. None: any."""
+        """Returns the number of moves of this kind and with this reason. None matches all."""
         return sum(
             (kind is None or m.kind == kind) and (reason is None or m.reason == reason)
             for m in self.moves
@@ -177,7 +187,7 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 
 
 class Scope:
-    """The ledgers that record one rank's moves, and the checks that these moves must pass.
+    """What observes one rank's moves: open ledgers, `strict()` and `check_ranks()`.
 
     A scope belongs to a rank, not to a thread: with process groups, the autograd engine's threads
     run moves for the same rank as the main thread does.
@@ -207,17 +217,18 @@ class Scope:
 
     @property
     def work_ledgers(self) -> tuple[Ledger, ...]:
-        """The ledgers that record repeated work: the open ones.
+        """The ledgers to which repeated matrix products are added: the open ones.
 
-        During a capture it is the capture's own ledger, from which each run of the step is
-        recorded later.
+        During a capture it is the capture's own ledger, from which each run of the step is recorded
+        later.
         """
         return self.ledgers if self.captured is None else (self.captured,)
 
     def add_listener(self, listener: Any) -> None:
-        """Call `listener.listen(True)` when the first ledger opens (now, if one is open).
+        """Register an object that must know whether any ledger is open.
 
-        Call `listener.listen(False)` when the last one closes. The listener is held weakly.
+        `listener.listen(True)` is called when the first ledger opens (now, if one is open), and
+        `listener.listen(False)` when the last one closes. The listener is held weakly.
         """
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
@@ -232,7 +243,10 @@ _thread = threading.local()
 
 
 def scope() -> Scope:
-    """Returns the scope of the current rank: its thread's in `ranks`, else the process's."""
+    """Returns the object that observes the current rank's moves (see `Scope`).
+
+    It belongs to the thread in `pt.ranks`, otherwise to the process.
+    """
     return getattr(_thread, "scope", _process)
 
 
@@ -249,12 +263,12 @@ def _set_within(**changes: Any) -> Iterator[None]:
 
 
 def enter_rank_thread(own: Scope) -> None:
-    """Set the scope of this thread, which is a rank of `ranks` from now on."""
+    """Make `own` the scope of this thread, which is a simulated rank of `pt.ranks` from now on."""
     _thread.scope = own
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Record moves inside the block with the reason "recompute"."""
+    """Returns a context manager: moves inside it are recorded with the reason "recompute"."""
     return _set_within(recomputing=True)
 
 
@@ -296,7 +310,7 @@ def strict(on: bool = True) -> Iterator[None]:
 
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
-    """Raise the error of `strict()` for an implicit move."""
+    """Raise the error of `strict()` for a redistribution that the program did not request."""
     placements = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
     cost = f"{move.kind} {human(nbytes)}"
     raise LayoutError(
@@ -315,7 +329,7 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
 
 
 class Check:
-    """One `check_ranks()` block, in which ranks compare texts before each collective.
+    """The state of a `check_ranks()` block, in which ranks compare texts before each collective.
 
     All ranks of the mesh compare, not only the group of the collective: two ranks that disagree
     about the group itself would wait in different ones.
@@ -329,7 +343,9 @@ class Check:
         self.broken = False  # True after a failed comparison: waiting for ranks again would hang
 
     def compare(self, wire: Any, text: str) -> None:
-        """Raise on every rank of the mesh unless `text` is equal on all. It names two ranks."""
+        """Raise on every rank of the mesh unless `text` is equal on all. The error names two
+        ranks.
+        """
         self.wires[id(wire)] = wire
         try:
             wire.exchange(text, b"", self.timeout)
@@ -338,7 +354,11 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Notify ranks that may wait inside the block that this one has left it."""
+        """Tell other ranks that this rank leaves the block, so that none waits for it inside.
+
+        Args:
+            text: what this rank does, for the error of the others.
+        """
         for wire in self.wires.values():
             if not self.broken:
                 self.compare(wire, text)
@@ -351,7 +371,9 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Enter the context managers in `ON_CHECK`, for this thread, inside the block."""
+    """Returns a context manager that enters those in `ON_CHECK`, which other modules have
+    registered.
+    """
     with ExitStack() as entered:
         for enter in ON_CHECK:
             entered.enter_context(enter())
@@ -402,7 +424,7 @@ _SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", def
 
 @contextmanager
 def own_lines_shown(*files: str) -> Iterator[None]:
-    """Treat lines of partita's own models, and of `files`, as the user's, inside the block.
+    """Inside the block, lines of partita's own models and of `files` count as the user's lines.
 
     Used when the user gives only the name of a model, so that the model's lines are of interest.
     """
@@ -414,7 +436,7 @@ def own_lines_shown(*files: str) -> Iterator[None]:
 
 
 def user_line(frame: FrameType | None = None, here: str = "") -> str:
-    """Returns `"file:line"` of the user's innermost frame.
+    """Returns `"file:line"` of the user's code that is running, for errors and ledgers.
 
     This frame is the innermost outside partita, torch, numpy and Python's library. This walks the
     stack, so call it only if needed.
@@ -454,8 +476,9 @@ def user_line_of_error(error: BaseException) -> str:
 
 
 def place_of_user() -> str:
-    """Returns the file, line and bytecode offset of the user's frame as text. The offset
-    distinguishes calls on one line. Folders are omitted: they may differ between hosts.
+    """Returns the file, line and bytecode offset of the user's code that is running, as text.
+
+    The offset distinguishes calls on one line. Folders are omitted: they may differ between hosts.
     """
     site = call_site(sys._getframe(1))
     return f"{os.path.basename(site[0])}:{site[1]}:{site[2]}" if site else ""
@@ -486,7 +509,9 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
-    """Returns the user's innermost frame, from `frame` outwards; else the outermost frame."""
+    """Returns the innermost frame of the user's code, from `frame` outwards; else the outermost
+    frame.
+    """
     while frame.f_back is not None:
         kind = _kind_of_file(frame.f_code.co_filename)
         if kind == "user" or (kind == "no file" and _is_of_script(frame)):
@@ -496,7 +521,7 @@ def find_user_frame(frame: FrameType) -> FrameType:
 
 
 def first_instruction(code: CodeType, at: int) -> int:
-    """Returns the first instruction of the call that is running at instruction `at` of `code`.
+    """Returns the first bytecode instruction of the call that runs at instruction `at`.
 
     A call consists of several instructions. The interpreter reports a different one after it has
     specialized the call, which may happen at different times on different ranks.

@@ -178,7 +178,8 @@ def _are_placements(value: object) -> bool:
 
 
 def wire_of(device_mesh: object) -> Wire:
-    """Returns this rank's wire (connection) on `device_mesh`. Equal meshes share one wire.
+    """Returns this rank's wire (connection to the other ranks) on a mesh. Equal meshes share one
+    wire.
 
     Args:
         device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0",
@@ -216,7 +217,7 @@ def wire_of(device_mesh: object) -> Wire:
 
 
 def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
-    """Returns the size of each axis, outermost first; None if the argument is not a mesh."""
+    """Returns the size of each axis of a mesh, outermost first; None if the argument is no mesh."""
     if not isinstance(device_mesh, MeshHandle | DeviceMesh):
         return None
     names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.ndim))
@@ -224,7 +225,7 @@ def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
 
 
 def ranks_of_mesh(wire: Wire) -> list[int]:
-    """Returns the global ranks of a wire's mesh."""
+    """Returns the global ranks of a wire's mesh, in mesh order."""
     mesh: Any = wire.device_mesh
     with _disable_current_modes():
         return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
@@ -264,7 +265,7 @@ def find_context_mesh() -> Any:
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
-    """Returns the mesh of a wire as plain values that can be saved, for `find_saved_wire`."""
+    """Returns the mesh of a wire as plain values, so that a pickled DTensor can find it again."""
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):
         return ("here", mesh.number)
@@ -273,7 +274,7 @@ def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
 
 
 def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
-    """Returns the wire of the mesh that `describe_saved_mesh` described.
+    """Returns the wire of a mesh that `describe_saved_mesh` has described, for unpickling.
 
     Raises:
         LayoutError: this process has no such mesh. It is not made here, because all ranks must

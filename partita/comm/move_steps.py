@@ -37,9 +37,12 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def prepare(move: Move, transport: Transport) -> Step:
-    """Returns the function that runs `move` for the rank of `transport`.
+    """Returns a function that runs `move` (a step of a redistribution) for one rank.
 
     The function takes the local tensor, which it does not modify, and returns the new one.
+
+    Args:
+        transport: the rank's place in the mesh, with its collectives.
 
     Raises:
         LayoutError: a move of this kind cannot lead from `before` to `after`.
@@ -250,7 +253,7 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
 
 
 def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
-    """Returns zeros with the signs of `x`: shares that are neutral in a sum with `x`.
+    """Returns zeros that change nothing when they are added to `x`: they have the signs of `x`.
 
     They stay neutral if all shares are multiplied by a number, whatever its sign.
     """
@@ -262,7 +265,7 @@ def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
 
 
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
-    """Returns the identity element of `reduce_op`: -0.0 for a sum, -inf for a max."""
+    """Returns the value that changes no result of a reduction: -0.0 for a sum, -inf for a max."""
     if reduce_op == "sum":
         return NEUTRAL_SHARE if dtype.is_floating_point or dtype.is_complex else 0
     least = reduce_op == "max"
@@ -355,7 +358,9 @@ class _PieceBlock(NamedTuple):
         return (*(count for _, count, _, _ in self.axes), *self.piece)
 
     def find_in(self, strides: Sequence[int]) -> _View:
-        """Returns the pieces in a tensor of these strides."""
+        """Returns where the pieces are in a tensor with these strides: shape, strides and
+        offset.
+        """
         outer = [step * strides[dim] for _, _, step, dim in self.axes]
         return self.shape, (*outer, *strides), sum(map(int.__mul__, self.start, strides))
 
@@ -365,10 +370,10 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class PieceLayout:
-    """The local tensor before or after a move, cut into a piece for each rank of a group.
+    """How a local tensor is cut into a piece for each rank of a group, before or after a move.
 
-    A collective needs the pieces end to end in a buffer, in the group's order. If that differs
-    from the order of the members along the axes, the tensor itself cannot be the buffer.
+    A collective needs the pieces end to end in a buffer, in the group's order. If that differs from
+    the order of the members along the axes, the tensor itself cannot be the buffer.
 
     Attributes:
         shape: the shape of the local tensor.
@@ -403,13 +408,15 @@ class PieceLayout:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of a tensor of all pieces in order, each padded to the largest."""
+        """The shape of a tensor that has all pieces in order, each padded to the size of the
+        largest.
+        """
         (cut,) = self._cuts
         length = self.ranks * self.piece[cut.dim]
         return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
 
     def splits(self) -> Splits:
-        """Returns the start and length of each rank's piece in a flat buffer without padding."""
+        """Returns where each rank's piece is in a flat buffer without padding."""
         (length,), (cut,) = self._lengths, self._cuts
         if self.even:
             return Splits.evenly(self.ranks, self.pad)
@@ -424,11 +431,12 @@ class PieceLayout:
     # -- copies to and from a collective's buffer --------------------------------------------------
 
     def make_packer(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that packs the pieces of a tensor into a flat buffer.
+        """Returns a function that copies the pieces of a tensor into a flat buffer, end to end.
 
         Args:
             pad: the number of elements to which each piece is padded with zeros. None: pieces that
-                are in order are packed without padding, as in `splits`."""
+                are in order are packed without padding, as in `splits`.
+        """
         numel, blocks, order = math.prod(self.shape), self._find_blocks(), self._order
         total = numel if pad is None else self.ranks * pad
         own = contiguous_strides(self.shape)
@@ -452,7 +460,11 @@ class PieceLayout:
         return pack_pieces
 
     def make_unpacker(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the reverse of `make_packer`: a function from a flat buffer to the tensor."""
+        """Returns a function that copies pieces from a flat buffer back into a tensor.
+
+        Args:
+            pad: the same as for `make_packer`.
+        """
         own, order = contiguous_strides(self.shape), self._order
         views = [(b.find_in(own), self._find_in_buffer(b, pad)) for b in self._find_blocks()]
 
@@ -505,7 +517,7 @@ Number = Any
 
 @dataclass(frozen=True)
 class DimChange:
-    """A dimension whose sharding a move changes. It lists only axes of more than one rank.
+    """How a move changes the sharding of one dimension. Axes of one rank are left out.
 
     Attributes:
         dim, size: the dimension, and its global size.
@@ -532,7 +544,10 @@ class DimChange:
 
 
 def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]:
-    """Returns the dimensions whose pieces `move` concatenates, and those that it splits.
+    """Returns how a move changes the sharding of each dimension.
+
+    Returns:
+        The dimensions whose pieces it concatenates, and those that it splits.
 
     Raises:
         LayoutError: one such move cannot change the layout `move.before` into `move.after`.
@@ -560,9 +575,13 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]
 def is_restack(
     joined: Sequence[DimChange], divided: Sequence[DimChange], axes: Sequence[str], mesh: Mesh
 ) -> bool:
-    """True if an all_to_all over `axes` changes the axes that split one dimension, or their order.
+    """True if an all-to-all changes which axes split one dimension, or their order.
 
     The elements that one rank sends to another are then not a regular block.
+
+    Args:
+        joined, divided: the results of `find_cuts`.
+        axes: the axes of the move.
     """
     moved = {a for a in axes if mesh.size(a) > 1}
     both = {cut.dim for cut in joined} & {cut.dim for cut in divided}
@@ -602,12 +621,15 @@ def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tupl
 
 
 def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Number], Number]:
-    """Returns the piece that contains element `at`: its index on each level, and the offset in it.
-
-    The inverse of `span`.
+    """Returns which piece contains the element `at` of a dimension. The inverse of `span`.
 
     Args:
         at: an index, or a tensor of indices, below `length`.
+        length: the length of the dimension.
+        parts: the number of pieces on each level.
+
+    Returns:
+        The index of the piece on each level, and the offset in it.
     """
     places: list[Number] = []
     left = length
@@ -622,7 +644,7 @@ def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Nu
 
 
 def unravel(i: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the coordinate of rank `i` in a row-major mesh of these sizes."""
+    """Returns the coordinate of rank `i` in a row-major mesh with these axis sizes."""
     places = []
     for n in reversed(sizes):
         i, place = divmod(i, n)
@@ -636,14 +658,24 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def padded_length(size: int, parts: Sequence[int]) -> int:
-    """Returns the length of the first piece, to which the others are padded."""
+    """Returns the length of the first piece of a dimension, to which shorter pieces are padded.
+
+    Args:
+        size: the length of the dimension.
+        parts: the number of pieces on each level.
+    """
     for n in parts:
         size = -(-size // n)
     return size
 
 
 def ends_last(size: int, parts: Sequence[int]) -> bool:
-    """True if all padding is behind all data when the padded pieces are placed end to end."""
+    """True if all padding is after all data when padded pieces are placed end to end.
+
+    Args:
+        size: the length of the dimension.
+        parts: the number of pieces on each level.
+    """
     return _in_row(size, tuple(parts), padded_length(size, parts))
 
 
@@ -664,7 +696,11 @@ def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
 
 
 def has_empty(size: int, parts: Sequence[int]) -> bool:
-    """True if any piece is empty when `size` elements are cut into `parts`, as in `span`."""
+    """True if a dimension of `size` elements is cut into pieces of which any is empty.
+
+    Args:
+        parts: the number of pieces on each level, as in `span`.
+    """
     if not parts or not size:
         return not size
     step = -(-size // parts[0])

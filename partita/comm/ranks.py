@@ -37,7 +37,7 @@ _running = threading.local()
 
 
 class World:
-    """The simulated ranks of one mesh, in one process. Made by `ranks`."""
+    """The simulated ranks of a mesh, which run as threads of one process. `pt.ranks` makes it."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, n = mesh, mesh.size()
@@ -56,7 +56,7 @@ class World:
         return None
 
     def handle(self, rank: int) -> MeshHandle:
-        """Returns the mesh object that `rank` gets. It is the same in each run."""
+        """Returns the mesh object that a rank's function gets. It is the same in each run."""
         return self._handles[rank]
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -157,7 +157,12 @@ class World:
     # -- a collective ----------------------------------------------------------------------------
 
     def meet(self, call: MeetingCall, action: Action) -> None:
-        """Wait for all ranks of the call's mesh. The last to arrive runs `action` for all."""
+        """Wait until all ranks of a mesh make the same call. The last one to arrive runs `action`
+        for all.
+
+        Args:
+            call: this rank's call, which is compared with those of the others.
+        """
         r = call.rank
         if getattr(_running, "world", None) is not self or _running.rank != r:
             raise LayoutError(
@@ -275,7 +280,9 @@ class _Turn:
         self.go.acquire()
 
     def stop(self, verdict: _Verdict) -> None:
-        """Make the rank raise `verdict`, or an earlier one, when it continues."""
+        """Make the rank raise the error `verdict` when it continues, unless it has an earlier
+        one.
+        """
         self.state, self.verdict = READY, self.verdict or verdict
 
     def raise_verdict(self) -> None:
@@ -289,7 +296,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class MeetingCall:
-    """One rank's call of a collective. Ranks compare these.
+    """What one simulated rank calls when it needs other ranks. The ranks compare their calls.
 
     Attributes:
         mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
@@ -379,13 +386,13 @@ def _describe_error(error: BaseException) -> str:
 
 
 def running_wire() -> RankWire | None:
-    """Returns the wire over all ranks for the rank of this thread; None outside of `World.run`."""
+    """Returns the wire of the simulated rank that this thread is; None outside of `World.run`."""
     world = getattr(_running, "world", None)
     return None if world is None else world.handle(_running.rank).wire
 
 
 class RankWire(Wire):
-    """The connection of one rank of a `World` to the others."""
+    """The connection of one simulated rank to the others."""
 
     moved_dtypes = ALL_DTYPES
     reduced_dtypes = frozenset(
@@ -455,7 +462,7 @@ class RankWire(Wire):
         compared: str = "",
         shown: str = "",
     ) -> Any:
-        """Returns this rank's item of `answer([mine, ...])`, called with the `mine` of every rank.
+        """Calls `answer` once with every rank's `mine`, and returns this rank's item of the result.
 
         Only the first rank's `answer` is called. Other arguments are as in `exchange`.
         """

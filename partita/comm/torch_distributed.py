@@ -64,7 +64,7 @@ def make_torch_dtensor(
     stride: tuple[int, ...],
     gradient: ToLocal,
 ) -> torch.Tensor:
-    """Returns a DTensor of torch that shares the memory of `local`. Differentiable.
+    """Makes a DTensor of `torch.distributed` that shares the memory of `local`. Differentiable.
 
     Args:
         gradient: a function from the gradient of the result to the gradient of `local`.
@@ -202,7 +202,7 @@ _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Call `inspect(name, (args, kwargs))` before each call of a public collective of torch.
+    """Make `inspect(name, (args, kwargs))` be called before each public collective of torch.
 
     The collective gets the arguments that `inspect` returns. Collectives of partita itself are not
     inspected, because they use the process groups directly.
@@ -216,7 +216,7 @@ def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
 
 
 def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Replace the code of a Python function by `wrap(original)`, also in modules that imported it.
+    """Replace what a Python function does by `wrap(original)`, also in modules that imported it.
 
     Returns:
         `original`: a function that does what `function` did.
@@ -278,7 +278,8 @@ InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]
 
 
 def inspect_wrappers(inspect: InspectWrapper) -> None:
-    """Call `inspect(name, model, ranks, wrapper)` before DDP, FSDP and the like wrap a model.
+    """Make `inspect(name, model, ranks, wrapper)` be called before DDP, FSDP and the like wrap a
+    model.
 
     `ranks` are the global ranks of the process group; empty if the wrapper gets a mesh. `wrapper`
     is the instance that is being made, or None for a function.
@@ -322,7 +323,7 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
 
 def find_torch_dtensor_mesh(x: torch.Tensor) -> DeviceMesh | None:
-    """Returns the mesh if `x` is a DTensor of torch, else None."""
+    """Returns the mesh of a DTensor of `torch.distributed`; None for other tensors."""
     theirs = sys.modules.get("torch.distributed.tensor")
     if theirs is None or not isinstance(x, theirs.DTensor):
         return None
@@ -340,7 +341,9 @@ _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
 def patch_state_dicts(tensors: Any) -> None:
-    """Patch torch's functions of state dicts, now or when they are imported.
+    """Patch torch's functions of state dicts, so that they return whole values of DTensors.
+
+    The patches are applied now, or when torch's modules are imported.
 
     Args:
         tensors: an object with functions on DTensors, which this package must not import.

@@ -70,7 +70,7 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
 
 
 class TraceWire(Wire):
-    """The wire while a step is captured: moves become nodes of the graph, and nothing is sent.
+    """The wire during a capture: it sends nothing, and its moves become nodes of the graph.
 
     Attributes:
         real: the wire that it replaces.
@@ -103,7 +103,7 @@ class TraceWire(Wire):
         self.data_axes = real.data_axes
 
     def forget(self) -> None:
-        """Drop the tensors and the graph of the capture, when it has ended.
+        """Drop the tensors and the graph of a capture after its end.
 
         The plan cache may keep this wire alive for longer.
         """
@@ -116,7 +116,7 @@ class TraceWire(Wire):
         self.paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
-        """Record that a plain tensor is assumed equal on all ranks.
+        """Record that a plain tensor is used with DTensors, so that it must be equal on all ranks.
 
         A copy is kept, because the tensor may be written later.
         """
@@ -132,13 +132,13 @@ class TraceWire(Wire):
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
-        """The matrix products traced so far, as in `Ledger.work`."""
+        """The matrix products that were traced so far, in the form of `Ledger.work`."""
         return [] if self.scope.captured is None else self.scope.captured.work
 
     # -- what is padded ----------------------------------------------------------------------------
 
     def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """Returns the rank's index along `axes` together, as a 0-d int64 tensor.
+        """Returns this rank's index along `axes`, counted over all of them, as a 0-d int64 tensor.
 
         The first axis varies slowest.
         """
@@ -151,7 +151,10 @@ class TraceWire(Wire):
         return place
 
     def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """Returns the sizes of `axes` and the rank's positions on them, without axes of size 1."""
+        """Returns the sizes of `axes` and this rank's position on each, as tensors of the graph.
+
+        Axes of size 1 are left out.
+        """
         cut = [a for a in axes if self.mesh.size(a) > 1]
         return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
 
@@ -245,7 +248,7 @@ class TraceWire(Wire):
         return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
-        """Returns the name of the group over `axes` in the graph."""
+        """Returns the name by which the graph refers to the process group over `axes`."""
         name = _name_of(self.real, axes)
         self.groups[name] = axes
         return name
@@ -281,11 +284,11 @@ class TraceWire(Wire):
 
 
 class Uneven(LayoutError):
-    """Raised for an operation that is impossible with padded shards."""
+    """Raised during capture for an operation that is impossible with padded shards."""
 
 
 def uneven(fact: str) -> Uneven:
-    """Returns the error for uneven pieces that cannot be captured.
+    """Returns the error for an operation that cannot be captured if ranks have uneven pieces.
 
     Capture converts it to a CaptureError.
     """
@@ -564,7 +567,9 @@ _making = _Making()
 
 
 def active_wire(wire: Wire) -> Wire:
-    """Returns the substitute of `wire` while a step is captured, else `wire`."""
+    """Returns the wire that replaces `wire` now (during a capture or a rehearsal), or `wire`
+    itself.
+    """
     found = _standing.get(wire, wire) if _standing else wire
     if found is wire and _making.stand_in is not None and wire not in _standing.values():
         found = _standing[wire] = _making.stand_in(wire)
@@ -575,10 +580,11 @@ def active_wire(wire: Wire) -> Wire:
 def substitute_wires(
     wires: dict[Wire, Wire], make: Callable[[Wire], Wire] | None = None
 ) -> Iterator[None]:
-    """Make `active_wire` return these substitutes inside the block.
+    """Inside the block, `active_wire` returns the given wires in place of others.
 
     Args:
-        make: a function that makes a substitute for a wire that is not in `wires`.
+        wires: the replacement of each wire.
+        make: a function that makes a replacement for a wire that is not in `wires`.
     """
     before, made_before = dict(_standing), _making.stand_in
     _standing.update(wires)

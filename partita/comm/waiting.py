@@ -57,7 +57,7 @@ TIME_SLICE = timedelta(seconds=SLICE)
 
 @dataclass(frozen=True)
 class Need:
-    """The operation for which a rank waits.
+    """What a rank waits for, and which other ranks must take part.
 
     Attributes:
         text: what the rank does, for errors: "reads a value (item) at train.py:10".
@@ -81,7 +81,7 @@ class Need:
 
 
 class WatchedWork:
-    """A pending collective whose wait raises an error in a deadlock.
+    """A running collective whose `wait` raises an error if the ranks are in a deadlock.
 
     Only for backends whose waits block the Python thread anyway.
     """
@@ -104,7 +104,8 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
-    """Continue to wait for `work`, whose wait of `SLICE` seconds has raised a RuntimeError.
+    """Continue to wait for a collective that is not complete after `SLICE` seconds, and look for
+    deadlock.
 
     Raises:
         LayoutError: the same as for `wait_with_others`.
@@ -138,7 +139,9 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
 def wait_with_others(
     over: Callable[[float], bool], need: Need, deadline: float | None = None
 ) -> None:
-    """Continue a wait after `SLICE` seconds: write a post, and read the posts of other ranks.
+    """Continue a wait after `SLICE` seconds, and detect whether the ranks are in a deadlock.
+
+    This rank writes what it waits for into the job's store (a post), and reads other ranks' posts.
 
     Args:
         over: a function that waits for a number of seconds, and returns True if the wait is over.
@@ -198,7 +201,7 @@ _NO_COUNT = ("", 0)
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """Record that this thread begins to run a graph with collectives among `ranks`.
+    """Record that this thread begins to run a compiled graph with collectives among `ranks`.
 
     If it takes longer than `SLICE`, a watcher thread writes a post. Other ranks see from the number
     of collectives in it whether the graph waits or computes.
@@ -208,14 +211,19 @@ def begin_graph(title: str, ranks: Sequence[int]) -> None:
 
 
 def end_graph() -> None:
-    """Record that the graph of `begin_graph` has ended, or failed."""
+    """Record that the graph that `begin_graph` announced has ended or failed."""
     global _now
     _now = None
 
 
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Write a post if torch's blocking collective `name`, inside the block, takes long.
+    """Detect deadlocks while a collective of torch runs inside the block.
+
+    If it takes long, this rank writes into the job's store that it waits (a post).
+
+    Args:
+        name: the name of the collective.
 
     Raises:
         LayoutError: it failed because other ranks did something else, or one has ended.
@@ -330,7 +338,7 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among some ranks: count, digest, and the last few.
+    """The collectives that this rank has begun among a set of ranks: count, hash, and the last few.
 
     Attributes:
         new: collectives that the other fields do not include yet; `add_new` adds them.
@@ -342,7 +350,7 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Add the new collectives to the other fields. Returns this history."""
+        """Include the collectives in `new` in the other fields. Returns this history."""
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]
@@ -360,7 +368,7 @@ class MoveHistory:
         return self
 
     def describe(self) -> dict[str, str]:
-        """Returns texts that describe the last collectives, by their numbers."""
+        """Returns texts that describe the last collectives, by the collectives' numbers."""
         # A copy: another thread may add to it.
         return {str(number): request.describe() for number, request in list(self.last)}
 
@@ -403,7 +411,7 @@ def history_of(ranks: Sequence[int]) -> MoveHistory:
 
 
 def last_begun_in(group: str) -> str:
-    """Returns the kind of the last collective begun in the group with this name; "" if none."""
+    """Returns the kind of the last collective that was begun in a process group; "" if none."""
     begun = _begun_in.get(group)
     last = None if begun is None else begun.history.add_new().last
     return last[-1][1].kind if last else ""
@@ -438,7 +446,7 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """Returns this rank's post, which says that it waits for `need`."""
+    """Returns the post of this rank: a message for other ranks that says what it waits for."""
     # Copies: this thread may not be the one that begins collectives.
     groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
@@ -466,17 +474,18 @@ def make_post(need: Need) -> Post:
 
 
 def put_post(store: Any, rank: int, post: Post) -> None:
-    """Write the post of a thread that begins to wait, as the post of rank `rank`."""
+    """Write a post (what a rank waits for) into the job's store, when a thread begins to wait."""
     with _posts_lock:
         _own_posts[post["id"]] = post
         _replace_post(store, rank, post)
 
 
 def withdraw_post(store: Any, rank: int, post: Post) -> None:
-    """Remove the post of a thread that continues, or replace it by another waiting thread's.
+    """Remove a post from the job's store, because its thread continues.
 
-    The key is overwritten and not deleted: a rank that has just seen it may read it next, and
-    reading a missing key blocks until the timeout of the store.
+    If another thread of this rank waits, its post is written instead. The key is overwritten and
+    not deleted: a rank that has just seen it may read it next, and reading a missing key blocks
+    until the timeout of the store.
     """
     with _posts_lock:
         _own_posts.pop(post["id"], None)
@@ -496,9 +505,12 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """Returns the posts of all ranks on which this rank depends, also indirectly.
+    """Returns the posts of all ranks on which this rank depends, directly or not, from the store.
 
     The value is None for a rank that has no post, because it computes.
+
+    Args:
+        me, mine: this rank, and its post.
     """
     found: dict[int, Post | None] = {me: mine}
     ahead = list(mine["ranks"])
@@ -596,7 +608,7 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
 
 
 def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
-    """Returns the error for ranks that wait for different things, which `lines` describe."""
+    """Returns the error for a deadlock: ranks wait for different things, which `lines` describe."""
     return LayoutError(
         fact,
         place=user_line(),
@@ -624,7 +636,7 @@ def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
 
 
 def verdict_of_others() -> LayoutError | None:
-    """Returns the error that another rank has written, after a collective failed here, or None."""
+    """Returns the error that another rank has written into the store for all ranks, or None."""
     with contextlib.suppress(Exception):
         store, me = _find_store(), dist.get_rank()
         for _ in range(3):
@@ -653,7 +665,7 @@ _FIXES_OF_GONE_RANKS = (
 
 
 class RankGoneError(LayoutError, RuntimeError):
-    """Another rank has ended, cannot be reached, or does not arrive in time.
+    """Raised if another rank has ended, cannot be reached, or does not arrive in time.
 
     It is a RuntimeError, like torch's own errors for this.
     """
@@ -672,18 +684,22 @@ _processes: dict[int, _Process] = {}
 
 
 def describe_process() -> bytes:
-    """Returns an identifier of this process, for `remember_processes` on other ranks."""
+    """Returns bytes that identify this process, by which other ranks detect that it has ended."""
     return _PROCESS.pack(*_this_process())
 
 
 def remember_processes(ranks: Sequence[int], described: Sequence[bytes]) -> None:
-    """Store the process identifier of each of `ranks` (global ranks)."""
+    """Store the identifiers of other ranks' processes, from `describe_process`.
+
+    Args:
+        ranks: the global ranks.
+    """
     for rank, text in zip(ranks, described, strict=True):
         _processes[rank] = _Process(*_PROCESS.unpack(text))
 
 
 def find_ended(ranks: Sequence[int], timeout: float = 0.0) -> list[int]:
-    """Returns the ranks that are known to have ended. Waits up to `timeout` seconds for one."""
+    """Returns the ranks whose processes have ended. Waits up to `timeout` seconds for one."""
     until = time.monotonic() + timeout
     machine = _this_process().machine
     here = {r: p for r in ranks if (p := _processes.get(r)) and p.machine == machine}
@@ -749,7 +765,7 @@ def _make_late_ranks_error(
 
 
 def make_rank_gone_error(ranks: Sequence[int], text: str, reason: str = "") -> RankGoneError:
-    """Returns the error of this rank, which does `text`, when `ranks` have ended.
+    """Returns the error for waiting (`text` says in what) for `ranks` that have ended.
 
     `reason` says what happened to them.
     """

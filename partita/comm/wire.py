@@ -75,7 +75,7 @@ def _begin_wires() -> None:
 
 
 def hidden_from_modes(run: Callable[..., Any]) -> Any:
-    """Returns a function whose calls of torch no `TorchFunctionMode` intercepts.
+    """Decorate a function so that no `TorchFunctionMode` intercepts its calls of torch.
 
     They are a part of a message, and not of the program that a mode records or reruns.
     """
@@ -89,7 +89,7 @@ def hidden_from_modes(run: Callable[..., Any]) -> Any:
 
 
 class Reading(NamedTuple):
-    """A value of a DTensor that the program reads, such as by `x.item()`.
+    """A read of a DTensor's value by the program, such as `x.item()`, as ranks compare it.
 
     Attributes:
         op: the op that reads it, such as "item".
@@ -111,16 +111,18 @@ class Reading(NamedTuple):
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
-        """Returns two texts for a read at `place`.
+        """Returns two texts for a read at the line `place`.
 
-        The first must be equal on all ranks. Errors show the second after `why`.
+        Returns:
+            A text that must be equal on all ranks, and one that errors show after `why`.
         """
         shown = ", ".join(filter(None, (self.value, str(self.made))))
         return f"{self.why} {self.value} {self.origin} {place}", shown and f": {shown}"
 
 
 class Wire(Transport):
-    """The connection of one rank to the other ranks of one mesh.
+    """The connection of one rank to the other ranks of one mesh. It runs the steps of
+    redistributions.
 
     Attributes:
         device_mesh: the user's mesh object.
@@ -192,7 +194,7 @@ class Wire(Transport):
     def start(
         self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str
     ) -> PendingWork:
-        """Begin a collective over flat buffers, and return before it ends.
+        """Begin an all-gather, reduce-scatter or all-reduce over flat buffers, without waiting.
 
         Args:
             move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
@@ -248,7 +250,12 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Record that a view of the user's keeps memory alive that `op` would have freed."""
+        """Record in the ledger that memory stays allocated because a user's view of it is alive.
+
+        Args:
+            op: the operation that would have freed it.
+            nbytes: its bytes.
+        """
         what = f"{op}: {human(nbytes)} of a view"
         self._record(Record("kept", (), 0, what, user_line(), "a view is kept", self.rank))
 
@@ -257,7 +264,7 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Compare `text` under `check_ranks()`: all ranks of the mesh raise if it differs."""
+        """Under `check_ranks()`, raise on all ranks of the mesh if `text` differs between them."""
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
@@ -279,7 +286,7 @@ class Wire(Transport):
         compared: str = "",
         shown: str = "",
     ) -> list[bytes]:
-        """Returns the bytes `mine` of every rank, of any length, in mesh order.
+        """Sends bytes of any length to all ranks. Returns every rank's bytes, in mesh order.
 
         On a dry mesh, and during a capture, it returns this rank's bytes for all ranks.
 
@@ -303,16 +310,16 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """Returns the global ranks of the mesh that may never arrive; [] if a wait cannot hang."""
+        """The global ranks of the mesh that may never arrive; [] if a wait cannot hang."""
         return []
 
     def last_begun(self, axes: Axes) -> str:
-        """Returns the kind of the last collective begun along `axes`; "" if unknown."""
+        """Returns the kind of the last collective that was begun along `axes`; "" if unknown."""
         return ""
 
     @contextmanager
     def reading(self, value: Reading) -> Iterator[None]:
-        """Mark moves inside the block as part of a read, such as `x.item()`.
+        """Inside the block, moves belong to a read of a value, such as `x.item()`.
 
         Ranks then compare what they read, and a rank that reads alone gets an error.
         """
@@ -324,11 +331,11 @@ class Wire(Transport):
 
     @property
     def is_reading(self) -> bool:
-        """True inside `reading`."""
+        """True inside a `reading` block."""
         return self._reading is not None
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
-        """Wait until all ranks read this value. Returns every rank's bytes `mine`, in mesh order.
+        """Wait until all ranks read the same value, and exchange their bytes `mine`, in mesh order.
 
         Raises:
             LayoutError: on all ranks, if a rank reads alone, or reads another value.
@@ -340,13 +347,16 @@ class Wire(Transport):
 
     @property
     def read_timeout(self) -> float | None:
-        """Returns the seconds for which a reading rank waits for ranks that still compute."""
+        """The seconds for which a rank that reads a value waits for ranks that still compute.
+
+        None: the timeout of the process groups.
+        """
         return None
 
     def gather_ints(
         self, values: tuple[int, ...], what: str = "gather_ints"
     ) -> list[tuple[int, ...]]:
-        """Returns the values of every rank, in mesh order.
+        """Sends integers to all ranks. Returns every rank's values, in mesh order.
 
         Args:
             values: integers of at most 64 bits, equally many on all ranks.
@@ -362,7 +372,8 @@ class Wire(Transport):
 
     @hidden_from_modes
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Broadcast the `x` of rank `src`, an index in mesh order.
+        """Returns the tensor `x` of rank `src` on every rank (a broadcast). `src` is an index in
+        mesh order.
 
         Returns:
             A new contiguous tensor on every rank.
@@ -379,7 +390,8 @@ class Wire(Transport):
             return out
 
     def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:
-        """Returns `(offset, length)` for each dimension: the slice that this rank holds.
+        """Returns the slice of a global tensor that this rank holds: `(offset, length)` by
+        dimension.
 
         Args:
             beyond: True if the region of a padded piece may overlap the next rank's.
@@ -387,12 +399,16 @@ class Wire(Transport):
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raise if `to`, such as "to_local", would return the padding of this rank's piece."""
+        """Raise if this rank's piece is padded, so that a user would get the padding.
+
+        Args:
+            to: the function that would return it, such as "to_local".
+        """
 
     def fill_padding(
         self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Returns `x` with `value` in its padding along `dims` (None: all). Differentiable.
+        """Returns `x` with its padding along `dims` set to `value`. Differentiable.
 
         Args:
             layout: the layout of `x`, or of a tensor with which it is broadcast. The result then
@@ -401,7 +417,8 @@ class Wire(Transport):
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor stored under `name` if it is alive; otherwise calls `make`.
+        """Returns the tensor that was stored under `name`, or makes and stores it by calling
+        `make`.
 
         Args:
             name: everything that the value depends on, except this rank's coordinate.
@@ -413,7 +430,11 @@ class Wire(Transport):
         return kept
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
-        """Returns a bool tensor: for each list of axes, True if the rank is first along all."""
+        """Returns a bool tensor that says where this rank is the first one.
+
+        Args:
+            of: lists of axes. There is an element for each, True if the rank is first along all of them.
+        """
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
 
@@ -431,7 +452,8 @@ def _view_as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 class MeshHandle:
-    """A mesh without process groups, with the interface of `torch.distributed.DeviceMesh`.
+    """A mesh without process groups: of `pt.ranks` or `pt.dry_mesh`. It has the interface of
+    `DeviceMesh`.
 
     Each rank has its own handle; handles are compared and hashed by identity. `deepcopy`, and
     unpickling in the same process, return the handle itself. The ranks are read below all dispatch
@@ -469,7 +491,7 @@ class MeshHandle:
 
     @property
     def number(self) -> int:
-        """A number by which `find_handle` finds this handle in this process."""
+        """A number by which `find_handle` finds this mesh again in this process, for unpickling."""
         return self._number
 
     def size(self, mesh_dim: int | str | None = None) -> int:
@@ -537,7 +559,7 @@ class MeshHandle:
 
 
 def find_handle(number: int) -> MeshHandle:
-    """Returns the handle with this number, if it is still alive in this process."""
+    """Returns the mesh with this number, if it is still alive in this process."""
     try:
         return _known[number]
     except KeyError:
@@ -594,7 +616,9 @@ class DryWire(Wire):
 
     @classmethod
     def from_wire(cls, wire: Wire) -> Self:
-        """Returns a dry wire with the mesh and coordinate of `wire`, without a ledger."""
+        """Returns a wire that sends nothing, with the mesh and coordinate of `wire` and without a
+        ledger.
+        """
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:

@@ -30,7 +30,12 @@ Native = Callable[[Any, torch.Tensor, torch.Tensor, Request], PendingWork]
 def begin_in_group(
     group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
 ) -> PendingWork:
-    """Begin the process group's collective for `request`."""
+    """Begin a collective of torch's process group, without waiting for it.
+
+    Args:
+        out, x: its output and its input.
+        request: which collective it is.
+    """
     kind = request.kind
     work: Any
     get, send = request.get, request.send
@@ -85,23 +90,33 @@ class Backend:
         return "own"
 
     def gathers_pieces(self, x: torch.Tensor) -> bool:
-        """True if the gather of a bucket, such as `x`, writes each gathered piece contiguously. It
-        is one call, and no piece has to be copied out of the bucket.
+        """True if a gather of a bucket of tensors writes each gathered tensor contiguously.
+
+        It is one call, and nothing has to be copied out of the bucket.
+
+        Args:
+            x: the bucket.
         """
         return not Device(x.device.type).is_host
 
     # -- memory beside the operands, while a collective is under way -------------------------------
 
     def staging_of_gather(self, out: torch.Tensor) -> int:
-        """Returns the bytes that an all-gather allocates beside `out`."""
+        """Returns the bytes of temporary memory that an all-gather allocates in addition to
+        `out`.
+        """
         return 0
 
     def staging_of_scatter(self, x: torch.Tensor) -> int:
-        """Returns the bytes that a reduce-scatter allocates beside `x`."""
+        """Returns the bytes of temporary memory that a reduce-scatter allocates in addition
+        to `x`.
+        """
         return 0
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:
-        """Returns the bytes that an all-reduce over `n` ranks allocates beside `x`."""
+        """Returns the bytes of temporary memory that an all-reduce over `n` ranks allocates besides
+        `x`.
+        """
         return 0
 
     # -- collectives -------------------------------------------------------------------------------
@@ -109,7 +124,7 @@ class Backend:
     def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        """Begin to write the result of `request` for this rank's `x` into `out`; return at once.
+        """Begin a collective that writes its result into `out`, and return at once.
 
         For an all_gather, `x` may be a part of `out`. A sum has the dtype of `out`. Callers that
         wait at once for an all_gather use `native` instead.
@@ -121,7 +136,9 @@ class Backend:
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """Begin a reduce_scatter (sum) that exchanges shares, and adds them in rank order."""
+        """Begin a reduce-scatter as an exchange of addends, which each rank then adds in rank
+        order.
+        """
         n, rank, each = group.size(), group.rank(), x.numel() // group.size()
         shares: Sequence[torch.Tensor]
         if n == 2:  # one message each, and no copy

@@ -31,7 +31,7 @@ _SMALL = 1 << 15
 
 
 class Gloo(Backend):
-    """Gloo process groups for CPU tensors."""
+    """Torch's Gloo process groups, for CPU tensors."""
 
     gathers_by_broadcast = True
     sums_in_rank_order = True
@@ -122,7 +122,7 @@ class Gloo(Backend):
 
 
 class GlooOnDevice(Backend):
-    """Gloo for tensors of an accelerator: it copies them to the host, and waits there."""
+    """Gloo process groups for GPU tensors: they copy tensors to the host, and wait there."""
 
     runs_in_streams = False
 
@@ -145,22 +145,33 @@ TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def can_compare() -> bool:
-    """True if this torch was built with Gloo."""
+    """True if this torch was built with Gloo, over which ranks compare messages."""
     return dist.is_available() and dist.is_gloo_available()
 
 
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
-    """Returns a new group of some ranks of the job, which find each other by `name`.
+    """Makes a process group of some ranks of the job, which find each other by a name.
 
     `new_group` is not sufficient: it names a group by the number of groups that a rank is in
     already, which may differ between the ranks.
+
+    Args:
+        ranks: the global ranks.
+        limit: the timeout of its operations.
     """
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), limit)
 
 
 def prepare_control(environment: Any, loopback: str) -> None:
-    """Make a job on one machine use its loopback interface. Call this before groups are made."""
+    """Make Gloo use the loopback interface if all ranks are on this machine.
+
+    Call this before process groups are made.
+
+    Args:
+        environment: the environment variables, which are changed.
+        loopback: the name of the interface.
+    """
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", ""):
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
 

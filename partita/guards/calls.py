@@ -483,7 +483,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
-    """Record the settings that the functions of a module read without an argument (as a locale).
+    """Record the settings that the functions of a module use implicitly, such as the locale.
 
     Args:
         module: the module's name.

@@ -1004,7 +1004,7 @@ class History:
         )
 
     def note_drop(self, key: Any) -> None:
-        """Record that a program was dropped, because more than `keep` were captured."""
+        """Record that the step no longer keeps a program."""
         self._described.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()

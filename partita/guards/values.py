@@ -633,7 +633,7 @@ _VIEWS = tuple(
 
 
 def has_raw_content(value: Any) -> bool:
-    """True if `value` has content outside of Python objects.
+    """True if `value` is an object implemented in C whose content guards compare.
 
     It is an array, a buffer, a file in memory or a decimal context.
     """

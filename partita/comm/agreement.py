@@ -427,8 +427,8 @@ class ControlPlane:
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """Returns `decide` as a function of `mine` and `answer` only, for several decisions in a
-        row.
+        """Returns `decide` as a function of `mine` and `answer`, with `why` and `shown` already
+        given.
         """
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 

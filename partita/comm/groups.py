@@ -346,8 +346,8 @@ class ControlGroup:
         """Send `mine` to the first rank, which computes an answer for each rank.
 
         Args:
-            answer: a function that the first rank calls with every rank's `mine`. It returns an answer
-                for each.
+            answer: a function that the first rank calls with every rank's `mine`. It returns an
+                answer for each.
             watched: True shows other ranks what this rank waits for. False in a background thread,
                 because its rank continues meanwhile.
 

@@ -109,7 +109,7 @@ class Ledger:
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
         """The operations of matrix products so far, as `(op, source, axes, operations)`.
 
-        Entries of one op, line and set of axes are added.
+        There is an entry for each rank, op, line and set of axes.
         """
         return [(op, source, axes, n) for (_, op, source, axes), n in self._work.items()]
 

@@ -341,7 +341,8 @@ _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
 def patch_state_dicts(tensors: Any) -> None:
-    """Patch torch's functions of state dicts, so that they return whole values of DTensors.
+    """Patch torch's functions of state dicts for DTensors, now or when torch's modules are
+    imported.
 
     The patches are applied now, or when torch's modules are imported.
 

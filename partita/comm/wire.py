@@ -349,7 +349,7 @@ class Wire(Transport):
     def read_timeout(self) -> float | None:
         """The seconds for which a rank that reads a value waits for ranks that still compute.
 
-        None: the timeout of the process groups.
+        None: there is no such limit.
         """
         return None
 
@@ -417,8 +417,8 @@ class Wire(Transport):
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor that was stored under `name`, or makes and stores it by calling
-        `make`.
+        """Returns the tensor that is stored under `name` if it is alive; otherwise stores that of
+        `make()`.
 
         Args:
             name: everything that the value depends on, except this rank's coordinate.
@@ -433,7 +433,8 @@ class Wire(Transport):
         """Returns a bool tensor that says where this rank is the first one.
 
         Args:
-            of: lists of axes. There is an element for each, True if the rank is first along all of them.
+            of: lists of axes. The result has an element for each: True if this rank is first along
+                all of them.
         """
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)

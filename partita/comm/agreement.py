@@ -20,6 +20,7 @@ import os
 import threading
 import warnings
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
@@ -126,15 +127,15 @@ class AgreedKeys:
             self._numbers, self._keys, self._distance = {}, [], 1
         number = self._numbers.setdefault(key, len(self._numbers))
         self._append(number)
-        keys, longest = self._keys, 0
-        last = len(keys) - 1
-        for at in range(last - 1, max(-1, last - _REMEMBERED), -1):
-            if keys[at] == number:
-                n = 1
-                while n <= at and n < _COMPARED and keys[at - n] == keys[last - n]:
-                    n += 1
-                if n > longest:
-                    longest, self._distance = n, last - at
+        # As text, in which C finds the longest end that occurs before.
+        text = "".join(map(chr, self._keys[-_REMEMBERED - _COMPARED :]))
+
+        def find(n: int) -> int:
+            return text.rfind(text[-n:], 0, -1)
+
+        most = range(1, min(_COMPARED, len(text) - 1) + 1)
+        if longest := bisect_left(most, True, key=lambda n: find(n) < 0):
+            self._distance = len(text) - longest - find(longest)
 
     def _append(self, number: int) -> None:
         self._keys.append(number)

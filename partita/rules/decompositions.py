@@ -24,7 +24,10 @@ from .sentence import Names
 
 @own_op
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with nothing Partial, for a value that is used more than once."""
+    """Returns `x` with its Partial axes reduced.
+
+    Call it on a value that is used several times, so that it is reduced only once.
+    """
     return x.view_as(x)
 
 
@@ -37,7 +40,10 @@ def _reduced_sentence(x: Arg) -> str:
 
 @own_op
 def subtract_reduced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns x - y, for a small y. A Partial y is reduced first, so that x keeps its layout."""
+    """Returns x - y for a y that is small, such as a mean.
+
+    A Partial y is reduced first, so that x keeps its layout.
+    """
     return x - y
 
 
@@ -57,7 +63,11 @@ Dim = int | Sequence[int] | None
 
 @own_op
 def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
-    """Returns the maximum (`sign` -1: minimum) of this rank's piece, without gradient."""
+    """Returns the maximum over this rank's piece only, as a Partial max. It has no gradient.
+
+    Args:
+        sign: 1 for the maximum, -1 for the minimum.
+    """
     x, dims = x.detach(), Names.of(x.ndim).dims(dim)
     if any(x.shape[d] == 0 for d in dims):
         shape = [1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims]
@@ -76,9 +86,10 @@ def _partial_max_sentence(x: Arg, dim: Dim, keepdim: bool, sign: int = 1) -> str
 
 @own_op
 def first_index(x: torch.Tensor, best: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """Returns the first index along `dim` at which `x` equals `best`.
+    """Returns the first index along `dim` at which `x` equals `best`, such as its maximum.
 
-    `dim` is kept. None means the index in the flattened tensor."""
+    `dim` is kept. None means the index in the flattened tensor.
+    """
     return _first_index(x, best, dim, [0] * x.ndim, list(x.shape))
 
 
@@ -111,7 +122,11 @@ def _derive_first_index(x: Arg, best: Arg, dim: int | None) -> KernelRule:
 
 @own_op
 def is_at_place(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
-    """True for each element of `x` whose position along `dim` is `at` (of size 1 along `dim`)."""
+    """Returns a mask that is True for the elements of `x` at the position `at` along `dim`.
+
+    Args:
+        at: positions along `dim`, with size 1 in that dimension.
+    """
     return _is_at_place(x, at, dim, 0)
 
 
@@ -134,7 +149,10 @@ def _derive_is_at_place(x: Arg, at: Arg, dim: int) -> KernelRule:
 
 
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Returns the maximum (`sign` -1: minimum). Equal elements get equal parts of the gradient."""
+    """Computes torch.amax (`sign` -1: torch.amin) of a DTensor.
+
+    Equal elements get equal parts of the gradient.
+    """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return partial_max(x, dim, keepdim, sign)
     dims = Names.of(x.ndim).dims(dim)
@@ -144,14 +162,20 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Returns the index of the maximum (`sign` -1: minimum); the first of equal values."""
+    """Computes torch.argmax (`sign` -1: torch.argmin) of a DTensor: the first index of equal
+    values.
+    """
     best = partial_max(x, dim, True, sign)
     at = first_index(x.detach(), best, dim)
     return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
 
 
 def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
-    """Returns the maximum along `dim` and its index. Only this element gets the gradient."""
+    """Computes torch.max along `dim` (`sign` -1: torch.min) of a DTensor: the values and their
+    indices.
+
+    Only the element at that index gets the gradient.
+    """
     at = reduced(argmax(x, dim, True, sign))
     if x.requires_grad and torch.is_grad_enabled():
         # gather would save x for backward. torch.max does not, so x may be written afterwards.
@@ -199,7 +223,11 @@ def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
 def moments(
     x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False
 ) -> tuple[Any, Any]:
-    """Returns `(mean, variance)`; the denominator of the variance is n - correction."""
+    """Returns the mean and the variance of a DTensor over `dim`.
+
+    Args:
+        correction: the variance is the sum of squares divided by n - correction.
+    """
     dims = Names.of(x.ndim).dims(dim)
     count = math.prod(x.shape[d] for d in dims)
     dtype, x = x.dtype, widen(x)
@@ -281,7 +309,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    """Returns F.layer_norm: (input - mean) / sqrt(variance + eps) over the last dimensions."""
+    """Computes F.layer_norm: (input - mean) / sqrt(variance + eps) over the last dimensions."""
     dims = range(-len(normalized_shape), 0)
     x = widen(input)
     mean, variance = moments(x, tuple(dims), 0, keepdim=True)
@@ -293,7 +321,7 @@ def layer_norm(
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """Returns F.rms_norm: input / sqrt(mean of squares + eps) over the last dimensions."""
+    """Computes F.rms_norm: input / sqrt(mean of squares + eps) over the last dimensions."""
     x = widen(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-len(normalized_shape), 0))
@@ -311,9 +339,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Returns F.batch_norm with statistics of the whole batch, as on one device.
+    """Computes F.batch_norm with statistics of the whole batch of all ranks, as on one device.
 
-    Running statistics are updated once, equally on all ranks."""
+    Running statistics are updated once, equally on all ranks.
+    """
     x = widen(input)
     dims = [d for d in range(input.ndim) if d != 1]
     count = math.prod(input.shape[d] for d in dims)
@@ -339,7 +368,10 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """Returns the divisor of a mean loss: the sum of the weights of targets not ignored."""
+    """Returns the number by which a mean loss is divided.
+
+    It is the sum of the class weights of all targets that are not ignored.
+    """
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
@@ -361,7 +393,8 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 
 
 def make_mean_loss(loss: Any) -> Any:
-    """Returns the mean of a loss over classes given by index, if each rank has all classes.
+    """Returns a function that computes the mean loss over class indices, if each rank has all
+    classes.
 
     Each rank sums the losses of its samples by torch's kernel, and divides by the weight of the
     samples of all ranks.
@@ -387,7 +420,7 @@ def make_mean_loss(loss: Any) -> Any:
 def nll(
     logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
 ) -> Any:
-    """Returns the negative log likelihood. Classes are dimension 1 (0 without a batch)."""
+    """Computes F.nll_loss. Classes are dimension 1 (0 without a batch)."""
     dim = 1 if logp.ndim > 1 else 0
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
@@ -406,7 +439,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Returns the cross entropy of logits. Classes are dimension 1 (0 without a batch).
+    """Computes F.cross_entropy of logits. Classes are dimension 1 (0 without a batch).
 
     Args:
         target: class indices, or probabilities with the shape of the logits.

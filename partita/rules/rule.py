@@ -28,7 +28,7 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Arg:
-    """The data of a tensor that a rule gets: its global shape, and how each dimension is split.
+    """What a rule function gets in place of a tensor argument: shape, and how dimensions are split.
 
     Attributes:
         shape: the global shape, in elements.
@@ -46,7 +46,7 @@ class Arg:
 
     @property
     def names(self) -> Names:
-        """Returns a name for each dimension: `a b c ...`."""
+        """A name for each dimension, to write a sentence with: `a b c ...`."""
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
@@ -63,7 +63,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """The data of one rank for which a local kernel is made.
+    """What a rule gets to make a kernel for one rank: shapes, and which piece the rank has.
 
     Attributes:
         run: the function that the user called.
@@ -81,13 +81,13 @@ class KernelCall:
     share: Callable[[tuple[Any, ...], Callable[[], Any]], Any] = lambda name, make: make()
 
     def is_split(self, *names: str) -> bool:
-        """True if one of `names` is split over ranks."""
+        """True if a dimension with one of these names is split over ranks in this call."""
         return any(n in self.pieces for n in names)
 
 
 @dataclass(frozen=True)
 class KernelRule:
-    """A sentence, and a kernel that a rank runs in place of the called function.
+    """A rule with a kernel of its own, which a rank runs in place of the called function.
 
     Attributes:
         text: the sentence.
@@ -110,7 +110,11 @@ class KernelRule:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """An op that is written as other ops: `run` is called on DTensors, with the op's arguments."""
+    """A rule for an op that is computed by other ops.
+
+    Attributes:
+        run: a function of DTensors that is called with the op's arguments.
+    """
 
     run: Kernel
 
@@ -135,7 +139,7 @@ class LikeRule:
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of a function: a fixed sentence, or a function of its declared arguments.
+    """The rule of a function: a sentence, or a function that returns one for given arguments.
 
     Attributes:
         must_fit: True raises an error for a call that the rule does not fit. False gathers the
@@ -149,7 +153,7 @@ class Rule:
     must_fit: bool = False
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the rule for these declared arguments, by calling the rule's function.
+        """Calls the rule function with the arguments that it declares, and returns the rule.
 
         Raises:
             LayoutError: see `check_given`.
@@ -159,7 +163,7 @@ class Rule:
         return self.derive(*args, **kwargs)
 
     def check_given(self, count: int, names: Container[str]) -> None:
-        """Raise LayoutError if a call lacks a required parameter of the rule.
+        """Raise LayoutError if a call does not pass an argument that the rule function requires.
 
         Args:
             count: the number of declared arguments that the call passes by position.
@@ -184,7 +188,7 @@ ON_NEW_RULE: list[Callable[[], None]] = []
 
 
 def store_rule(function: Callable[..., Any], rule: Rule) -> None:
-    """Register a rule for a function, and drop plans that were made without it."""
+    """Register a rule for a function, and drop cached plans that were made without it."""
     RULES[function] = rule
     for forget in ON_NEW_RULE:
         forget()
@@ -252,12 +256,15 @@ def _names_in(function: FunctionType) -> set[str]:
 
 
 def builtin_rule(*what: Any) -> Any:
-    """Register a rule of partita's own. Calls that it does not fit gather their operands."""
+    """Register one of partita's own rules, like `rule`.
+
+    Operands of calls that it does not fit are gathered; there is no error.
+    """
     return _register_rule(what, must_fit=False)
 
 
 def read_signature(takes: str) -> inspect.Signature:
-    """Returns the signature for a text such as `"input dim=-1"` or `"*tensors indexing=None"`."""
+    """Makes a signature from a text such as `"input dim=-1"` or `"*tensors indexing=None"`."""
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = []
     for word in takes.split():
@@ -271,7 +278,7 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Decorate a function that computes the rule from a dictionary of the arguments.
+    """Decorate a function that returns a rule and gets the arguments as a dictionary.
 
     Use it for several functions whose sentences are similar, but whose parameters differ.
     """
@@ -290,9 +297,10 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorate a function that computes `functions` with other ops.
+    """Decorate a function that computes other functions (`functions`) by calling ops on DTensors.
 
-    `takes` lists the parameters on which plans depend.
+    Args:
+        takes: the parameters on which plans depend, such as "input dim=-1".
     """
 
     def register_decomposition(run: Kernel) -> Kernel:
@@ -371,7 +379,9 @@ def _check_terms(sentence: Sentence, function: Any) -> None:
 
 
 def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function `run` an op: called on DTensors, it uses the rule registered for it."""
+    """Decorate a function so that it becomes an op: on DTensors it runs by the rule registered for
+    it.
+    """
 
     @functools.wraps(run)
     def call_own_op(*args: Any, **kwargs: Any) -> Any:
@@ -392,7 +402,7 @@ def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
 def index_in_piece(
     index: Any, piece: tuple[int, int, int], *, from_end: bool = False
 ) -> tuple[Any, Any]:
-    """Returns `(index in this rank's piece, mask of indices that are on other ranks)`.
+    """Converts indices of a whole dimension to indices of this rank's piece.
 
     An index that is out of range stays out of range, so that the kernel raises torch's error.
 
@@ -400,6 +410,9 @@ def index_in_piece(
         index: indices in the whole dimension: a number or a tensor.
         piece: `(offset, length, size)` of this rank's piece.
         from_end: True if negative indices count from the end.
+
+    Returns:
+        The index in the piece, and a mask of indices that are on other ranks.
     """
     offset, length, size = piece
     at = torch.where(index < 0, index + size, index) if from_end else index
@@ -409,10 +422,11 @@ def index_in_piece(
 
 
 def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
-    """Returns `length` elements of `x` along `dim`, from `offset` on.
+    """Returns `length` elements of `x` along `dim`, beginning at `offset`.
 
     In a captured step `offset` is a tensor: ranks have different offsets, but the same graph. The
-    elements are then selected by index."""
+    elements are then selected by index.
+    """
     if isinstance(offset, torch.Tensor):
         places = torch.arange(length, device=x.device) + offset.to(x.device)
         # In a capture, all pieces have the first one's length: a shorter one ends with padding.
@@ -421,15 +435,21 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
 
 
 def make_connected_shares(input: Any, shape: Sequence[int]) -> Any:
-    """Returns neutral shares with `input` in their graph: its gradient is zeros and not None."""
+    """Returns a tensor that changes nothing in a sum, connected to `input` in autograd.
+
+    So the gradient of `input` is zeros and not None.
+    """
     out = input.new_full(shape, NEUTRAL_SHARE)
     return out - input.flatten()[:0].sum() if input.requires_grad else out
 
 
 def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
-    """Returns a kernel for an op that fails if its first dimension, named `name`, is empty.
+    """Returns a kernel maker for an op that fails if its first dimension is empty on a rank.
 
-    On a rank with an empty piece the kernel runs the op on one dummy row, and drops the result.
+    On a rank with an empty piece, the kernel runs the op on one dummy row and drops the result.
+
+    Args:
+        name: the name of the first dimension in the sentence.
     """
 
     def make_empty_piece_kernel(call: KernelCall) -> Kernel | None:
@@ -441,7 +461,10 @@ def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
 
 
 def with_dummy_row(run: Kernel) -> Kernel:
-    """Returns `run` for an empty first dimension: it runs on one dummy row, which is dropped."""
+    """Wraps `run` for an input whose first dimension is empty: it runs on one dummy row instead.
+
+    The row of the result is dropped.
+    """
 
     def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:
         one = torch.cat([input, input.new_zeros((1, *input.shape[1:]))])

@@ -43,7 +43,9 @@ class SentenceError(ValueError):
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension: the names that it joins. Its size is the product of theirs; `()` is size 1."""
+    """One dimension of a term: the names that are joined in it. Its size is the product of their
+    sizes.
+    """
 
     names: tuple[str, ...]
     whole: bool = False
@@ -58,7 +60,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Term:
-    """The dimensions of one tensor.
+    """The part of a sentence that describes one operand or output: its dimensions.
 
     Attributes:
         reduce: how an output reduces the names that it lacks: "sum", "max" or "min".
@@ -74,7 +76,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Products:
-    """A sum of products of terms, which are indices into `Sentence.terms`."""
+    """How operands are combined: a sum of products. Numbers are indices into `Sentence.terms`."""
 
     products: tuple[tuple[int, ...], ...]
     linear: bool
@@ -82,7 +84,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A parsed sentence. `str` returns its text."""
+    """A parsed sentence, such as "... i * o i -> ... o". `str` returns its text."""
 
     text: str
     terms: tuple[Term, ...]
@@ -105,7 +107,11 @@ _TOKEN = re.compile(
 
 @lru_cache(maxsize=8192)
 def parse(text: str) -> Sentence:
-    """Returns the parsed sentence. SentenceError shows the part that cannot be read."""
+    """Parses a sentence.
+
+    Raises:
+        SentenceError: shows the part that cannot be read.
+    """
     left, arrow, right = text.partition("->")
     if not arrow:
         raise SentenceError(f'no "->" in the rule {text!r}')
@@ -164,7 +170,9 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """The names of an operand's dimensions, outermost first. `str(names)` is its term: "a b"."""
+    """Names for the dimensions of an operand, to build the text of a sentence. `str` gives "a
+    b".
+    """
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -173,45 +181,57 @@ class Names(tuple[str, ...]):
         return Names(tuple(self) + tuple(other))  # type: ignore[arg-type]
 
     def at(self, dim: int) -> int:
-        """Returns `dim` as a non-negative index. Raises IndexError as torch does."""
+        """Returns the index of a dimension, counted from 0. `dim` may be negative.
+
+        Raises:
+            IndexError: out of range, as in torch.
+        """
         n = max(len(self), 1)
         if not -n <= dim < n:
             raise IndexError(f"Dimension out of range (expected [{-n}, {n - 1}], but got {dim})")
         return dim % n
 
     def dims(self, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Returns the indices of a `dim` argument as a tuple. None and `()` mean all dimensions."""
+        """Returns a function's `dim` argument as a tuple of indices. None and `()` mean all
+        dimensions.
+        """
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
             return tuple(range(len(self)))
         found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
         return found if self else ()  # torch accepts dim=0 for a tensor of no dimensions
 
     def without(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Names:
-        """Returns the names without `dim`, as after a reduction; `keepdim` replaces them by `1`."""
+        """Returns the names that are left after a reduction over `dim`.
+
+        Args:
+            keepdim: True replaces the removed names by `1`.
+        """
         gone = self.dims(dim)
         if keepdim:
             return Names("1" if i in gone else n for i, n in enumerate(self))
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """Returns the same names, with `!` (keep whole) after the names of `dim`."""
+        """Returns the names with `!` after those of `dim`: these dimensions must be whole on every
+        rank.
+        """
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
     def put(self, dim: int, text: str) -> Names:
-        """Returns the same names with `text` for dimension `dim`."""
+        """Returns the names with `text` in place of the name of dimension `dim`."""
         i = self.at(dim)
         return Names((*self[:i], text, *self[i + 1 :]))
 
     def insert(self, dim: int, text: str) -> Names:
-        """Returns the names with `text` inserted as dimension `dim`."""
+        """Returns the names with `text` inserted as a new dimension at index `dim`."""
         i = dim if dim >= 0 else dim + len(self) + 1
         return Names((*self[:i], text, *self[i:]))
 
     @staticmethod
     @lru_cache(maxsize=256)
     def of(ndim: int) -> Names:
-        """Returns `ndim` names: a b c ...; after z: a1 b1 ..."""
+        """Returns names for `ndim` dimensions: a b c ...; after z: a1 b1 ..."""
         return Names(chr(97 + i % 26) + (str(i // 26) if i >= 26 else "") for i in range(ndim))
 
 
@@ -219,7 +239,7 @@ class Names(tuple[str, ...]):
 
 
 def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns `shape` with a `-1` in it replaced by the size that gives `numel` elements.
+    """Returns a shape in which `-1` is replaced by the size that gives `numel` elements.
 
     Raises:
         ValueError: more than one -1, a size below -1, or sizes that do not give `numel`.
@@ -235,7 +255,7 @@ def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
-    """Returns the sentence of a view: a tensor of shape `before` viewed as shape `after`.
+    """Returns the sentence (rule) of a view from shape `before` to shape `after`.
 
     Both shapes are global and have no -1. Dimensions are split into factors that both shapes have
     in common, and each factor gets a name. Where there are none (6 x 4 viewed as 4 x 6), the
@@ -457,7 +477,7 @@ Operand = tuple[int, ...] | _Number | None
 
 @dataclass(frozen=True)
 class Bound:
-    """A sentence that is bound to the shapes of a call.
+    """A sentence with the shapes of a call: the sizes of its names, and all legal rows.
 
     Attributes:
         operands: each term's global shape; `NUMBER` for a Python number; None if absent.
@@ -479,14 +499,21 @@ class Bound:
     even: frozenset[str]
 
     def can_split(self, name: str, parts: int) -> bool:
-        """True if `name` can be split into `parts` pieces (the product of the sizes of its axes).
+        """True if the dimension called `name` can be split into `parts` pieces.
 
         A name that is joined with others into one dimension, or marked `%`, must be split evenly.
+
+        Args:
+            parts: the product of the sizes of the mesh axes that split it.
         """
         return name not in self.even or self.sizes[name] % parts == 0
 
     def output_shape(self, i: int, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns output i's global shape. Unknown sizes are taken from the `local` result."""
+        """Returns the global shape of output `i`.
+
+        Args:
+            local: the shape of the local result. Sizes that only the kernel knows are taken from it.
+        """
         shape = []
         for d, dim in enumerate(self.outputs[i]):
             known = all(n in self.sizes for n in dim.names)
@@ -495,7 +522,7 @@ class Bound:
 
 
 def bind(sentence: Sentence, operands: Sequence[Operand]) -> Bound:
-    """Returns the sentence bound to the global shapes of its operands.
+    """Fits a sentence to the global shapes of operands, and finds all legal rows.
 
     Args:
         operands: one per term, in order; those missing at the end count as None.
@@ -621,7 +648,7 @@ def _format_shapes(operands: tuple[Operand, ...]) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one product that sums over a name: a matrix product, a convolution.
+    """The number of operations of a matrix product or convolution, and which names distribute them.
 
     Other ops are not counted, because their time depends on memory and not on operations.
 
@@ -638,7 +665,7 @@ class Work:
 
 
 def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
-    """Returns the work of an op's products; empty if it has none, or an operand has no elements.
+    """Returns the operations of the matrix products in an op; empty if it has none.
 
     Args:
         said: a text for each product with its names, and numbers as factors: `"... q k d"`. The

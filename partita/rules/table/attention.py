@@ -28,7 +28,7 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attention without dropout; arguments as in F.scaled_dot_product_attention."""
+    """Computes F.scaled_dot_product_attention without dropout, as an op with a rule of its own."""
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -108,7 +108,7 @@ def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
 
 @own_op
 def product_by_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Returns `left @ right`; each rank keeps its rows of the result."""
+    """Returns `left @ right`, as an op whose rule keeps the rows sharded as in `left`."""
     return left @ right
 
 

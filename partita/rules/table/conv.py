@@ -139,7 +139,12 @@ def interpolate(
 def resized(
     input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
 ) -> torch.Tensor:
-    """Returns F.interpolate of a tensor; `after` is the spatial shape of the result."""
+    """Computes F.interpolate, as an op with a rule of its own.
+
+    Args:
+        after: the spatial shape of the result.
+        args, more: the other arguments of F.interpolate.
+    """
     return F.interpolate(input, *args, **more)
 
 

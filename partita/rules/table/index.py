@@ -322,7 +322,8 @@ def _is_basic_entry(e: Any) -> bool:
 def make_pick_kernel(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
-    """Returns the kernel of `input[entries]` if an int selects from a split dimension.
+    """Returns a kernel for `input[entries]` in which an int selects from a split dimension; else
+    None.
 
     Args:
         entries: an index for each dimension, and a None for each new one.
@@ -412,7 +413,12 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns input[pattern], after each "index" in it is replaced by the next of `tensors`."""
+    """Returns `input[pattern]`, as an op with a rule of its own.
+
+    Args:
+        pattern: indices, with "index" in place of each tensor.
+        tensors: the tensors, in order.
+    """
     rest = iter(tensors)
     return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
 

@@ -29,7 +29,12 @@ GetArgument = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
 def argument_getter(place: int, name: str, default: Any) -> GetArgument:
-    """Returns a function that returns the argument of a call at `place`, or with this `name`."""
+    """Returns a function that gets one argument of a call, passed by position or by name.
+
+    Args:
+        place, name: the position and the name.
+        default: the value if it is not passed.
+    """
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
 
 
@@ -83,7 +88,7 @@ If all of them have it, the padding adds nothing. A broadcast operand gets it, t
 
 @dataclass(frozen=True)
 class PaddingFill:
-    """The value that one operand needs in its padding.
+    """The value with which an operand's padding must be filled before a reduction.
 
     Attributes:
         operand: the index of the sentence's term.
@@ -102,7 +107,7 @@ class PaddingFill:
 
 
 def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[PaddingFill] | None:
-    """Returns the values that operands need in their padding along the names `padded`.
+    """Finds the values with which operands' padding must be filled before an op reduces it.
 
     Returns:
         None if the op reduces one of these names with an unknown identity, or if an operand cannot

@@ -69,7 +69,7 @@ class _Child:
     stopped_since: float = 0.0
 
     def has_died(self) -> bool:
-        """True if the process has ended without reporting its end.
+        """True if the rank's process has ended without reporting its end, that is, it crashed.
 
         Call this only after everything that it wrote has been read, because output may outlast the
         process.
@@ -77,7 +77,7 @@ class _Child:
         return self.ended and not self.done
 
     def make_last_known(self) -> _LastKnown:
-        """Returns the last known state of the rank when the job ends."""
+        """Returns what is known about the rank when the job ends, for the message to the user."""
         code = self.process.returncode if self.has_died() else None
         # A signal from outside says all; what was written before has nothing to do with it.
         is_explained = not self.has_died() or self.failed is not None or code in _ENDING
@@ -86,11 +86,11 @@ class _Child:
         return _LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
 
     def has_stopped(self) -> bool:
-        """True if the process has been stopped for so long that the job cannot wait for it."""
+        """True if the rank's process has been stopped (SIGSTOP) for so long that the job ends."""
         return self.stopped_by != 0 and time.monotonic() - self.stopped_since > PATIENCE
 
     def note_stop(self) -> None:
-        """Note whether it is stopped now, by which signal, and since when."""
+        """Record whether the rank's process is stopped now, by which signal, and since when."""
         before = self.stopped_by
         self.stopped_by = 0 if self.ended else state_of_child(self.process.pid, os.WSTOPPED)
         if self.stopped_by and not before:
@@ -228,7 +228,9 @@ def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 
 
 
 def state_of_child(pid: int, which: int) -> int:
-    """Returns the signal or exit code of a child in the state `which`; 0 if it is not in it.
+    """Returns the signal or exit code with which a child process is in a state; 0 if it is not.
+
+    `which` is the state, as in `os.waitid`.
 
     An exit code of 0 is returned as -1. The status is not consumed, so other code may read it.
     """
@@ -297,7 +299,12 @@ def _end_children(children: list[_Child]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """This process as one of `world` ranks. Call `emit(event, **facts)` to report an event."""
+    """This process as a rank of a training job.
+
+    Attributes:
+        rank, world: its number, and the number of ranks.
+        emit: a function `emit(event, **facts)` that reports an event, such as a step.
+    """
 
     rank: int
     world: int
@@ -311,7 +318,7 @@ def is_rank() -> bool:
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Join the job of the environment variables; leave it when all ranks have ended the block.
+    """Join the training job that started this process, and leave it when all ranks end the block.
 
     Args:
         show: a function that gets rank 0's events if no parent reads them, as under torchrun.

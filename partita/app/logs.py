@@ -38,7 +38,8 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class RunLog(Protocol):
-    """A receiver of a run's events. `begin` is called before the first event.
+    """The interface of a log: it receives a training run's events. `begin` is called before the
+    first.
 
     Attributes:
         option: the option that requests it, and its destination: "--log run.jsonl".
@@ -82,7 +83,7 @@ class Logs:
         self.complete = True
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Pass one event to all logs."""
+        """Pass one event of the run, such as a step, to all logs."""
         self._show(event, facts)
         if event in _NOT_KEPT:
             return
@@ -123,7 +124,7 @@ def make_logs(
     show: Callable[[str, dict[str, Any]], None],
     least_seconds: float | None = None,
 ) -> Logs:
-    """Returns the logs that `options` request; `show` gets all events.
+    """Returns the logs of a training run that its options request. `show` gets all events, too.
 
     Args:
         least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU.
@@ -320,7 +321,8 @@ PAUSE = 10.0  # seconds without a line after which plain progress prints one
 
 
 class Progress:
-    """Progress as plain lines: the mesh, then a line every few steps, then the sample.
+    """Progress of a run on a terminal, as lines: the mesh, then one every few steps, then the
+    sample.
 
     Args:
         steps: the number of steps of the run.
@@ -349,13 +351,13 @@ class Progress:
         self._every = max(1, steps // 30)
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Print one event of a rank. Unknown events are skipped."""
+        """Print one event of a rank. Events that need no line are skipped."""
         shown = getattr(self, f"_on_{event}", None)
         if shown is not None:
             shown(**facts)
 
     def stop(self) -> None:
-        """Restore the terminal. May be called more than once."""
+        """Restore the terminal, if this changed it. May be called more than once."""
 
     def say(self, line: str = "") -> None:
         """Print a line. Unprintable characters, as in a file name or a sample, are escaped."""
@@ -364,11 +366,14 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds since the last line, after which another line shows that the run goes on."""
+        """Seconds since the last printed line. After a while, another line shows that the run
+        continues.
+        """
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
-        """Returns a text with loss, speed, MFU (if the peak is known), bytes sent and memory.
+        """Returns the text of a step's figures: loss, speed, MFU if known, bytes sent and memory
+        held.
 
         The speed is the median of the last steps, because a few of them plan or compile.
         """
@@ -471,7 +476,10 @@ class LiveProgress(Progress):
 def make_progress(
     *, steps: int, tokens: int, mesh: str, least_seconds: float | None = None
 ) -> Progress:
-    """Returns a live bar if standard output is a terminal and rich is installed, else lines."""
+    """Returns the display of a run's progress: a live bar on a terminal, otherwise lines.
+
+    The live bar needs the package rich. Arguments are as in `Progress`.
+    """
     facts: dict[str, Any] = {"steps": steps, "tokens": tokens, "mesh": mesh}
     facts["least_seconds"] = least_seconds
     if sys.stdout.isatty():

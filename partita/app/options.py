@@ -27,7 +27,9 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
 def read_mesh(text: str) -> Mesh:
-    """Returns the axes of a text: "dp=2,tp=2" is (("dp", 2), ("tp", 2)), and "" is ()."""
+    """Reads the axes of a mesh from text: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives
+    ().
+    """
     axes = []
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
@@ -219,7 +221,7 @@ class Options:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The path of the run's checkpoint."""
+        """The path of the run's checkpoint; None without `--save`."""
         return None if self.save is None else self.save / _LAST
 
     def check(self) -> None:
@@ -262,7 +264,11 @@ class Options:
             )
 
     def leave_out_idle(self) -> tuple[Options, list[str]]:
-        """Drop options that have no effect on one rank. Returns the rest, and a line for each."""
+        """Drop options that have no effect on one rank.
+
+        Returns:
+            The other options, and a line for the user about each dropped one.
+        """
         idle = {}
         if self.zero and not self.mesh:
             idle["zero"] = f"--zero {self.zero} has no effect on one rank, which shards nothing"
@@ -273,7 +279,9 @@ class Options:
     # -- as a file -------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
-        """Returns the options as a TOML file that `options_in` reads, with a comment for each."""
+        """Returns the options as the text of a TOML file, with a comment for each. `options_in`
+        reads it.
+        """
         lines = []
         for one in fields(self):
             value, show = getattr(self, one.name), one.metadata["show"]
@@ -288,12 +296,14 @@ class Options:
 
 
 def flag(name: str) -> str:
-    """Returns an option's name on the command line and in files."""
+    """Converts the name of a field to the option's name on the command line: "save_every" to
+    "save-every".
+    """
     return name.replace("_", "-")
 
 
 def options_in(text: str, source: str = "config") -> dict[str, Any]:
-    """Returns the options in a TOML file, by field: `Options(**options_in(text))`.
+    """Reads options from the text of a TOML file. The result is for `Options(**options_in(text))`.
 
     Args:
         source: the name of the file in errors.

@@ -117,7 +117,9 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
 
 
 def build_model(options: Options, mesh: Any) -> GPT:
-    """Returns the model for `options`, on `mesh`; on one device if `mesh` is None."""
+    """Returns the GPT that the options describe, distributed on `mesh`, or plain if `mesh` is
+    None.
+    """
     torch.manual_seed(options.seed)
     model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
         layers=options.layers, width=options.width, heads=options.heads, context=options.context
@@ -246,7 +248,7 @@ def _zero_precision(options: Options) -> pt.MixedPrecision | None:
 
 
 def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
-    """Train on the mesh, then without one, and compare the losses of each step.
+    """Check a mesh: train on it, then on one device, and compare the loss of each step.
 
     Must be called on all ranks. The rank with `compare` makes the second run and emits the event
     "verify". It returns True if all relative differences are at most 1e-5. Other ranks return True.
@@ -344,7 +346,7 @@ class _CheckpointSchedule:
         self._saved = 0
 
     def resume(self) -> int:
-        """Load the checkpoint, if the run is to go on from one and there is one.
+        """Load the checkpoint if the run is to be resumed and there is one.
 
         Returns:
             The step to begin with.
@@ -370,7 +372,7 @@ class _CheckpointSchedule:
         return self._saved
 
     def after_step(self, step: int) -> None:
-        """End a step: save if it is time to. Training continues while the disk is written."""
+        """Start to save in the background if a checkpoint is due after this step."""
         if self._pending_save is not None and self._pending_save.done():
             self._wait_for_save()
         every = self._options.save_every
@@ -381,7 +383,7 @@ class _CheckpointSchedule:
             self._pending_save = pt.async_save(self._state, self._path)
 
     def finish(self) -> None:
-        """Save the last step if it has not been saved. Call it at the end of the run."""
+        """Save the last step if it has not been saved. Call this at the end of the run."""
         self._wait_for_save()
         steps = self._options.steps
         if self._path is not None and self._saved < steps:
@@ -433,7 +435,7 @@ class _StepTimeline:
         self.events: list[TimelineEvent] = []
 
     def marking(self, emit: Callable[..., None]) -> Callable[..., None]:
-        """Returns `emit` with a mark in the profile whenever a step enters another phase."""
+        """Returns a function like `emit` that also marks each phase of a step in the profile."""
 
         def mark_and_emit(event: str, **facts: Any) -> None:
             if event == "at":
@@ -445,7 +447,7 @@ class _StepTimeline:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the step that runs inside the block."""
+        """Profile the step that runs inside the block."""
         with (
             _without_its_log(),
             profile(activities=activities_to_profile(), acc_events=True) as found,
@@ -454,7 +456,7 @@ class _StepTimeline:
         self.events = _events_of([*found.events()])
 
     def facts(self) -> dict[str, Any]:
-        """Returns the event "timeline"."""
+        """Returns the measured timeline as the data of the event "timeline"."""
         rows = [
             [e.name, e.stream, e.start, e.seconds, e.kind, e.phase, e.source, e.nbytes]
             for e in self.events

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Decoder(nn.Module):
-    """Tokens to logits: an embedding, blocks that add to the residual stream, a norm and a head.
+    """The common part of the models: an embedding, blocks, a norm and a head that returns logits.
 
     Args:
         vocab: the number of tokens.
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: adds attention of the normed input, then an MLP of the normed sum."""
+    """A pre-norm transformer block: attention and an MLP, each added to the residual stream."""
 
     def __init__(self, norm1: nn.Module, attention: nn.Module, norm2: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -107,6 +107,8 @@ def _rotary_table(
 
 
 def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + d/2]) by the angle of its position."""
+    """Applies rotary positions: rotates each pair (x[i], x[i + d/2]) by the angle of its
+    position.
+    """
     first, second = x_bhtd.chunk(2, dim=-1)
     return x_bhtd * cos_td + torch.cat([-second, first], dim=-1) * sin_td

@@ -136,7 +136,11 @@ def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -
 
 
 def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
-    """Returns the seconds of each way, round by round, on the slowest rank."""
+    """Measure the bench, and return the seconds of each way to save, by round, on the slowest rank.
+
+    Args:
+        mib: the size of the weights in MiB.
+    """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends = []

@@ -15,7 +15,7 @@ _COLUMNS = ("capture", "passes", "both", "first", "call")
 
 
 def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Print and return, by depth, the seconds of each part of a first step, and its nodes.
+    """Print and return the seconds of each part of a first step for models of several depths.
 
     Raises:
         subprocess.CalledProcessError: the process failed; its traceback is on stderr.
@@ -47,7 +47,7 @@ def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `depth`."""
+    """Add the command-line options of the bench `depth` to a parser."""
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=[4, 16, 48], help="`depth`: numbers of blocks"
     )

@@ -153,7 +153,7 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
 
 
 def main(name: str, width: int, backend: str, depths: Sequence[int]) -> None:
-    """Print a line of JSON for each depth."""
+    """Capture first steps of a model with each depth, and print the times as lines of JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = pt.init_device_mesh(_DEVICE, (2,), mesh_dim_names=("dp",))

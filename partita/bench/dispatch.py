@@ -78,7 +78,12 @@ OPS: dict[str, Call] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The microseconds per call of an op: plain, and the overhead of DTensors; nan if it raised."""
+    """The time per call of one op, in microseconds.
+
+    Attributes:
+        plain: the time on plain tensors.
+        partita, torch: the additional time on DTensors; nan if the call raised.
+    """
 
     op: str
     plain: float
@@ -122,7 +127,7 @@ def _time(call: Call, tensors: dict[str, Any], n: int) -> float:
 
 @dataclass(frozen=True)
 class KindTimes:
-    """The times of one kind of DTensor.
+    """The measured times of partita's DTensors, or of torch's.
 
     Attributes:
         ops: the microseconds of a call of each op, plain and on DTensors; nan if it raised.
@@ -176,7 +181,9 @@ def _time_beside_plain(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Returns the geometric mean of the finite values; one below 0.01 us counts as 0.01."""
+    """Returns the geometric mean of overheads in microseconds, without nan. Less than 0.01 counts
+    as 0.01.
+    """
     finite = [max(v, 0.01) for v in values if not math.isnan(v)]
     return math.exp(sum(map(math.log, finite)) / len(finite))
 

@@ -19,7 +19,11 @@ from partita.parallel.plans import llama
 
 
 def dry(options: argparse.Namespace) -> dict[str, float]:
-    """Print and return the CPU seconds of a first step and of its memory schedule, and its GiB."""
+    """Plan a first step for thousands of ranks, without memory, and print and return the cost.
+
+    Returns:
+        The CPU seconds of the first step and of its memory schedule, and its GiB.
+    """
     torch.set_num_threads(1)
     dp, tp = options.dry_mesh
     mesh = pt.dry_mesh(dp=dp, tp=tp, device_type="meta")
@@ -67,7 +71,7 @@ def dry(options: argparse.Namespace) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `dry`."""
+    """Add the command-line options of the bench `dry` to a parser."""
     parser.add_argument("--dry-blocks", type=int, default=80, help="`dry`: number of blocks")
     parser.add_argument("--dry-width", type=int, default=8192, help="`dry`: width of the model")
     parser.add_argument(

@@ -39,7 +39,7 @@ _MARK = "PARTITA_TRIAL"
 
 @dataclass
 class Trial:
-    """The result of one trial.
+    """The result of one trial, in which a rank of a job got a signal.
 
     Attributes:
         took: seconds from the signal to the end of the job.
@@ -66,9 +66,11 @@ def run_trial(
     compiled: bool = False,
     cache: str | None = None,
 ) -> Trial:
-    """Start a job, and send SIG`name` to a rank.
+    """Start a training job, send a signal to one of its ranks, and check how the job ends.
 
     Args:
+        name: the signal without "SIG", such as "KILL".
+        rank: the rank that gets it.
         after: the event to wait for: "start", "ready" (the ranks are about to train), "step".
         delay: seconds to wait after that event.
         compiled: True compiles the step.
@@ -90,7 +92,7 @@ def run_trial(
 
 
 class RunningJob:
-    """A running `partita train` that would take days."""
+    """A `partita train` job that was started for a trial, and runs until it is ended."""
 
     def __init__(self, folder: Path, ranks: int, compiled: bool = False, cache: str | None = None):
         self.folder, self.mark = folder, uuid.uuid4().hex
@@ -141,7 +143,10 @@ class RunningJob:
         raise RuntimeError(f"there is no rank {rank}:\n{self._said()}")
 
     def look_at(self, name: str, rank: int, took: float) -> Trial:
-        """Check the job after signal `name` to `rank`, and return the result of the trial."""
+        """Check how the job has ended after a signal to a rank. Returns the result of the trial.
+
+        `took` is the seconds from the signal to the end.
+        """
         said, faults = self._said(), []
         if took > DEADLINE:
             faults.append(f"it took {took:.1f} s to end")
@@ -165,7 +170,7 @@ class RunningJob:
         return Trial(took, said, re.sub(r" \d+$", "", where), saved, faults)
 
     def end(self) -> None:
-        """Kill all processes of the job that are left."""
+        """Kill all processes of the job that still run."""
         for pid in (self.process.pid, *self.processes()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -192,7 +197,9 @@ class RunningJob:
         return state["step"]
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Returns the environment of each process of the job except the first, by process id."""
+        """Returns the environment variables of each process of the job except the first, by process
+        id.
+        """
         found = {}
         for place in Path("/proc").iterdir():
             if not place.name.isdecimal() or int(place.name) == self.process.pid:

@@ -28,7 +28,7 @@ Make = Callable[..., dict[str, Step]]
 
 
 def on_ranks(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Returns the results of `body(rank, ranks, *args)` on `ranks` processes of one thread each.
+    """Run `body(rank, ranks, *args)` in `ranks` processes of one thread each. Returns the results.
 
     Args:
         body: a function at the top level of a module. It runs after `init_process_group`.
@@ -69,7 +69,8 @@ def _rank(
 def measure(
     makes: Sequence[Make], ranks: int, rounds: int, *args: Any, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Returns the seconds per step of each way, round by round, on the slowest rank.
+    """Time several ways to train in turns. Returns each one's seconds per step, on the slowest
+    rank.
 
     Args:
         makes: functions at the top level of a module; `make(rank, ranks, *args)` returns the steps
@@ -117,7 +118,7 @@ class _Team:
         self.names: list[str] = self._receive_answers()[0]
 
     def time_step(self, name: str) -> list[float]:
-        """Returns the seconds that a step of one way takes on each rank."""
+        """Run one step of the way `name` on all ranks, and return its seconds on each."""
         for end in self._ends:
             end.send(name)
         return self._receive_answers()
@@ -189,7 +190,7 @@ def in_turns(
     together: Callable[[], Any] = lambda: None,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each step, round by round.
+    """Time several steps in turns, in this process. Returns each one's seconds, by round.
 
     Args:
         warm: the number of calls of each step that are not timed.
@@ -207,12 +208,14 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Returns the median over rounds of a way's time divided by the time of `base`."""
+    """Returns how many times as long as `base` a way takes: the median of the ratio in each
+    round.
+    """
     return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns a line for each way: its milliseconds, and its time divided by the time of `base`."""
+    """Returns the results as text: each way's milliseconds, and how many times `base` it takes."""
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
         over, best = ratio(seconds, name, base), min(times) / min(seconds[base])
@@ -221,10 +224,12 @@ def table(seconds: dict[str, list[float]], base: str) -> str:
 
 
 def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]], base: str) -> str:
-    """Returns a row of the README's table, without its command.
+    """Returns the row of a result for the table in the README.
 
     Args:
+        what: the first cell.
         ways: maps the name of each way to its name in the README.
+        base: the way to which the others are compared.
     """
     said = [f"{title} {ratio(seconds, name, base):.2f}×" for name, title in ways.items()]
     return f"| {what} | {', '.join(said)} |"

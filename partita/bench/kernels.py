@@ -73,7 +73,7 @@ Counts = Counter[tuple[str, str]]
 
 @contextmanager
 def counting_kernels(counts: Counts) -> Iterator[None]:
-    """Add the kernels of the code that Inductor generates inside the block to `counts`.
+    """Count the kernels of the code that Inductor generates inside the block, into `counts`.
 
     Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
     """
@@ -198,7 +198,7 @@ def _count_bytes(node: Any) -> int:
 
 
 def count(shape: StepShape, way: str, chip: str, optimizer: dict[str, bool]) -> Counts:
-    """Returns the kernels of a step, in a process with a simulated GPU (`fake_gpu_environment`)."""
+    """Count the GPU kernels of a training step. Needs a process with `fake_gpu_environment`."""
     believe_in_autocast()
     if way == "torch":
         return _count_of_torch(shape, chip)
@@ -318,7 +318,7 @@ def lower_in_process(
     blocks: int,
     **options: str,
 ) -> dict[str, Counts]:
-    """Returns the counts of a step, and their increase for one more block; runs in its own process.
+    """Count a step's kernels in a process of its own, and how many more another block adds.
 
     Args:
         options: `chip`, and `optimizer`, "foreach" or "fused".
@@ -367,7 +367,7 @@ def _format_cell(launches: int, nbytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench."""
+    """Run `partita bench kernels`. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="partita bench kernels",
         description=__doc__,

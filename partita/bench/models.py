@@ -16,7 +16,7 @@ from partita.app.models import GPT
 
 
 class Linears(nn.Module):
-    """Linear layers of equal size, with few activations."""
+    """A stack of linear layers of equal size, with few activations."""
 
     def __init__(self, wide: int = 1, layers: int = 8):
         super().__init__()
@@ -111,7 +111,7 @@ class VAE(nn.Module):
 
 
 def mlp(wide: int = 1) -> nn.Sequential:
-    """Returns an MLP from 6 numbers to 3, both times `wide`."""
+    """Returns a multi-layer perceptron from 6 inputs to 3 outputs, both multiplied by `wide`."""
     return nn.Sequential(
         nn.Linear(6, 10 * wide),
         nn.ReLU(),
@@ -123,7 +123,7 @@ def mlp(wide: int = 1) -> nn.Sequential:
 
 
 class MLP(nn.Module):
-    """A regression with `mlp`."""
+    """The multi-layer perceptron `mlp` with a regression loss."""
 
     def __init__(self, wide: int = 1):
         super().__init__()
@@ -155,7 +155,7 @@ class Case:
 
 
 def images(n: int) -> Batch:
-    """Returns images (n, 3, 8, 8), and their classes, 0 to 3."""
+    """Returns `n` random images (n, 3, 8, 8), and their classes from 0 to 3."""
     return torch.randn(n, 3, 8, 8), torch.randint(0, 4, (n,))
 
 

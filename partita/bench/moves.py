@@ -30,7 +30,7 @@ _COLUMNS = {"eager": (1e6, "us"), "first": (1e6, "us"), "capture": (1e3, "ms")}
 
 
 def moves(options: argparse.Namespace) -> dict[str, Any]:
-    """Print and return nodes and seconds by the number of ranks, and the ratio of most to fewest.
+    """Print and return the host's cost of moves by the number of ranks, in graph nodes and seconds.
 
     A move has three times: for the first eager move (which is planned), for a later move, and for
     its capture with all passes. A layer has only the time of its capture. Each is the least of
@@ -135,7 +135,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `moves`."""
+    """Add the command-line options of the bench `moves` to a parser."""
     parser.add_argument(
         "--mesh-sizes",
         type=int,

@@ -34,7 +34,7 @@ from partita.testing.op_team import FORK, Axes, Team
 
 @dataclass
 class Found:
-    """The results of a sweep.
+    """The results of a sweep over ops.
 
     Attributes:
         results: the worst outcome of the samples of each op and class.
@@ -70,7 +70,12 @@ def sweep(
     team: Team,
     report: Callable[[str, dict[str, Outcome]], None] = lambda name, by: None,
 ) -> Found:
-    """Run ops in all classes. `report(name, outcomes by class)` is called after each op."""
+    """Run ops with their samples in all classes of layouts, and return the results.
+
+    Args:
+        team: the ranks that run them.
+        report: a function that is called after each op with its name and its outcomes by class.
+    """
     found = Found()
     for name in names:
         count, refused, why = team.samples_of(name)
@@ -142,7 +147,7 @@ def _mesh(text: str) -> Axes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep. Returns 1 if an op is wrong, hangs or crashes."""
+    """Run `partita bench ops`. Returns 1 if an op is wrong, hangs or crashes."""
     options = _parser().parse_args(argv)
     names = opinfo.list_names(options.variants, options.autocast)
     if options.ops:

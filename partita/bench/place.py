@@ -19,12 +19,12 @@ DEVICE_VARIABLE = "PARTITA_BENCH_DEVICE"
 
 
 def bench_device() -> Device:
-    """Returns the device on which ranks compute."""
+    """Returns the device on which the ranks of a bench compute."""
     return choose_device(os.environ.get(DEVICE_VARIABLE, HOST.type))
 
 
 def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
-    """Make this process one of the ranks, with its own device.
+    """Initialize torch.distributed in this process, as one rank of a bench with its own device.
 
     Args:
         meeting: `store` or `init_method`, as in `torch.distributed.init_process_group`.
@@ -37,7 +37,9 @@ def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
 
 
 def make_rival_mesh(ranks: int) -> Any:
-    """Returns torch's mesh of one axis, for processes that must have no mesh of partita."""
+    """Returns torch's own mesh over all ranks, for processes in which partita must not be
+    active.
+    """
     return dist.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))
 
 

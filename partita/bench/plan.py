@@ -88,7 +88,13 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class PlacedWay:
-    """A way, its position in the plan (0 if it is not among the best), and its seconds."""
+    """A way to train that the bench measures, and what the plan says about it.
+
+    Attributes:
+        place: its position in the plan; 0 if it is not among the best.
+        simulated, measured: seconds of a step.
+        failure: why it could not be measured, or "".
+    """
 
     way: Way
     place: int
@@ -160,7 +166,10 @@ def _print_rows(rows: Sequence[PlacedWay]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench. Returns 1 if a plan's first way is more than 10 % slower than the fastest."""
+    """Run `partita bench plan`.
+
+    Returns 1 if a plan's first way is more than 10 % slower than the fastest measured one.
+    """
     parser = argparse.ArgumentParser(prog="partita bench plan", description=__doc__)
     parser.add_argument("--examples", nargs="+", choices=list(EXAMPLES), default=list(EXAMPLES))
     parser.add_argument(

@@ -31,7 +31,7 @@ BUDGETS = 10
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, and how it trains.
+    """A model and how it is trained, for a prediction of its memory.
 
     Attributes:
         model: its name in `MODELS`.
@@ -63,12 +63,12 @@ class Peaks:
 
 
 def relative_error(found: Peaks) -> float:
-    """Returns (predicted - counted) / counted."""
+    """Returns by which fraction a predicted peak is too high: (predicted - counted) / counted."""
     return (found.predicted - found.counted) / found.counted
 
 
 def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """Returns a compiled step that has run twice, and a function that runs it again.
+    """Returns a compiled training step that has run twice, and a function that runs it once more.
 
     Args:
         make: the optimizer's class.
@@ -99,7 +99,10 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
 
 
 def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
-    """Returns the peaks of one setup. Must be called on all ranks of the mesh."""
+    """Measures one setup: the predicted and the counted peak of its step, in bytes.
+
+    Must be called on all ranks of the mesh.
+    """
     step, again = make_warm_step(mesh, setup, **options)
     return Peaks(step.memory.peak, counted(again, device=mesh.device_type))
 
@@ -107,9 +110,15 @@ def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
 def measure_budgets(
     mesh: Any, setup: Setup, many: int, **options: Any
 ) -> Iterator[tuple[int, Peaks]]:
-    """Yields `many` budgets, smallest first, and the peaks of a step with each.
+    """Measures one setup with several memory budgets, smallest first.
 
-    They range from the smallest possible budget to the peak without a budget.
+    The budgets range from the smallest possible one to the peak without a budget.
+
+    Args:
+        many: the number of budgets.
+
+    Yields:
+        Each budget in bytes, and the peaks with it.
     """
     most = measure_peaks(mesh, setup, **options).predicted
     least = _least(mesh, setup, **options)
@@ -131,7 +140,9 @@ def _least(mesh: Any, setup: Setup, **options: Any) -> int:
 
 
 def are_budgets_kept(found: Iterable[tuple[int, Peaks]]) -> bool:
-    """True if no budget is exceeded, and none has a smaller peak than a smaller budget."""
+    """True if each counted peak is within its budget, and a larger budget never has a smaller
+    peak.
+    """
     before = 0
     for budget, taken in found:
         if taken.counted > budget or taken.counted < before:

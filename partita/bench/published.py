@@ -75,7 +75,7 @@ MAY_BE_OFF = 0.2
 
 
 def tune_matmul(machine: Machine, seconds_of: Callable[[Machine], float], wanted: float) -> Machine:
-    """Returns the machine with the matmul efficiency at which a step takes `wanted` seconds.
+    """Returns a copy of a machine whose matmul efficiency makes a step take `wanted` seconds.
 
     Raises:
         ValueError: no efficiency from 0.05 to 1 gives this time.
@@ -130,7 +130,7 @@ def _seconds_of(program: Program) -> Callable[[Machine], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench. Returns 1 if a prediction is off by more than 20 %.
+    """Run `partita bench published`. Returns 1 if a prediction is off by more than 20 %.
 
     Takes two minutes: each model is captured whole.
     """

@@ -19,7 +19,7 @@ Step = Callable[..., Any]
 
 
 def cross_entropy(logits_btv: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
-    """Returns the mean loss of all tokens, in float32."""
+    """Returns the mean cross-entropy of all tokens, in float32."""
     return F.cross_entropy(logits_btv.flatten(0, 1).float(), targets_bt.flatten())
 
 
@@ -31,7 +31,7 @@ def training(
     fused: bool = False,
     capturable: bool = False,
 ) -> Step:
-    """Returns a training step with AdamW, as in an ordinary training loop.
+    """Returns a function that makes one training step with AdamW, as in an ordinary loop.
 
     Args:
         autocast: the dtype of autocast in forward and loss; None for no autocast.
@@ -63,7 +63,7 @@ class NotCompiledError(RuntimeError):
 
 
 class CompiledRival:
-    """A step that Dynamo must compile.
+    """A rival's step that must run compiled: the bench fails if Dynamo made no graph of it.
 
     Attributes:
         graphs: the number of graphs that Dynamo made.
@@ -79,7 +79,7 @@ class CompiledRival:
         return self.step()
 
     def compile(self) -> None:
-        """Call the step for the first time. Later calls do nothing.
+        """Call the step once, so that Dynamo compiles it. Later calls of this method do nothing.
 
         Raises:
             NotCompiledError: Dynamo made no graph.
@@ -183,7 +183,7 @@ SIMPLE_FSDP_OPTIONS: dict[str, Any] = {
 def make_rival(
     name: str, model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any
 ) -> Callable[[], Any]:
-    """Returns the step of a rival.
+    """Returns a function that makes one training step with a rival of partita.
 
     Args:
         name: "alone", "DDP", "FSDP2" or "SimpleFSDP", each also followed by " compiled".

@@ -73,7 +73,10 @@ class _Row:
 
 
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
-    """Returns the simulated and the measured seconds of ways that have equally many ranks."""
+    """Measures ways to train on ranks, and returns their simulated and their measured seconds.
+
+    All ways must have the same number of ranks.
+    """
     results = on_ranks(_measure_steps, ways[0].ranks, ways, machine, steps)
     rows = []
     for way, found in zip(ways, zip(*results, strict=True), strict=True):
@@ -190,7 +193,10 @@ def _count_ordered(rows: Sequence[_Row]) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the bench: print each way, the errors, and the number of pairs in the right order."""
+    """Run `partita bench simulate`.
+
+    It prints each way, the errors, and the number of pairs in the right order.
+    """
     parser = argparse.ArgumentParser(prog="partita bench simulate", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="number of steps that are timed (20)")
     each = "a machine file of so many ranks, such as 2=machine.toml (calibrates)"

@@ -18,7 +18,7 @@ from .place import bench_device
 
 @dataclass(frozen=True, eq=False)
 class SpreadStep:
-    """A way to train a model.
+    """A model of the examples, and how its training step is distributed over a mesh.
 
     Attributes:
         model: "gpt", "llama" or "cnn", the models of the examples, with two blocks.
@@ -40,7 +40,7 @@ class SpreadStep:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks of the mesh."""
         count = 1
         for size in self.mesh.values():
             count *= size
@@ -53,14 +53,22 @@ class SpreadStep:
         return " ".join(filter(None, said))
 
     def make(self) -> tuple[Any, tuple[Tensor, ...], Any]:
-        """Returns the compiled step, its arguments and the mesh. Must be called on all ranks."""
+        """Makes the mesh and the training step. Must be called on all ranks.
+
+        Returns:
+            The compiled step, its arguments and the mesh.
+        """
         names, sizes = tuple(self.mesh), tuple(self.mesh.values())
         mesh = pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=names)
         step, args, _ = self.make_on(mesh)
         return pt.compile(step, backend="graph"), args, mesh
 
     def make_on(self, mesh: Any) -> tuple[Any, tuple[Tensor, ...], torch.optim.Optimizer]:
-        """Returns the step on `mesh`, its arguments and the optimizer. All ranks must call it."""
+        """Makes the training step on an existing mesh. Must be called on all ranks.
+
+        Returns:
+            The step, its arguments and the optimizer.
+        """
         torch.manual_seed(0)
         model, plan, batch = _MODELS[self.model](self)
         bench_device().place(model)
@@ -86,7 +94,7 @@ class SpreadStep:
 
 
 def make_cnn(channels: int) -> nn.Module:
-    """Returns the CNN of the example that classifies digits."""
+    """Returns the convolutional network of the example that classifies digits."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
         nn.BatchNorm2d(channels),
@@ -175,5 +183,5 @@ class ExpertModel(nn.Module):
 
 
 def plan_experts(sequence: bool = False) -> dict[str, dict[str, pt.Shard]]:
-    """Returns the plan that shards the experts over tp."""
+    """Returns a plan for `pt.parallelize` that shards the experts over the axis "tp"."""
     return {"up": {"tp": pt.Shard(0)}, "down": {"tp": pt.Shard(0)}}

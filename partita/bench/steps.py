@@ -55,7 +55,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StepShape:
-    """A model and the batch of one rank.
+    """The sizes of a model and of the batch on one rank.
 
     Attributes:
         hidden: the width of a Llama's MLP; 0 for a GPT.
@@ -70,7 +70,7 @@ class StepShape:
     hidden: int = 0
 
     def make(self, device: str | None = None) -> nn.Module:
-        """Make the model on a device, the bench's own if None."""
+        """Returns the model on a device; None means the bench's own."""
         torch.manual_seed(0)
         sizes: dict[str, Any] = {
             name: getattr(self, name) for name in ("layers", "width", "heads", "context", "vocab")
@@ -86,8 +86,10 @@ class StepShape:
         return list(bench_device().place(torch.randint(0, self.vocab, size)))
 
     def flops(self, parameters: int) -> float:
-        """The floating-point operations of a step: six for each parameter and token, plus attention
-        (causal: a token attends to half of the others).
+        """Returns the floating-point operations of a training step.
+
+        They are six for each parameter and token, plus attention (causal: a token attends to half
+        of the others).
         """
         attention = 6 * self.layers * self.width * self.context
         return float((6 * parameters + attention) * self.batch * self.context)
@@ -121,7 +123,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass
 class StepFigures:
-    """The measurements of one way. Kernels, MFU and held memory are None on a CPU."""
+    """The measurements of one way to train. Kernels, MFU and held memory are None on a CPU."""
 
     ms: float
     host_ms: float
@@ -285,7 +287,7 @@ def _format_row(way: str, f: StepFigures) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench. The exit code is 1 if a way failed."""
+    """Run `partita bench steps`. Returns 1 if a way failed."""
     parser = argparse.ArgumentParser(
         prog="partita bench steps",
         description=__doc__,

@@ -34,7 +34,7 @@ from .rivals import make_rival, training
 
 @dataclass(frozen=True)
 class Shape:
-    """The model and the batch of one rank."""
+    """The sizes of the model, and of the batch on one rank."""
 
     layers: int = 4
     width: int = 256
@@ -48,7 +48,7 @@ class Shape:
         return bench_device().place(model)
 
     def tokens(self, ranks: int) -> torch.Tensor:
-        """Returns inputs and targets, a tensor of shape (2, rows of all ranks, context)."""
+        """Returns the inputs and targets of all ranks: a tensor of shape (2, rows, context)."""
         torch.manual_seed(0)
         return bench_device().place(torch.randint(0, 256, (2, ranks * self.batch, self.context)))
 
@@ -60,7 +60,8 @@ class Shape:
 def sharded_step(
     model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any, stage: int, how: Any = None
 ) -> Step:
-    """Returns a step of partita with this ZeRO stage; 0 is data parallel.
+    """Returns a function that makes one training step under `pt.zero` with a stage; 0 is data
+    parallel.
 
     Args:
         batch: this rank's samples.
@@ -73,7 +74,7 @@ def sharded_step(
 
 
 def rival_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
-    """Returns the steps of rivals by name, on ranks without a mesh of partita."""
+    """Returns the training steps of rivals by name. The process must have no mesh of partita."""
     base, mesh = shape.model(), make_rival_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
     return {name: make_rival(name, copy.deepcopy(base), mine, mesh) for name in names}
@@ -83,7 +84,10 @@ STAGES = {"partita dp": 0, "partita zero 3": 3}
 
 
 def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
-    """Returns the steps of partita by name: one of `STAGES`, maybe followed by " compiled"."""
+    """Returns partita's training steps by name.
+
+    A name is one of `STAGES`, maybe followed by " compiled".
+    """
     base, mesh = shape.model(), make_dp_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
     found = {}
@@ -98,7 +102,7 @@ def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> 
 def measure_ways(
     ways: Sequence[str], ranks: int, rounds: int, shape: Shape, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Returns the seconds per step of each way, round by round.
+    """Time several ways to train in turns. Returns each one's seconds per step, by round.
 
     Rivals have their own processes, and each compiled rival, too: Dynamo would reuse code that it
     compiled for another one, for example without the buckets of DDP.
@@ -116,7 +120,7 @@ def measure_ways(
 
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Returns the ways in `only`, and "alone"; all ways if `only` is empty.
+    """Returns the ways that a user selected (`only`), and "alone"; all ways if none was selected.
 
     Raises:
         SystemExit: one of `only` is not in `ways`.

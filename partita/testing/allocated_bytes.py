@@ -56,7 +56,7 @@ def _count_on_accelerator(step: Callable[[], Any]) -> int:
 
 
 def counts_of(step: Callable[[], Any]) -> int:
-    """Returns `counted` for one run on the CPU."""
+    """Returns the peak of allocated bytes during one run of `step` on the CPU, like `counted`."""
     from torch.profiler import ProfilerActivity, profile
 
     host = [ProfilerActivity.CPU]

@@ -52,7 +52,7 @@ GPU = torch.device("cuda:0")
 
 
 def fake_gpu_environment(folder: Path) -> dict[str, str]:
-    """Build the library of the simulated GPU. Returns environment variables that load it.
+    """Build the library that simulates a GPU. Returns environment variables that load it.
 
     Args:
         folder: the folder for the library.

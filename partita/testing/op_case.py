@@ -35,7 +35,7 @@ RTOL, ATOL, LARGEST_SCALE = 1e-4, 1e-5, 1e3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case.
+    """The outcome of one case: one op with one sample and one class of layouts.
 
     Attributes:
         kind: one of OUTCOMES.
@@ -50,7 +50,10 @@ class Outcome:
 
 
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns the worst of all ranks' outcomes. If only some ranks raise, that counts as a hang."""
+    """Returns the worst of the ranks' outcomes of one case.
+
+    If only some ranks raise, or they raise different errors, that counts as a crash.
+    """
     worst = outcomes[0]
     for o in outcomes[1:]:
         worst = worst.worse(o)
@@ -67,7 +70,7 @@ Convert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Reference:
-    """One sample of an op and its results on one device.
+    """One sample of an op, and the results that are right: those on one device.
 
     Attributes:
         call: `call(convert)` runs the op with `convert(t)` for each tensor argument t. It returns
@@ -90,7 +93,7 @@ class Reference:
 
     @cached_property
     def exact(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns outputs, operands and gradients on one device, in double precision."""
+        """The outputs, operands and gradients on one device in double precision."""
         wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
         if self.narrow:  # which leaves float64 as it is
             wide[torch.bfloat16] = torch.float64
@@ -109,7 +112,10 @@ class Reference:
 
 
 def references(name: str, count: int) -> tuple[list[Reference], int]:
-    """Returns up to `count` samples with results, and the number of samples that raise."""
+    """Returns up to `count` samples of an op with their results on one device.
+
+    Also returns the number of samples that raise there.
+    """
     form = form_of(name)
     found, refused = [], 0
     for sample in choose_samples(form, count):
@@ -121,7 +127,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """Returns the results of a sample on one device, or raises the error that it raises there."""
+    """Runs a sample on one device, and returns its results. Raises what the op raises there."""
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)
@@ -203,7 +209,13 @@ def _run_backward(
 
 
 def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str) -> Outcome:
-    """Run one case as one rank of `mesh`, and compare it. Must be called on all ranks."""
+    """Run one case as one rank of `mesh`, and compare it. Must be called on all ranks.
+
+    Args:
+        number: a number that selects layouts of the class.
+        reference: the sample, and its results on one device.
+        klass: the class of layouts.
+    """
 
     def convert(i: int, t: torch.Tensor) -> torch.Tensor:
         return distribute_argument(t, mesh, klass, number + i, first=i == 0)

@@ -88,7 +88,7 @@ def _join_group(rank: int, store: str, axes: Axes) -> Any:
 
 
 class Team:
-    """Ranks that run cases. They are started again when they hang or end.
+    """A team of ranks that run cases, and are started again when one hangs or ends.
 
     Args:
         axes: the sizes of the axes of their mesh.
@@ -128,9 +128,11 @@ class Team:
             self._folder.cleanup()
 
     def samples_of(self, name: str) -> tuple[int, int, str]:
-        """Returns the number of samples that run on one device, and of those that raise there.
+        """Counts the samples of an op.
 
-        The third value is the reason why the op is skipped, or "".
+        Returns:
+            The number of samples that run on one device, the number of those that raise there, and
+            the reason why the op is skipped, or "".
         """
         answers = self._ask_ranks((name, -1, ""), 120)
         if isinstance(answers, Outcome):

@@ -38,7 +38,7 @@ _MOST_SAMPLES = 200
 
 
 class Form:
-    """One form of an op.
+    """One form of an op, such as the method `Tensor.add` or the in-place `add_`.
 
     Attributes:
         name: `op` or `op:variant`.
@@ -61,7 +61,7 @@ class Form:
         self.autocast = variant == "autocast"
 
     def samples(self) -> Iterator[Any]:
-        """Yields torch's samples, generated with a fixed seed."""
+        """Yields torch's samples (arguments) for this form, generated with a fixed seed."""
         torch.default_generator.manual_seed(0)
         random.seed(0)
         with contextlib.suppress(ImportError):
@@ -125,7 +125,7 @@ def _find_variants(info: Any) -> dict[str, Callable[..., Any]]:
 
 
 def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
-    """Returns the name of every OpInfo in torch's order.
+    """Returns the names of the ops in torch's list (OpInfo), in its order.
 
     Args:
         variants: True returns the names of other forms (methods, in-place, `out=`) instead.
@@ -175,7 +175,7 @@ def collect_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the same nested containers with `convert(t)` for each tensor t."""
+    """Returns a copy of nested containers in which each tensor t is replaced by `convert(t)`."""
     if isinstance(value, torch.Tensor):
         return convert(value)
     if isinstance(value, dict):
@@ -187,7 +187,7 @@ def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def choose_samples(form: Form, count: int) -> list[Any]:
-    """Returns `count` different samples, those that are small and can be sharded first."""
+    """Returns `count` different samples of a form. Small ones that can be sharded come first."""
 
     def kind(sample: Any) -> Any:
         shape = [t.dim() for t in collect_tensors((sample.input, sample.args))]

@@ -45,7 +45,7 @@ MOST_COMBINATIONS = 150
 
 @dataclass
 class Proof:
-    """The result of the prover. Prints a line for each row that is wrong or missed.
+    """The result of proving one rule. It prints a line for each row that is wrong or missed.
 
     Attributes:
         name: the name of the rule.
@@ -330,7 +330,10 @@ def _find_output_placements(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prove the rules that have samples, or the named ones. Returns 1 if a row is wrong."""
+    """Run the prover for the named ops, or for all rules that have samples.
+
+    Returns 1 if a row is wrong.
+    """
     from .samples import samples
 
     known = samples()

@@ -37,10 +37,15 @@ def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
 
 
 def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
-    """Returns the joined value. Raises ValueError if ranks that must be equal differ.
+    """Joins the parts of simulated ranks into the value that they hold together.
 
     Args:
+        parts: each rank's part.
+        p: the placement by which the value is distributed.
         terms: the number of terms that an element may be the sum of, as for `tolerance_of`.
+
+    Raises:
+        ValueError: ranks that must be equal differ.
     """
     if isinstance(p, Shard):
         return torch.cat(list(parts), p.dim)
@@ -61,7 +66,7 @@ def are_same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
 
 
 def find_difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> str:
-    """Returns a text about the difference of `found` from `wanted`; "" if there is none.
+    """Returns a text that says how `found` differs from `wanted`; "" if it does not.
 
     Args:
         tolerance: absolute, and relative up to the precision of the dtype; 0 for integers.
@@ -97,7 +102,7 @@ def _text_of(x: torch.Tensor, what: str) -> str:
 def tolerance_of(
     of: Iterable[torch.Tensor], parts: Iterable[torch.Tensor] = (), terms: int = 1
 ) -> float:
-    """Returns the largest allowed difference by rounding; 0 if the computation is exact.
+    """Returns the largest difference that rounding can explain; 0 if the computation is exact.
 
     Args:
         of: the operands; the least precise of their dtypes counts.

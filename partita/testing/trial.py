@@ -14,7 +14,7 @@ from partita.rules.sentence import NUMBER, parse
 
 
 class Trial:
-    """One sample call of a function, whose operands (in the order of the rule) can be replaced.
+    """One sample call of a function with a rule. Its operands can be replaced by pieces.
 
     Attributes:
         expected: the function's results on one device.
@@ -34,7 +34,12 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Returns the most terms that an element of an output or gradient may be the sum of."""
+        """Returns how many terms an element of a result may be the sum of, to bound rounding
+        errors.
+
+        Args:
+            value: the output or gradient.
+        """
         return max(1, self.products // max(1, value.numel()))
 
     def _declared_arguments(self) -> Iterator[tuple[inspect.Parameter, Any]]:
@@ -50,7 +55,7 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """Returns the non-tensor arguments for which the rule has no parameter."""
+        """Returns the arguments, other than tensors, that the rule does not read."""
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
         rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
@@ -86,7 +91,7 @@ class Trial:
         return able
 
     def leaves_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns copies of the operands, which require grad where possible."""
+        """Returns copies of operands as autograd leaves, which require grad where possible."""
         return [
             x.detach().clone().requires_grad_(able) if isinstance(x, torch.Tensor) else x
             for x, able in zip(tensors, self.differentiable, strict=True)
@@ -131,7 +136,9 @@ class Trial:
         return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Run `kernel` on the sample with other operands. Returns the resulting tensors."""
+        """Run `kernel` on the sample call with other operands (`tensors`). Returns the resulting
+        tensors.
+        """
         leaves = list(self.leaves)
         for place, x in zip(self.places, tensors, strict=True):
             if place is not None:
@@ -142,7 +149,10 @@ class Trial:
 
 
 def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient for an output. It is equal for equal shapes."""
+    """Returns random values with the shape of an output, as its gradient.
+
+    They are equal for equal shapes.
+    """
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
     return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

@@ -13,7 +13,7 @@ from .values import Sample, begin
 
 
 def samples() -> dict[Callable[..., Any], list[Sample]]:
-    """Returns the sample calls of each function that has a rule. They are the same every time."""
+    """Returns sample calls of each function that has a rule. They are the same every time."""
     out: dict[Callable[..., Any], list[Sample]] = {}
     for part in (pointwise, matmul, linalg, shape, join, reduce, nn, index, losses, ours, experts):
         begin()

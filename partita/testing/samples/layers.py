@@ -127,7 +127,7 @@ def losses() -> Part:
 
 
 def ours() -> Part:
-    """Returns samples of partita's own small ops, which decomposed ops use."""
+    """Returns sample calls of partita's own small ops, which decomposed ops use."""
 
     def heads(
         q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False

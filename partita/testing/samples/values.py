@@ -17,22 +17,25 @@ RANDOM = torch.Generator()
 
 
 def begin() -> None:
-    """Seed the generator, so that the following values are the same each time."""
+    """Seed the generator of sample values, so that they are the same each time."""
     RANDOM.manual_seed(3)
 
 
 def x(*shape: int) -> torch.Tensor:
-    """Returns a tensor of normal values."""
+    """Returns a tensor of this shape with normally distributed values, for a sample."""
     return torch.randn(shape, generator=RANDOM, dtype=torch.float64)
 
 
 def u(*shape: int) -> torch.Tensor:
-    """Returns a tensor of values between 0.1 and 0.9, for which most functions are defined."""
+    """Returns a tensor of this shape with uniform values from 0.1 to 0.9, for a sample.
+
+    Most functions are defined for these.
+    """
     return torch.rand(shape, generator=RANDOM, dtype=torch.float64) * 0.8 + 0.1
 
 
 def i(high: int, *shape: int) -> torch.Tensor:
-    """Returns a tensor of integers from 0 to high - 1."""
+    """Returns a tensor of this shape with integers from 0 to high - 1, for a sample."""
     return torch.randint(0, high, shape, generator=RANDOM)
 
 
@@ -41,5 +44,5 @@ def b(*shape: int) -> torch.Tensor:
 
 
 def c(*args: Any, **kwargs: Any) -> Sample:
-    """Returns the sample call with these arguments."""
+    """Returns a sample call with these arguments, as `(args, kwargs)`."""
     return args, kwargs

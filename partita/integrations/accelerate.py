@@ -38,7 +38,7 @@ _SHARDS = "partita"  # the folder of weights and optimizer state within a checkp
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
-    """accelerate's `Accelerator`, on a mesh.
+    """accelerate's `Accelerator` for models on a mesh of partita.
 
     accelerate itself works as in one process: `num_processes` is 1, and it wraps and sends nothing.
     `is_main_process` is True on the first rank.
@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @property
     def joined_batches(self) -> int:
-        """The number of a loader's batches in a global batch."""
+        """The number of a loader's batches that are joined to one batch of all ranks."""
         return 1 if self.split_batches else self._run.batches
 
     # -- prepare -----------------------------------------------------------------------------------
@@ -79,7 +79,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return self._run.shard_model(super().prepare_model(model, *args, **options))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Returns a loader that yields, on each rank, the joined batches of all ranks."""
+        """Returns a loader that yields the same batch on each rank: the joined batches of all
+        ranks.
+        """
         if not (self.split_batches or getattr(data_loader, "_is_accelerate_prepared", False)):
             data_loader = self._run.join_batches(data_loader)
         return super().prepare_data_loader(data_loader, *args, **options)
@@ -96,7 +98,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Send no gradients in the backward passes inside the block."""
+        """Do not reduce gradients in the backward passes inside the block."""
         with no_sync(model):
             yield
 
@@ -109,15 +111,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return norm
 
     def gather(self, tensor: Any) -> Any:
-        """Returns `tensor` with whole plain tensors in place of DTensors."""
+        """Returns a copy of `tensor` (maybe nested) in which DTensors are whole plain tensors."""
         return self._run.gather(tensor)
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns `tensor` with whole plain tensors in place of DTensors, which cover all rows."""
+        """Returns a copy of `tensor` in which DTensors are whole plain tensors, like `gather`.
+
+        Nothing has to be reduced, because each value covers the rows of all ranks already.
+        """
         return self._run.gather(tensor)
 
     def wait_for_everyone(self) -> None:
-        """Return once all ranks have called this."""
+        """Wait until all ranks have called this."""
         self._run.wait_for_all("accelerator.wait_for_everyone")
 
     # -- states ------------------------------------------------------------------------------------

@@ -34,7 +34,10 @@ def _log_whole(module: Any, name: Any, value: Any, *args: Any, **options: Any) -
 
 
 class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """A strategy for processes that torchrun has started. Lightning works as on one device.
+    """Lightning's strategy for a module on a mesh of partita, in processes that torchrun has
+    started.
+
+    Lightning itself works as on one device.
 
     Args:
         mesh: the mesh for the module; all ranks of the job by default.
@@ -74,7 +77,9 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             module.log = partial(_log_whole, module)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader that yields, on each rank, the joined batches of all ranks."""
+        """Returns a loader that yields the same batch on each rank: the joined batches of all
+        ranks.
+        """
         return self._run.join_batches(dataloader)
 
     def batch_to_device(self, *args: Any, **options: Any) -> Any:
@@ -85,15 +90,18 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- results and states ------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns `tensor` with whole plain tensors in place of DTensors, which cover all rows."""
+        """Returns a copy of `tensor` in which DTensors are whole plain tensors, like `all_gather`.
+
+        Nothing has to be reduced, because each value covers the rows of all ranks already.
+        """
         return self._run.gather(tensor)
 
     def all_gather(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns `tensor` with whole plain tensors in place of DTensors."""
+        """Returns a copy of `tensor` (maybe nested) in which DTensors are whole plain tensors."""
         return self._run.gather(tensor)
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """Return once all ranks have called this."""
+        """Wait until all ranks have called this."""
         self._run.wait_for_all("strategy.barrier")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from partita.tensor.dtensor import DTensor
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """A training loop's mesh, and its methods for models, batches and results.
+    """The mesh of another package's training loop, with methods for its model, batches and results.
 
     Attributes:
         mesh: the mesh; None in a job of one process.
@@ -42,7 +42,7 @@ class ShardedRun:
 
     @classmethod
     def start(cls, mesh: Any, stage: int, device: str | None) -> ShardedRun:
-        """Returns a run on `mesh`, or on all ranks of the job if it is None."""
+        """Returns a run on `mesh`; if that is None, on a mesh of all ranks of the job."""
         if mesh is None and (count_ranks() or 1) > 1:
             mesh = init_mesh_of_all_ranks(device)
         return cls(mesh, stage)
@@ -54,7 +54,7 @@ class ShardedRun:
 
     @property
     def batches(self) -> int:
-        """The number of ranks with different rows of a batch."""
+        """The number of ranks that have different rows of a batch."""
         if self.mesh is None:
             return 1
         wire, count = wire_of(self.mesh), 1
@@ -63,7 +63,10 @@ class ShardedRun:
         return count
 
     def shard_model(self, model: nn.Module) -> nn.Module:
-        """Shard a plain model by ZeRO, and split the rows of any model's inputs. In place."""
+        """Shard a plain model by ZeRO, in place, and make any model split the rows of its inputs.
+
+        Returns the model.
+        """
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             if self.mesh is None:
                 return model
@@ -74,8 +77,10 @@ class ShardedRun:
         return model
 
     def join_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Returns a loader whose batches join the batches of all ranks. The batch size of a given
-        loader is the size on one rank. The last batch may be shorter; no row is repeated.
+        """Returns a loader each of whose batches joins one batch for each rank.
+
+        The batch size of the given loader is the size on one rank. The last batch may be shorter;
+        no row is repeated.
         """
         n = self.batches
         if n == 1:
@@ -91,7 +96,7 @@ class ShardedRun:
         return new
 
     def gather(self, value: Any) -> Any:
-        """Returns a copy of `value` with whole plain tensors in place of DTensors.
+        """Returns a copy of `value` (maybe nested) in which DTensors are whole plain tensors.
 
         A plain tensor is whole already. Ranks compare it the first time that a line calls this.
         """
@@ -104,7 +109,11 @@ class ShardedRun:
         return to_whole(value)
 
     def wait_for_all(self, why: str) -> None:
-        """Return once all ranks have called this, for the same reason."""
+        """Wait until all ranks have called this.
+
+        Args:
+            why: the name of the call. It must be equal on all ranks.
+        """
         if self.mesh is not None:
             check_equal_on_ranks(
                 why, why, wire_of(self.mesh), fact="the ranks wait at different places"
@@ -112,7 +121,7 @@ class ShardedRun:
 
 
 class JoinedBatchSampler(BatchSampler):
-    """The batches of another sampler, joined `count` at a time.
+    """A batch sampler that joins `count` batches of another sampler into one.
 
     Attributes:
         batch_sampler: the other sampler.
@@ -142,19 +151,21 @@ class JoinedBatchSampler(BatchSampler):
         return batches // self.count if self.drop_last else -(-batches // self.count)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the other sampler, for the order of rows."""
+        """Set the epoch of the other sampler, which determines the order of rows."""
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
 
 
 def to_whole(value: Any) -> Any:
-    """Returns a copy of `value` with whole plain tensors in place of DTensors."""
+    """Returns a copy of `value` (maybe nested) in which DTensors are whole plain tensors."""
     return replace_instances(value, DTensor, lambda x: x.full_tensor(), Mapping)
 
 
 def split_rows(value: Any, mesh: Any) -> Any:
-    """Returns a copy of `value` in which tensors with as many rows as the first are sharded. Other
-    tensors stay plain, and count as whole. The choice affects communication, but no value.
+    """Returns a copy of a batch in which tensors are DTensors that are sharded by rows.
+
+    Tensors that have another number of rows than the first stay plain, and count as whole. The
+    choice affects communication, but no value.
     """
     given = [t for t in find_instances(value, torch.Tensor, Mapping) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):

@@ -60,7 +60,7 @@ def check_plotly() -> None:
 
 
 def write_report(path: str | Path, *runs: RunFacts) -> None:
-    """Write a page about one run, or about several side by side.
+    """Write an HTML page about one training run, or about several side by side.
 
     Args:
         path: the HTML file to write, about 5 MB: it includes plotly.
@@ -561,7 +561,10 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
 
 
 def written_file(text: str) -> Path:
-    """Returns the path of an output file. Use it as the `type` of an argparse argument."""
+    """Returns the path of an output file, after a check that it can be written.
+
+    Use it as the `type` of an argparse argument.
+    """
     try:
         check_outputs({"": text})
     except ValueError as error:
@@ -570,7 +573,11 @@ def written_file(text: str) -> Path:
 
 
 def check_written_folder(path: Path, option: str) -> None:
-    """Raise ValueError unless `path` is a writable folder, or such a folder can be made."""
+    """Raise ValueError unless `path` is a folder in which this user may write, or can become one.
+
+    Args:
+        option: the name of the option, for the message.
+    """
     above = path.absolute()
     while not above.exists() and above.parent != above:
         above = above.parent

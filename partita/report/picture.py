@@ -19,7 +19,7 @@ _RANKS_SHOWN = 4
 
 @dataclass(frozen=True)
 class DimPiece:
-    """A piece of one dimension, and the ranks that hold it.
+    """A piece of one dimension in a picture, and which ranks hold it.
 
     Attributes:
         offset, length: the position of the piece, in elements.
@@ -42,7 +42,7 @@ class DimPiece:
 
 @dataclass(frozen=True)
 class PictureCell:
-    """One piece of the tensor, and the ranks that hold it.
+    """A cell of a picture: one piece of the tensor, and the ranks that hold it.
 
     Attributes:
         ranks: "0, 1": Replicate on these ranks. "0 = 1": Invariant. "0 + 1": Partial sum.
@@ -58,7 +58,7 @@ class PictureCell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A two-dimensional slice of the tensor: its rows, its columns, and a cell for each pair.
+    """A two-dimensional slice of the tensor in a picture: rows, columns, and their cells.
 
     Attributes:
         where: the slice in the other dimensions, such as "dim 0 0:4"; "" if they are whole.
@@ -91,7 +91,9 @@ class Picture:
 
     @property
     def corner(self) -> str:
-        """The label of the dimensions that are drawn down and across: `dim 0↓ 1→`."""
+        """The label in the corner of the picture, which names the two drawn dimensions: `dim 0↓
+        1→`.
+        """
         if self.across is None:
             return ""
         down = "" if self.down is None else f"{self.down}↓ "

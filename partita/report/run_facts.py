@@ -23,7 +23,7 @@ _EVENT = '{"event": '  # what a line of a log begins with
 
 @dataclass
 class RunFacts:
-    """The known facts of one run.
+    """What is known about one training run, for a report.
 
     Attributes:
         name: the name in the report.
@@ -93,7 +93,7 @@ _FIELDS_OF_EVENT = {
 
 
 def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
-    """Returns the runs of several logs, with distinct names. Raises as `read_log`."""
+    """Reads the logs of several runs. The runs get distinct names. Raises as `read_log`."""
     runs = [read_log(path) for path in paths]
     whole = [(*path.absolute().parent.parts, path.stem) for path in paths]
     for run, mine in zip(runs, whole, strict=True):
@@ -106,7 +106,7 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 
 
 def read_log(path: Path) -> RunFacts:
-    """Returns the run whose log `partita train --log` wrote.
+    """Reads a log that `partita train --log` wrote, and returns what it says about the run.
 
     A run that was killed, or that still writes, may leave an incomplete line. If it is the last
     line, or the last before the run was resumed, it is skipped, and `notes` mentions it.
@@ -172,7 +172,11 @@ def _check_event(event: Any, facts: dict[str, Any]) -> None:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Returns the mesh for a text such as "dp=2 tp=4". Raises ValueError for another text."""
+    """Returns the mesh that a text such as "dp=2 tp=4" describes.
+
+    Raises:
+        ValueError: the text does not describe a mesh.
+    """
     axes = [axis.split("=") for axis in text.split()]
     return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
@@ -324,7 +328,7 @@ _EVENTS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One interval of work on a stream.
+    """One kernel or collective in a timeline: an interval of work on a stream.
 
     Attributes:
         name: the name of the graph node or of the call.
@@ -394,12 +398,14 @@ def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
 
 
 def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
-    """Returns a timeline as gzipped JSON, which Perfetto opens. The bytes are reproducible."""
+    """Returns a timeline as gzipped JSON, which Perfetto opens. Equal timelines give equal
+    bytes.
+    """
     return gzip.compress(json.dumps(_trace_of(events)).encode(), mtime=0)
 
 
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:
-    """Returns at most about `most` events on each stream, for a picture.
+    """Simplify a timeline for a picture: returns at most about `most` events on each stream.
 
     The duration is divided into `most` intervals. Longer events stay unchanged. The shorter events
     of an interval become one, with their total duration and the kind that takes most of it.

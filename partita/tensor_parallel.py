@@ -403,9 +403,6 @@ def list_placements(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Any
 
     The keys are parameter names or patterns. Returns None if the plan has an unknown style, a style
     for a module other than nn.Linear and nn.Embedding, or a module that `module` lacks.
-
-    None if the plan has a style that is unknown or is not one of nn.Linear or nn.Embedding, or
-    names a module that `module` lacks.
     """
     found: dict[str, Any] = {}
     try:

@@ -104,7 +104,9 @@ class NumberEnv(ShapeEnv):
         self.pending_fresh_unbacked_symbols.clear()
 
     def drop_answer(self) -> None:
-        """Drop the reference to the object that supplies values of unknown numbers."""
+        """After a capture, drop the reference to `answer`, which supplies values of unknown
+        numbers.
+        """
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:

@@ -543,10 +543,11 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """Returns an error that says why a collective of this rank failed, or None if that is unknown.
+    """Returns an error that says why a collective of this rank failed, or None if no cause is
+    found.
 
     Possible causes: other ranks wait in `barrier_in_store`, they have found a deadlock, or a rank
-    has ended. Returns None if there is no such cause.
+    has ended.
     """
     group = wire.group_of_all()
     if group is None:

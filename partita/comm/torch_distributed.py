@@ -344,8 +344,6 @@ def patch_state_dicts(tensors: Any) -> None:
     """Patch torch's functions of state dicts for DTensors, now or when torch's modules are
     imported.
 
-    The patches are applied now, or when torch's modules are imported.
-
     Args:
         tensors: an object with functions on DTensors, which this package must not import.
             `is_spread(x)`: True for a DTensor. `whole(x)`: its whole value; all ranks call it.

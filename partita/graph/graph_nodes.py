@@ -378,7 +378,7 @@ class Subgraph:
 
     A calling node has the subgraph as its first operand.
 
-    Its only writes are `copy_` calls into inputs. A block with a backward is called twice, for
+    A subgraph writes only by `copy_` into its inputs. A block with a backward is called twice, for
     forward (`call_subgraph`) and for backward (`call_backward`); all others once. A section is a
     part between two collectives that is compiled separately. Each of its results has its own
     storage.

@@ -427,7 +427,7 @@ class Program:
         """Runs the graph and returns the local values of the outputs.
 
         Args:
-            tensors: the leaves of the call.
+            tensors: the call's leaves: tensors and numbers of the state and the arguments.
             inputs: the local values of `taken`, if the caller already has them.
         """
         assert self.call is not None

@@ -100,7 +100,7 @@ class CapturedProgram(Program):
         Compared are Python numbers, and plain tensors that are used with DTensors.
 
         Args:
-            tensors: the leaves of the call.
+            tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
         numbers = [i for i in self.inputs if i.kind == "number"]
         for wire in self.wires if numbers else ():
@@ -245,11 +245,12 @@ class ReplicatedInputCheck:
     wires: list[Wire]
 
     def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
-        """Raise on all ranks if a value differs between two ranks.
+        """Raise on all ranks if a plain value of the step, used with DTensors, differs between
+        ranks.
 
         Args:
-            tensors: the leaves of the call.
-            run: runs the graph.
+            tensors: the call's leaves: tensors and numbers of the state and the arguments.
+            run: a function that runs the graph that computes the values.
         """
         if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not exist
             return
@@ -403,7 +404,7 @@ def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -
 
     Args:
         title: the name of the step in errors.
-        tensors: the leaves of the call.
+        tensors: the call's leaves: tensors and numbers of the state and the arguments.
 
     Raises:
         LayoutError: `strict()` forbids a redistribution, or ranks differ under `check_ranks()`.

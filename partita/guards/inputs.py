@@ -136,8 +136,10 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if the arguments of a call contain the same modules and optimizers as in the
-        search.
+        """True if the arguments of a call contain the modules and optimizers for which this was
+        found.
+
+        Otherwise the search for the step's state must be repeated.
         """
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))

@@ -64,7 +64,7 @@ def gather_small_integers(
 
     Args:
         inputs: the inputs of the graph.
-        tensors: the leaves of the call.
+        tensors: the call's leaves: tensors and numbers of the state and the arguments.
     """
     among = [*wires]
     if len(among) != 1:

@@ -176,15 +176,13 @@ class _Uncallable(ModuleType):
 
 
 def explain_calls(package: str, instead: str) -> None:
-    """Make a call of the package itself (`partita.compile(...)`) raise an error that shows a fix.
+    """Make a call of a package itself (`partita.compile(...)`) raise an error that shows a fix.
 
     Call this while the package is being imported.
 
     Args:
         package: the full name of the package.
         instead: the code to write instead of the call.
-
-    Call this while the package is being imported.
     """
     module = sys.modules[package]
     module.__class__ = _Uncallable

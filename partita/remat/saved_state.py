@@ -664,8 +664,6 @@ class ResultsToName:
             return KeptKernels(replace_instances(offer, _PlaceInStorage, view_storage), x)
 
     def close(self, events: Iterable[Any]) -> None:
-        """End the run: remember that its calls `events` have occurred, and drop what was
-        offered.
-        """
+        """End the run: remember which calls have occurred, and drop results that were not named."""
         self._names.seen.update(e.key[:2] for e in events)
         self._makers, self._offers = {}, {}

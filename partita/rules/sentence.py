@@ -512,7 +512,7 @@ class Bound:
         """Returns the global shape of output `i`.
 
         Args:
-            local: the shape of the local result. Sizes that only the kernel knows are taken from it.
+            local: the shape of the local result, for sizes that only the kernel knows.
         """
         shape = []
         for d, dim in enumerate(self.outputs[i]):

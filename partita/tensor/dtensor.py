@@ -346,9 +346,6 @@ class DTensor(torch.Tensor):
 
         Returns `self`. Raises for any other argument. With torch-function disabled:
         torch.Tensor.set_ of the local tensor.
-
-        Raises for any other argument. With torch-function disabled: torch.Tensor.set_ of the local
-        tensor.
         """
         if not _global_view():
             return super().set_(*(() if source is None else (source,)), *args, **kwargs)

@@ -422,9 +422,8 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns the wrapper to register for a user's post-accumulate-grad hook on the leaf `x`.
 
-    The wrapper skips calls that the engine makes if a node gave no gradient (see `_may_be_unused`).
-
-    The engine also calls such hooks if a node gave no gradient (see `_may_be_unused`).
+    The engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The wrapper
+    skips those calls.
     """
     came = [False]
 

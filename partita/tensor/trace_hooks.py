@@ -57,20 +57,22 @@ class TraceHooks:
         run()
 
     def begin_block(self, gather: Any) -> bool:
-        """Begin the forward of a block whose parameters are gathered.
+        """Begin the forward of a block whose parameters ZeRO gathers.
+
+        A capture records the gather in its graph. Eagerly this does nothing.
 
         Args:
-            gather: an object with methods `begin` and `end`, which record it in the graph.
+            gather: an object with methods `begin` and `end`, which record the gather in the graph.
 
         Returns:
-            True if the gather is a part of the graph.
+            True if the gather is recorded in the graph.
         """
         return False
 
     def end_block(self, gather: Any) -> bool:
         """End the forward of a block that `begin_block` began.
 
-        Returns True if the gather is a part of the graph.
+        Returns True if the block's gather is recorded in a graph.
         """
         return False
 

@@ -54,10 +54,11 @@ def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     name = KEPT_IN_CLASS + make.__name__
 
     def find(cls: Any) -> Any:
-        found = vars(cls).get(name)  # not a base's
-        if found is None:
+        # Not a base's, and not that of a class whose `__dict__` was copied.
+        owner, found = vars(cls).get(name, (None, None))
+        if owner is not cls:
             found = make(cls)
-            setattr(cls, name, found)
+            setattr(cls, name, (cls, found))
         return found
 
     return find

@@ -694,6 +694,20 @@ class Cubed(torch.autograd.Function):
         return torch.ops.aten.expand.default(3 * torch.ops.aten.square.default(total) * g, x.shape)
 
 
+def test_a_function_that_copies_the_attributes_of_another_is_its_own():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)]).requires_grad_()
+        Cubed.apply(x).backward()
+        members = {k: v for k, v in vars(Cubed).items() if k not in ("__dict__", "__weakref__")}
+        members["backward"] = staticmethod(lambda ctx, g: g.expand(4) * 100)
+        x.grad = None
+        type("Copied", (torch.autograd.Function,), members).apply(x).backward()
+        return x.grad.full_tensor().tolist()
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [[100.0] * 4] * 2
+
+
 @pytest.mark.parametrize("mode", [nullcontext, Unchanged])
 def test_an_operator_of_torch_in_a_hook_takes_the_whole_gradient(mode):
     def body(mesh):

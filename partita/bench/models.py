@@ -62,7 +62,7 @@ class CNN(nn.Module):
 
 
 class UNet(nn.Module):
-    """A U-Net with two levels and skip connections; the loss compares with a mask."""
+    """A U-Net with two levels and skip connections. Its loss compares the result with a mask."""
 
     def __init__(self, wide: int = 1):
         super().__init__()

@@ -55,7 +55,7 @@ class Found:
         self.refused += other.refused
 
     def worst(self) -> dict[str, Outcome]:
-        """Each op's worst outcome over all classes."""
+        """Returns the worst outcome of each op, over all classes of layouts."""
         worst = {}
         for name, by in self.results.items():
             worst[name] = Outcome("right")

@@ -53,7 +53,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The peak bytes of a step above those held between steps, predicted and counted."""
+    """The peak memory of a step, as predicted and as counted.
+
+    Both are the most bytes allocated at once, minus the bytes that are held between steps.
+    """
 
     predicted: int
     counted: int

@@ -59,7 +59,9 @@ def training(
 
 
 class NotCompiledError(RuntimeError):
-    """Raised if a rival that should be compiled runs eagerly, so its time would be wrong."""
+    """Raised if a rival that should be compiled ran eagerly, so that its measured time would be
+    wrong.
+    """
 
 
 class CompiledRival:

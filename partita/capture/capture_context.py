@@ -269,8 +269,10 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Returns `function(*args, **kwargs)`, run without the profile function. It runs no user
-    code.
+    """Calls a function of partita or torch without this thread's profile function, which would slow
+    it.
+
+    It must run no user code, because capture watches the user's calls by that profile function.
     """
     event = _profiling.event
     if event is None:
@@ -285,8 +287,8 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Returns `function(*args, **kwargs)`, run with the profile function, from inside
-    `unprofiled`.
+    """Calls a function that may run user code from inside `unprofiled`: the profile function is
+    active.
     """
     event = _profiling.silenced
     if event is None:
@@ -316,7 +318,10 @@ DeviceMode = torch.utils._device.DeviceContext
 
 
 def function_modes() -> list[Any]:
-    """Returns the user's active TorchFunctionModes, outermost first. Their effect is captured."""
+    """Returns the user's active TorchFunctionModes, outermost first.
+
+    What they do to calls becomes a part of the captured graph.
+    """
     count = torch._C._len_torch_function_stack()
     if not count:
         return []
@@ -331,7 +336,10 @@ def intercepting_modes() -> list[Any]:
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Disable all TorchFunctionModes inside the block. Private torch: `_pop_mode_temporarily`."""
+    """Disable all TorchFunctionModes inside the block, partita's own included.
+
+    Private torch: `_pop_mode_temporarily`.
+    """
     with ExitStack() as stack:
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())

@@ -212,7 +212,10 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on numbers, to find programs with equal ones."""
+        """Returns a hash of the conditions on Python numbers.
+
+        Two captured programs with equal hashes have equal conditions on numbers.
+        """
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 

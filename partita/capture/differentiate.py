@@ -199,7 +199,10 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside the block, backward stops at `results`, and their hooks do not run."""
+    """Inside the block, backward stops at `results`, and hooks of `results` do not run.
+
+    So the backward of one part of a graph can be traced without the parts before it.
+    """
     handles, hidden = [], []
     try:
         with local_ops():

@@ -47,8 +47,9 @@ def node_of(t: torch.Tensor) -> fx.Node | None:
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node of a fake tensor, like `node_of`; None for a constant whose values are
-    used.
+    """Returns the node of a fake tensor, like `node_of`, but None for a traced constant.
+
+    The tracer uses a constant's values, so calls with it must be traced.
     """
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node

@@ -139,7 +139,11 @@ class SymbolicFloat(torch.SymFloat):
 
 
 class SymbolicInt(torch.SymInt):
-    """An int whose value is known only when the graph runs."""
+    """An int of the step whose value is known only when the graph runs.
+
+    Attributes:
+        kind: the type of the number that it replaces.
+    """
 
     kind: type = int
     __class__ = _class  # type: ignore[assignment]

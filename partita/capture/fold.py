@@ -112,7 +112,9 @@ class StepBlocks:
 
     @property
     def traced(self) -> BlocksTraced:
-        """The result for reports: the block calls by structure, and why some were not folded."""
+        """The blocks that were found, by structure, and why some were not folded. Reports
+        show it.
+        """
         found: Counter[tuple[Any, tuple[type, ...], str]] = Counter()
         for key, runs in self._by_key.items():
             found.update((key, run.kinds, run.reason) for run in runs)

@@ -149,7 +149,7 @@ def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
 
 
 def unwrap_scalar(value: Any) -> Any:
-    """Returns the tensor of a `Scalar`; other values unchanged."""
+    """Returns the tensor in a `Scalar` (a number as a tensor). Returns other values unchanged."""
     return value.tensor if isinstance(value, Scalar) else value
 
 
@@ -611,7 +611,10 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns the fake tensor of a graph input. A number becomes a 0-d float64 tensor."""
+    """Returns the fake tensor with which an input enters the graph without in-place writes.
+
+    A Python number becomes a 0-d float64 tensor.
+    """
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)
     found: torch.Tensor = value

@@ -39,7 +39,9 @@ _aten = torch.ops.aten
 
 
 def is_plain_write(target: Any) -> bool:
-    """True if an in-place op changes only values, and no shape, stride or storage."""
+    """True if an in-place op changes only the values of a tensor, and no shape, stride or
+    storage.
+    """
     return target.namespace == "aten" and not facts_of(target).changes_metadata
 
 

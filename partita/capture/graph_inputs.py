@@ -202,8 +202,8 @@ class GraphInputs:
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns fakes of this rank's coordinates, by mesh axis (only axes with more than one
-        rank).
+        """Returns fake tensors of this rank's coordinate on each mesh axis with more than one
+        rank.
         """
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 

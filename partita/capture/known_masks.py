@@ -71,7 +71,7 @@ class NotKnown(Exception):
 
 
 class KnownMasks:
-    """The attention masks of one capture, and what each of them hides."""
+    """The attention masks that one capture has met, and what each of them hides."""
 
     def __init__(self) -> None:
         self._found: dict[Any, str] = {}
@@ -257,7 +257,10 @@ class KnownNode:
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Compute the values of small nodes, and free those that are not needed any more."""
+        """Compute the values of all nodes that are small enough to be computed as a whole.
+
+        Values that are not needed any more are freed.
+        """
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}
         needed, large = {self._end}, set[fx.Node]()

@@ -216,7 +216,9 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
 
 
 class CapturedOptimizers:
-    """The optimizers of a step while the step is captured."""
+    """The optimizers of a step during its capture: their parameters and floats are replaced by
+    fakes.
+    """
 
     def __init__(self, optimizers: dict[str, Optimizer]):
         self.optimizers = optimizers

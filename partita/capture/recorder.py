@@ -486,7 +486,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._note
 
     def note_made(self, *nodes: fx.Node) -> None:
-        """Write notes on nodes that were added to the graph without a call of the step."""
+        """Write notes (user's line, phase) on nodes that were added to the graph directly, without
+        a call.
+        """
         self._note_nodes(nodes, unprofiled(self._make_note))
         self._note_new_nodes()
 
@@ -960,7 +962,10 @@ class LibraryCalls:
         self._listeners = dispatch_listeners()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns `func(*args, **kwargs)`. Must be called within `unprofiled`."""
+        """Returns `func(*args, **kwargs)`, profiled only if user code may run in it.
+
+        Must be called within `unprofiled`.
+        """
         if self._calls_nothing_of_users(func, args, kwargs):
             return func(*args, **kwargs)
         return profiled_again(func, *args, **kwargs)

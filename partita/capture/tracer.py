@@ -458,7 +458,10 @@ class Tracer:
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
 
     def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:
-        """Returns the inputs that the graph reads. The gradients of results become inputs first."""
+        """Returns the inputs that the graph really reads.
+
+        First, the nodes of results' gradients become inputs, too.
+        """
         make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
         drop_unused(made.graph)

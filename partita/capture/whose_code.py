@@ -1,4 +1,4 @@
-"""Whose code a file contains: the user's, which a capture follows, or a library's."""
+"""Tells the user's code, which a capture follows, from the code of libraries, by file."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Reader(FileSystemReader):
 
     @property
     def has_checksums(self) -> bool:
-        """True if `pt.save` wrote the checkpoint, so that it has checksums."""
+        """True if `pt.save` wrote the checkpoint. Then it should have checksums."""
         about = self.metadata.storage_meta
         return str(getattr(about, "save_id", "")).startswith(MARK)
 
@@ -421,7 +421,9 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """Returns torch's items to write `piece`; [] if it is empty."""
+    """Returns the items by which torch's writer writes this piece of a tensor; [] if it is
+    empty.
+    """
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 

@@ -171,7 +171,7 @@ def reduce_in_rank_order(
 
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if both tensors have the same storage. Works on the meta device, too."""
+    """True if two tensors use the same storage. Works on the meta device, too."""
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 

@@ -234,7 +234,10 @@ def _kinds_that_cast() -> tuple[str, ...]:
 
 
 def keys_of_kernels() -> list[str]:
-    """Returns the dispatch key of each kind of device on this machine. Private torch."""
+    """Returns torch's dispatch key ("CPU", "CUDA") for each kind of device on this machine.
+
+    Private torch: `_dispatch_key_for_device`.
+    """
     return [torch._C._dispatch_key_for_device(kind) for kind in _list_kinds()]
 
 
@@ -293,7 +296,10 @@ def activities_to_profile() -> list[ProfilerActivity]:
 
 
 def state_of_host_profiler() -> Any:
-    """Returns the state that makes torch's older profiler record only host calls. Private torch."""
+    """Returns the setting with which torch's older profiler records only calls on the host.
+
+    Private torch: `ProfilerState`.
+    """
     return torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
 
 

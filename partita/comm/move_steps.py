@@ -539,7 +539,7 @@ class DimChange:
 
     @property
     def first_length(self) -> int:
-        """The length of the first rank's piece, which is the largest."""
+        """The length of the first rank's piece in this dimension. It is the largest."""
         return padded_length(self.size, self.outer_parts + self.parts)
 
 

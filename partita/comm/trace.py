@@ -248,7 +248,10 @@ class TraceWire(Wire):
         return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
-        """Returns the name by which the graph refers to the process group over `axes`."""
+        """Returns the name of the process group over `axes` in the captured graph.
+
+        The graph's collectives refer to groups by these names.
+        """
         name = _name_of(self.real, axes)
         self.groups[name] = axes
         return name

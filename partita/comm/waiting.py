@@ -189,7 +189,9 @@ def wait_with_others(
 
 
 def timeout_of_job() -> timedelta:
-    """Returns the timeout of the job's process groups: the longest of all its devices."""
+    """Returns the timeout of the job's process groups: the longest one, if devices have different
+    ones.
+    """
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
@@ -405,7 +407,7 @@ _begun_in: dict[str, _BegunCollectives] = {}
 
 
 def history_of(ranks: Sequence[int]) -> MoveHistory:
-    """Returns the collectives that this rank has begun among exactly these ranks."""
+    """Returns the history of the collectives that this rank has begun among exactly these ranks."""
     history = _histories.get(tuple(sorted(ranks)))
     return MoveHistory() if history is None else history.add_new()
 
@@ -636,7 +638,9 @@ def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
 
 
 def verdict_of_others() -> LayoutError | None:
-    """Returns the error that another rank has written into the store for all ranks, or None."""
+    """Returns the error about a deadlock that another rank has written into the job's store, or
+    None.
+    """
     with contextlib.suppress(Exception):
         store, me = _find_store(), dist.get_rank()
         for _ in range(3):

@@ -107,7 +107,9 @@ class Reading(NamedTuple):
 
     @property
     def why(self) -> str:
-        """A text that says what the rank does, for errors: "reads a value (item)"."""
+        """A text that says what the rank does, for errors of other ranks: "reads a value
+        (item)".
+        """
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
@@ -310,7 +312,10 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The global ranks of the mesh that may never arrive; [] if a wait cannot hang."""
+        """The ranks of the mesh that a collective may wait for in vain; [] if a wait cannot hang.
+
+        They are global ranks. Simulated ranks cannot hang.
+        """
         return []
 
     def last_begun(self, axes: Axes) -> str:
@@ -331,7 +336,7 @@ class Wire(Transport):
 
     @property
     def is_reading(self) -> bool:
-        """True inside a `reading` block."""
+        """True inside a `reading` block, while the program reads a value such as `x.item()`."""
         return self._reading is not None
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
@@ -505,7 +510,7 @@ class MeshHandle:
         return list(self._at)
 
     def get_rank(self) -> int:
-        """Returns this rank's global rank."""
+        """Returns the global rank of this process (or simulated rank)."""
         with _disable_current_modes():
             return int(self.mesh[self._at])
 

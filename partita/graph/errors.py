@@ -292,7 +292,9 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error for a step that uses a tensor which capture cannot find by name."""
+    """Returns the error for a step that uses a tensor which is neither an argument nor found by
+    name.
+    """
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(

@@ -238,7 +238,10 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """True if an unused node must stay: it writes, draws random numbers or checks a value."""
+    """True if a node must stay in the graph even if nothing uses its value.
+
+    It writes, draws random numbers or checks a value.
+    """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if (part := subgraph_of(node)) is not None:
@@ -258,7 +261,7 @@ def checks_value(node: fx.Node) -> bool:
 
 
 def examples_of(graph: fx.Graph) -> list[torch.Tensor]:
-    """Returns the fake tensors of a graph's inputs."""
+    """Returns the fake tensors of a graph's inputs, which have their shapes, strides and dtypes."""
     return [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
 
 
@@ -368,7 +371,7 @@ class SectionSchedule:
 
     @property
     def workspace(self) -> int:
-        """The most bytes that are allocated at once while the section runs, without its results."""
+        """The most bytes that the section allocates at once for itself, without its results."""
         return max(self.live, default=0) - self.given
 
 

@@ -295,8 +295,8 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 
 
 def versions() -> list[str]:
-    """Returns lines that name the versions of torch and partita and the machine, for a program's
-    key.
+    """Returns the versions on which a program's key depends, as lines: torch, partita, machine
+    type.
     """
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 

@@ -127,7 +127,7 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes of buffers that are allocated at once, without the inputs."""
+        """The most bytes that the step itself allocates at once. Its inputs are not included."""
         return max(self.live, default=0)
 
     @cached_property

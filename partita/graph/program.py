@@ -146,7 +146,7 @@ class Input:
 
     @property
     def may_have_gradient(self) -> bool:
-        """True if the tensor requires gradients, or has one."""
+        """True if the input tensor requires grad, or has a `.grad`."""
         if not self.tensor.is_leaf:
             return self.tensor.requires_grad
         return self.tensor.requires_grad or self.tensor.grad is not None
@@ -179,9 +179,7 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """An identifier of the place where a number of the step's state is stored, like
-        `Slot.identity`.
-        """
+        """An identifier of the place where a Python number of the step's state is stored."""
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
@@ -343,8 +341,9 @@ class Program:
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """The outputs that are inputs, unchanged: the position of the input for each position of an
-        output.
+        """The outputs that are inputs, returned unchanged.
+
+        It maps the position of each such output to the position of the input.
         """
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
@@ -364,7 +363,9 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The global ranks that a call of the program waits for."""
+        """The global ranks that take part in the program's collectives, and for which a call may
+        wait.
+        """
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @cached_property
@@ -388,14 +389,12 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """The program that a call runs: this one. For a region, it is the forward."""
+        """The program that runs when this one is called: itself. A `Region` returns its forward."""
         return self
 
     @property
     def artifact(self) -> Built | None:
-        """The compiled code; None if the graph runs without being compiled (the same as
-        `built`).
-        """
+        """The compiled code of this program; None if the graph runs without being compiled."""
         return self.built
 
     def flat(self) -> Program:

@@ -149,7 +149,7 @@ def part_of(t: torch.Tensor) -> Any:
 
 
 def lie_alike(a: Any, b: Any) -> bool:
-    """True if two tensors, or two lists of tensors, have equal shapes, strides and dtypes."""
+    """True if tensors (or lists of tensors) have equal shapes, strides and dtypes in memory."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):

@@ -245,8 +245,8 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Returns a symbolic number (`torch.SymInt` and similar) for a node of torch's shape
-    environment.
+    """Converts a node of torch's shape environment to a symbolic number (`torch.SymInt` and
+    similar).
     """
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
@@ -312,7 +312,9 @@ class OtherAnswers:
 
     @property
     def guesses(self) -> Guesses:
-        """The computed answers as guesses for another capture."""
+        """The answers that the graph has computed, as guesses with which the step is captured
+        again.
+        """
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
@@ -334,7 +336,7 @@ class Answers:
 
     @property
     def numeric(self) -> tuple[int, ...]:
-        """The indices of the answers that are numbers and not bools."""
+        """The indices of the assumed results that are numbers, not bools."""
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
@@ -461,7 +463,7 @@ class AskedQuestions:
 
     @property
     def answers(self) -> Answers:
-        """The answers that this run has assumed, in order."""
+        """The results of branches that this run has assumed so far, in order."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 

@@ -66,12 +66,15 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 def names_asked_for(code: CodeType) -> set[str]:
-    """Returns the names that code may read from an object: its attributes and string constants."""
+    """Returns all names of attributes that a code object may read.
+
+    They are the names in its instructions, and string constants, which `getattr` may get.
+    """
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
 
 
 def strings_of(code: CodeType) -> set[str]:
-    """Returns the string constants of code."""
+    """Returns the string constants in a code object."""
     return {c for c in code.co_consts if isinstance(c, str)}
 
 
@@ -121,14 +124,20 @@ _COMPARING_NAMES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def asks_which_object(code: CodeType) -> bool:
-    """True if code may compare two objects by identity: by `is` (not with a constant) or `id`."""
+    """True if code may compare two objects by identity, by `is` or `id`.
+
+    Comparisons with a constant (`is None`) do not count.
+    """
     by_function = not {"is_", "is_not"}.isdisjoint(code.co_names)
     return by_function or "id" in global_names(code) or _compares_by(code, ("IS_OP",))
 
 
 @functools.lru_cache(maxsize=4096)
 def compares_objects(code: CodeType) -> bool:
-    """True if code may compare two objects by `==`, `in` (not with a constant) or a function."""
+    """True if code may compare two objects by value: by `==`, `in` or a function.
+
+    Comparisons with a constant do not count.
+    """
     by_function = not _COMPARING_NAMES.isdisjoint(code.co_names)
     return by_function or _compares_by(code, ("COMPARE_OP", "CONTAINS_OP"))
 
@@ -148,7 +157,11 @@ def _compares_by(code: CodeType, names: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
-    """Returns the modules that code of a module in `package` imports when it runs."""
+    """Returns the names of the modules that a code object imports when it runs.
+
+    Args:
+        package: the package of its module, for relative imports.
+    """
     found, steps = [], list(_instructions_of(code))
     for n, i in enumerate(steps):
         if i.opname == "IMPORT_NAME":  # the level and the names imported were pushed

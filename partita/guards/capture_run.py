@@ -620,8 +620,9 @@ class CaptureRun:
             return self.record.make_guards(inputs, places, call)
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if the step may have compared tensors by identity that fakes could not
-        replace.
+        """Raise CaptureError if the step may compare a tensor with its fake and find two objects.
+
+        This happens if an input is also in a place where no fake can replace it.
         """
         if self._returns_unknown_tensor:
             raise not_an_input("")

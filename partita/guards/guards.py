@@ -170,7 +170,7 @@ class Guards:
         return len(self._places)
 
     def as_of_now(self) -> Guards:
-        """Returns guards of the same places that expect the values which these have now."""
+        """Returns guards of the same places that expect these places' current values."""
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
@@ -732,7 +732,7 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if ranks have pieces of `t` of different sizes, so that graphs get padded pieces."""
+    """True if the shards of `t` are uneven, so that a graph gets them padded to the largest."""
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
 

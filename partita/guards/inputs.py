@@ -131,7 +131,7 @@ class State:
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def ids_searched(self) -> set[int]:
-        """Returns the ids of the objects in which the search has looked."""
+        """Returns the ids of the modules, optimizers and containers that have been searched."""
         held = (v for _, _, v in self.links)
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
@@ -183,7 +183,11 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded_places(self) -> Iterator[Place]:
-        """Yields places that guards compare even if the step was not seen to read them."""
+        """Yields places that guards always compare, because the record does not see how they are
+        read.
+
+        For example, the parameter groups of optimizers.
+        """
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
             yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)

@@ -225,7 +225,9 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of all objects that were reached, so that the step did not make them."""
+        """Returns the ids of all objects that the step has reached. It cannot have made these
+        itself.
+        """
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
@@ -689,7 +691,7 @@ class ReadRecord(PlaceRecord):
                 self._read_whole_namespace(space, name)
 
     def reach_class(self, kind: type) -> None:
-        """Record the attributes of a user's class whose names occur in code."""
+        """Record the attributes of a user's class whose names occur in code that runs."""
         if is_user_module(kind.__module__):
             self.reach_namespace(kind, kind.__name__)
 

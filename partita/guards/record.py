@@ -122,7 +122,7 @@ class PlaceRecord:
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
-        """Never record what `value` leads to."""
+        """Exclude `value` from the record: what it leads to is not recorded."""
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
@@ -698,7 +698,9 @@ def count_own_attributes(kind: type) -> int:
 
 
 def has_own_getattribute(kind: type) -> bool:
-    """True if a class, or a base of it, defines `__getattribute__` in Python."""
+    """True if a class or one of its bases defines `__getattribute__` in Python, so that reads run
+    code.
+    """
     usual = kind.__getattribute__
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
 
@@ -707,7 +709,9 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 
 
 def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
-    """Returns a context manager in which this thread's reads of attributes go to `record`."""
+    """Returns a context manager: attributes that this thread reads inside are recorded in
+    `record`.
+    """
     return attribute_set(_recording, "record", record)
 
 

@@ -1,4 +1,4 @@
-"""Containers of values, other than dictionaries and lists, that are read and written by item."""
+"""Access by item (`home[key]`) to values that are not in a dictionary or list, such as defaults."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Arguments:
 
 
 class PlaceAsItem(SlotHome):
-    """The value of a `Place`, with item access: every key returns that value."""
+    """The value of a `Place` as a container with one item: every key gives that value."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.value

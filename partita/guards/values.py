@@ -372,7 +372,10 @@ class ContentWalk:
 
 
 def read_field(value: Any, key: str) -> Any:
-    """Returns an attribute, or MISSING, without calling the user's `__getattr__`."""
+    """Returns an attribute of an object without calling a user's `__getattr__`.
+
+    Returns MISSING if the object does not have it.
+    """
     try:
         return object.__getattribute__(value, key)
     except AttributeError:
@@ -383,7 +386,9 @@ _MET = "met before"
 
 
 def forget_leaves(key: Any) -> Any:
-    """Returns a copy of a comparison key in which all tensors count as equal."""
+    """Returns a copy of a comparison key in which tensors do not matter: all of them count as
+    equal.
+    """
     if isinstance(key, LeafKey):
         return torch.Tensor
     if isinstance(key, ContainerKey):
@@ -414,7 +419,9 @@ def holds_no_more(value: Any) -> bool:
 
 
 def has_type(value: Any, kinds: Any) -> bool:
-    """Returns `isinstance(value, kinds)`, but never calls a `value.__class__` of the user."""
+    """Like `isinstance`, but runs no code of the user: `isinstance` may read a `__class__`
+    property.
+    """
     return issubclass(type(value), kinds)
 
 
@@ -492,7 +499,9 @@ def count_items(value: Any) -> int:
 
 
 def is_container(value: Any) -> bool:
-    """True if `value` is a container, which is compared by its contents."""
+    """True if `value` is a container (a list, dict, set, ...), which guards compare by its
+    contents.
+    """
     kind: type = type(value)
     return _sort_of_type(kind) == "container"
 

@@ -69,7 +69,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @property
     def joined_batches(self) -> int:
-        """The number of a loader's batches that are joined to one batch of all ranks."""
+        """How many of a loader's batches are joined to one batch, which all ranks compute
+        together.
+        """
         return 1 if self.split_batches else self._run.batches
 
     # -- prepare -----------------------------------------------------------------------------------
@@ -87,7 +89,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns a scheduler that steps like accelerate's: once for each rank's batch."""
+        """Returns a scheduler that makes as many steps as with accelerate: one for each rank's
+        batch.
+        """
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler):
             prepared.__class__ = _SchedulerOfAllRanks

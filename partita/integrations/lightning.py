@@ -63,7 +63,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def is_global_zero(self) -> bool:
-        """True on the first rank."""
+        """True on the first rank, which writes files and logs."""
         return self._run.rank == 0
 
     # -- the module and its batches ----------------------------------------------------------------

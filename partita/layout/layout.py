@@ -1,4 +1,4 @@
-"""Layouts: the global shape of a tensor, and what each mesh axis does to it."""
+"""Layouts: how a tensor of a global shape is distributed over the axes of a mesh."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def counting_versions() -> Iterator[None]:
 
 
 def are_same(some: Sequence[DTensor], others: Sequence[DTensor]) -> bool:
-    """True if both sequences have the same parameter objects in the same order."""
+    """True if two sequences contain the same parameter objects in the same order."""
     return some is others or (len(some) == len(others) and all(map(is_, some, others)))
 
 
@@ -718,7 +718,9 @@ class BackwardPass:
     unwatched: Any = None
 
     def end(self) -> None:
-        """Remove the hooks of this pass. Called when it ends, also by an error."""
+        """Remove the hooks that this backward pass has registered. Called when it ends, also by an
+        error.
+        """
         for handle in self.frozen:
             handle.remove()
 
@@ -877,7 +879,7 @@ class ZeroState(ShardedState):
         self.adopt_parameters(parameters)
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """Returns the spec of a gathered parameter whose sharded spec is `spec`."""
+        """Returns the spec that a parameter has when it is gathered, given its sharded spec."""
         found = self._unsharded.get(spec)
         if found is None:
             layout = spec.layout

@@ -110,7 +110,7 @@ def find_parameters_and_buffers(model: nn.Module) -> list[HeldParameter]:
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without the parts that wrappers add."""
+    """Returns a parameter's name without the parts that wrappers such as torch.compile add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

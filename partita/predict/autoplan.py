@@ -79,7 +79,7 @@ class ModelPlan:
 
     @property
     def best(self) -> PlannedWay:
-        """The fastest way."""
+        """The fastest way to train the model that fits into memory."""
         return self.choices[0]
 
     @property
@@ -325,7 +325,7 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """The number of ways for each outcome; they add up to all ways."""
+        """How many ways ended with each outcome of the search. The numbers add up to all ways."""
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 

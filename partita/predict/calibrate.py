@@ -398,7 +398,9 @@ class DeckCall:
 
 
 def make_deck() -> list[DeckCall]:
-    """Returns all kernel calls to measure: several amounts of work for each kind of kernel."""
+    """Returns the kernel calls to measure: for each kind of kernel, calls with several amounts of
+    work.
+    """
     pools: dict[int, list[torch.Tensor]] = {}
     return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
 

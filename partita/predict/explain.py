@@ -471,7 +471,7 @@ class ExplainedOp:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes on which rows were priced."""
+        """The mesh axes for which ways to place the op (rows) were priced."""
         return tuple(dict.fromkeys(row.axis for row in self.rows))
 
     def __str__(self) -> str:

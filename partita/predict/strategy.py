@@ -40,7 +40,7 @@ class StrategyError(ValueError):
 
 
 def refuse_if(is_wrong: object, message: str) -> None:
-    """Raise StrategyError with this message if `is_wrong`."""
+    """Raise StrategyError with the text `message` if `is_wrong` is true."""
     if is_wrong:
         raise StrategyError(message)
 

@@ -154,7 +154,7 @@ def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str
 
 
 def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
-    """Returns the move that alone turns `before` into `after`, or None if several moves are
+    """Returns the one move that changes layout `before` into `after`; None if several are
     needed.
     """
     moved = find_changed_axes(before, after)

@@ -266,7 +266,7 @@ class Report:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations that were recomputed."""
+        """The floating-point operations of all recomputations in the report."""
         return sum(r.flops for r in self.regions)
 
     @property

@@ -1,4 +1,6 @@
-"""The choice of results that regions keep instead of recomputing them, within a budget of bytes."""
+"""The choice of results that regions keep instead of recomputing, so that they fit a memory
+budget.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ class RematRegion(Wrapped):
 
     @property
     def budget_step(self) -> Any:
-        """The record of the budget's current training step; None if the region has no budget."""
+        """The state of the memory budget in the current training step; None if the region has no
+        budget.
+        """
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -337,7 +337,7 @@ class ForwardRecord(_RegionRun):
 
     @property
     def measures(self) -> bool:
-        """True if a memory budget is measured in this step."""
+        """True if this step measures memory for a budget, so that no result is kept."""
         return self.budget_step is not None and self.budget_step.measures
 
     @property
@@ -567,7 +567,7 @@ class ForwardRecord(_RegionRun):
 
     @property
     def kept_results(self) -> list[KeptKernels | KeptCall]:
-        """The kept results of all calls and redistributions."""
+        """The results that the region keeps for backward, of all calls and redistributions."""
         kept = [e.kept for e in self.order if e.kept is not None]
         return [*kept, *self.redistributed_results.values()]
 
@@ -636,7 +636,7 @@ class Recomputation(_RegionRun):
         self._flops_of: dict[RecordedCall, int] = {}
 
     def run(self) -> None:
-        """Run the region again until the slots of the first run are filled."""
+        """Run the region again, until the tensors that backward needs (the slots) are restored."""
         forward = self.forward
         forward.check_unchanged()
         inputs = forward.inputs.rebuild(self.producers)

@@ -287,7 +287,9 @@ class KernelsOfCall(KernelMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Do not intercept kernels inside the block: a redistribution is not a part of the call."""
+        """Inside the block, do not intercept kernels: they belong to a redistribution, not to the
+        call.
+        """
         self.paused = True
         try:
             yield

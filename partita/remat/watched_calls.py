@@ -144,7 +144,7 @@ class CallMode(TorchFunctionMode):
 
 
 def is_internal(function: Any) -> bool:
-    """True for an `autograd.Function` of partita, which is a part of another call and not
+    """True for an `autograd.Function` of partita. It runs inside another call, so it is not
     recorded.
     """
     return isinstance(function, type) and function.__module__.startswith("partita.")
@@ -300,7 +300,7 @@ class TensorProducers:
         return None if self._first is None else self._first.find(t)
 
     def forget_the_dead(self) -> None:
-        """Remove the entries of freed tensors, after the run."""
+        """After the run, remove the entries of tensors that have been freed."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 
 
@@ -353,7 +353,9 @@ def make_inputs_key(
 def key_of_shape(
     what: Any, shape: Any, dtype: torch.dtype, site: tuple[int, ...] | None = None
 ) -> Key:
-    """Returns the key of a call with one tensor, identified by its shape and dtype."""
+    """Returns the key of a call that has one tensor. The tensor is identified by shape and
+    dtype.
+    """
     inputs = (((None, torch.Size(shape), dtype),), ())
     return what, find_call_site() if site is None else site, inputs
 

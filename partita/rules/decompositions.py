@@ -51,7 +51,10 @@ rule("..., ... -> ...", subtract_reduced)
 
 
 def widen(x: Any) -> Any:
-    """Returns `x` in float32 or wider, the dtype in which torch's own kernels compute."""
+    """Returns `x` in float32, or in its own dtype if that is float32 or wider.
+
+    Torch's kernels also compute narrow dtypes in float32.
+    """
     narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
     return x.float() if narrow else x
 
@@ -244,7 +247,7 @@ def moments(
 
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
-    """Returns the sum of |x|^p over `dim`."""
+    """Returns the sum of |x|^p over `dim`, as an op with a rule. Norms are computed from it."""
     if p == 2:  # without |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
@@ -292,7 +295,11 @@ class _NoGradient(torch.autograd.Function):
 
 
 def root_of(total: Any, order: float = 2) -> Any:
-    """Returns the `order`-th root of `total`. As in torch's norms, its gradient at 0 is 0."""
+    """Returns the root of a sum of powers, as in a norm. As in torch, its gradient at 0 is 0.
+
+    Args:
+        order: 2 for a square root, and so on.
+    """
     total = reduced(total)
     zero = total == 0
     return (total.masked_fill(zero, 1) ** (1 / order)).masked_fill(zero, 0)

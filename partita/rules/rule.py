@@ -46,7 +46,9 @@ class Arg:
 
     @property
     def names(self) -> Names:
-        """A name for each dimension, to write a sentence with: `a b c ...`."""
+        """A name for each dimension of the tensor (`a b c ...`), from which a rule builds its
+        sentence.
+        """
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:

@@ -93,7 +93,9 @@ class OpCall:
         return self.func(*self.args, **self.kwargs)
 
     def with_values(self, new: dict[Path, Any]) -> OpCall:
-        """Returns the call with the values at the paths of `new` replaced."""
+        """Returns a copy of the call with other values at the paths (argument positions) of
+        `new`.
+        """
         return OpCall(self.form, self.func, *replace_at_paths(self.args, self.kwargs, new))
 
     @cached_property

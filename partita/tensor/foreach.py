@@ -61,7 +61,11 @@ def _is_clean(plan: CallPlan) -> bool:
 
 
 def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a `torch._foreach_*` function on lists of DTensors."""
+    """Run a `torch._foreach_*` function on lists of DTensors.
+
+    Args:
+        op: the function's `Op`, which stores its plans.
+    """
     if not _OWN_NAMES.issuperset(kwargs):
         args, kwargs = _place_arguments(func, args, kwargs)
     named = [(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]

@@ -182,7 +182,10 @@ def facts_of(target: Any) -> OpFacts:
 
 
 def declare_facts(facts: OpFacts) -> Callable[[F], F]:
-    """Returns a decorator that attaches `OpFacts` to a Python function that fx graphs call."""
+    """Returns a decorator that declares the properties (`OpFacts`) of a Python function.
+
+    fx graphs call such functions like operators.
+    """
 
     def declare(function: F) -> F:
         function.facts = facts  # type: ignore[attr-defined]

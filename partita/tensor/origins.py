@@ -63,7 +63,7 @@ class TensorOrigin:
 
     @functools.cached_property
     def gradient(self) -> TensorOrigin:
-        """The origin of the gradient of this tensor."""
+        """The origin that the gradient of a tensor with this origin gets."""
         return TensorOrigin(self.number ^ 1, self.code, self.at, self.times)
 
     def __str__(self) -> str:
@@ -126,14 +126,16 @@ def _digest_arguments(given: Iterable[Any], number: int) -> int:
 
 
 def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
-    """Record the origin of `grad`, the gradient of `x`, if the origin of `x` is known."""
+    """Record where the gradient of `x` comes from, if that is known for `x` itself."""
     made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     if made is not None:
         grad.__dict__[ORIGIN] = made.gradient
 
 
 class NotingKernel:
-    """A kernel that also records which call made its results (see `note_origins_of`)."""
+    """A kernel that also records which call of the program made its results (see
+    `note_origins_of`).
+    """
 
     __slots__ = ("_keeps_origin", "_kernel")
 

@@ -479,7 +479,7 @@ class Unkeyed(TypeError):
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns the part of a plan's key for an operand that is not a DTensor."""
+    """Returns what stands in a plan's key for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):

@@ -484,8 +484,9 @@ class RowChooser:
     rows: list[Row] = field(default_factory=list)
 
     def choose(self) -> Choice | None:
-        """Choose the cheapest row for each axis. Returns None if no row keeps an in-place op's
-        operand.
+        """Choose the cheapest legal placement of the op on each mesh axis.
+
+        Returns None if the op is in place and no row leaves its operand's layout unchanged.
         """
         parts: dict[str, int] = {}
         for axis in self.mesh.names:

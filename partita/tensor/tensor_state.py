@@ -125,17 +125,23 @@ class Spec:
 
     @cached_property
     def gradient(self) -> Spec:
-        """The spec of the gradient of a value of this spec. Raises ValueError for a Partial max."""
+        """The spec of the gradient of a value with this spec.
+
+        Raises:
+            ValueError: the value is a Partial max or min, which has no gradient.
+        """
         return spec_of(self.layout.gradient(self.wire.mesh), self.wire)
 
     @cached_property
     def whole(self) -> Spec:
-        """The spec of the same value, whole on every rank (Invariant on every axis)."""
+        """The spec of a value that is whole on every rank: Invariant on every axis, same global
+        shape.
+        """
         return spec_of(Layout(self.layout.shape, invariant=self.wire.mesh.names), self.wire)
 
     @cached_property
     def reduced(self) -> Spec:
-        """The spec of the same value after reduction: Partial axes become Replicate."""
+        """The spec that a value of this spec has after reduction: Partial axes become Replicate."""
         layout = self.layout
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
@@ -174,8 +180,9 @@ class Spec:
 
     @cached_property
     def used_differently(self) -> tuple[str, ...]:
-        """The Replicate axes of more than one rank, along which ranks may compute different
-        things.
+        """The axes on which the value is Replicate, if they have more than one rank.
+
+        Along these axes, ranks may compute different things with the value.
         """
         return tuple(
             a for a, p in self.by_axis() if p.is_replicate() and self.wire.mesh.size(a) > 1
@@ -187,12 +194,14 @@ class Spec:
 
     @cached_property
     def largest(self) -> int:
-        """The number of elements of the first rank's piece, which is the largest."""
+        """The number of elements in the largest piece, which the first rank has."""
         return math.prod(self.padded_shape)
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the first rank's piece, to which smaller ones are padded."""
+        """The shape of the largest piece, to which smaller pieces are padded. The first rank has
+        it.
+        """
         mesh = self.wire.mesh
         return self.layout.local_shape(mesh, (0,) * mesh.ndim)
 
@@ -205,7 +214,9 @@ class Spec:
 
     @cached_property
     def is_padded_behind(self) -> bool:
-        """True if on every rank a padded piece has all its padding after its elements."""
+        """True if, on every rank, all padding of a padded piece comes after its elements in
+        memory.
+        """
         mesh, layout = self.wire.mesh, self.layout
         uneven = [
             dim
@@ -411,7 +422,7 @@ def state_of(x: torch.Tensor) -> TensorState:
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
-    """Returns the result of `state_of` for each tensor."""
+    """Returns partita's data about each tensor, to be read (`state_of`)."""
     return [x.__dict__.get(_STATE, _NOTHING) for x in tensors]
 
 
@@ -454,7 +465,9 @@ def count_unseen_writes(x: torch.Tensor) -> int:
 
 
 def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns the result of `count_unseen_writes` for each tensor."""
+    """Returns for each tensor the number of writes that torch does not count
+    (`count_unseen_writes`).
+    """
     # Nearly all have nothing to count, and ZeRO calls this for each gradient of each step.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
@@ -464,7 +477,7 @@ def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def note_unseen_write(x: torch.Tensor) -> None:
-    """Count a write of `x` that torch does not count."""
+    """Count a write of `x` that torch does not count in `x._version`, as through `x.data`."""
     own_state(x).unseen_writes += 1
 
 

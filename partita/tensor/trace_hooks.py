@@ -36,7 +36,7 @@ class TraceHooks:
         return function(*args)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `x.data = value`, which may have another shape."""
+        """Set `x.data = value`. The value may have another shape. A capture records it."""
         with local_ops():
             _set_data(x, value)
 

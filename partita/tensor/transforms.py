@@ -134,7 +134,9 @@ class WholeValues(TorchFunctionMode):
             self._entered[id(leaf)] = leaf
 
     def replace(self, value: Any) -> Any:
-        """Returns `value` with each DTensor in it replaced by a plain tensor of its whole value."""
+        """Returns a copy of `value` (maybe nested) in which DTensors are plain tensors of the whole
+        value.
+        """
         return tree_map_only(DTensor, self._find_whole, value)
 
     def _find_whole(self, x: DTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Trials of a rule: its sentences for one sample, and the function's result on one device."""
+"""One sample call for the prover: what a rule says about it, and its result on one device."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class Trial:
         ]
 
     def evaluate_rule(self) -> Iterator[KernelRule | Decomposition | None]:
-        """Yields the rule for whole operands, and for each operand with one dimension split."""
+        """Yields what the rule returns if all operands are whole, and if one dimension of one is
+        split.
+        """
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)
             return

@@ -66,7 +66,11 @@ def make_block(width: int, heads: int, groups: int, hidden: int) -> Block:
 
 
 class Attention(nn.Module):
-    """Causal attention in which `heads // groups` heads of queries share a head of keys/values."""
+    """Causal attention with grouped heads: several heads of queries share a head of keys and
+    values.
+
+    The number that share one is `heads // groups`.
+    """
 
     def __init__(self, width: int, heads: int, groups: int):
         super().__init__()

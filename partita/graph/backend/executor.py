@@ -112,8 +112,9 @@ class GraphWriter:
         self.nodes: list[fx.Node] = []
 
     def function(self) -> Callable[[Sequence[Any]], Any]:
-        """Writes and compiles the code. Returns the function, which takes its inputs as one
-        sequence.
+        """Writes the whole code of the graph and compiles it to a function.
+
+        The function takes its inputs as one sequence.
         """
         nodes = self.graph.graph.nodes
         inputs = [n for n in nodes if n.op == "placeholder"]
@@ -230,7 +231,9 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Returns the name by which the generated code refers to the object `value`."""
+        """Returns a name for an object, such as a constant or an operator, in the generated
+        code.
+        """
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"
@@ -355,8 +358,9 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """Returns a function that takes only the inputs of `graph` and adds its constants for
-    `call`.
+    """Returns a function that takes only the graph's inputs and appends its constants for `call`.
+
+    `call` is compiled code whose constants became inputs (`constants_as_inputs`).
     """
     constants = constants_of(graph)
     return (lambda *inputs: call(*inputs, *constants)) if constants else call

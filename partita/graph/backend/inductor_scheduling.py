@@ -95,7 +95,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if Inductor may fuse two kernels, whether or not one reads the other's result."""
+        """True if Inductor may fuse two kernels. Applies to dependent and to independent ones."""
         marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
         if not node1.is_gpu():
             marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]

@@ -166,21 +166,25 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run in which the call `user` reads the gathered parameter
-        `one`.
+        """Returns the index of the run (use of a block) in which `user` reads a gathered
+        parameter.
         """
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run that reads the gathered parameter; -1 if none does."""
+        """Returns the index of the first run (use of a block) that reads a gathered parameter; -1
+        if none.
+        """
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:
-        """Returns the index of the run that a call belongs to; -1 before the first run."""
+        """Returns the index of the run (use of a block) to which a call belongs; -1 before the
+        first run.
+        """
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
-        """Returns the first call of a run."""
+        """Returns the first call in a run of the graph (the part that uses one block)."""
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:

@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resampling, sharded over samples, channels and groups."""
+"""Rules of convolutions, pooling and resampling, sharded over samples, channels and groups."""
 
 from __future__ import annotations
 

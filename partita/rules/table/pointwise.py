@@ -1,4 +1,6 @@
-"""Pointwise ops, with the operands in which they are linear; casts; new tensors like another."""
+"""Rules of pointwise ops, with the operands in which they are linear, of casts, and of new
+tensors.
+"""
 
 from __future__ import annotations
 

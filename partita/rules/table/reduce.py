@@ -1,4 +1,4 @@
-"""Reductions, sorts and scans along a dimension."""
+"""Rules of reductions, sorts and scans along a dimension."""
 
 from __future__ import annotations
 

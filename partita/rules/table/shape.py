@@ -1,4 +1,4 @@
-"""Shapes: views and reshapes, slices and splits, concatenations, flips and pads."""
+"""Rules of ops that change shapes: views, slices and splits, concatenations, flips and pads."""
 
 from __future__ import annotations
 

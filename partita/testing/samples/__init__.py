@@ -1,4 +1,4 @@
-"""Samples: the arguments with which each rule is proved."""
+"""Samples: the calls with which the prover checks each rule."""
 
 from .every import samples
 

@@ -1,4 +1,4 @@
-"""All samples together, by function."""
+"""All sample calls for the prover, by the function that they call."""
 
 from __future__ import annotations
 

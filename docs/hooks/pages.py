@@ -123,6 +123,8 @@ def show_source(named: re.Match) -> str:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
+    for name, page in PAGES.items():
+        markdown = markdown.replace(f"](../{name}", f"]({page}")
     markdown = SOURCE.sub(show_source, OUTSIDE.sub(r"`\1`", markdown))
     if EVERY_MESSAGE in markdown:
         lines = "\n".join(list_messages())

@@ -480,6 +480,8 @@ class FakeDTensor(DTensor, FakeTensor):
 
     __torch_dispatch__ = FakeTensor.__torch_dispatch__
     device = FakeTensor.device
+    # Not the property of DTensors, whose reads a torch-function mode does not see.
+    grad = torch.Tensor.grad  # type: ignore[assignment]
 
 
 PLAIN.add(FakeTensor)

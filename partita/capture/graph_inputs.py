@@ -51,6 +51,7 @@ class GraphInputs:
         identities: the ids of the fakes.
         leaves: the leaves of the call, as `tensors_of_call` returns them.
         marked: the indices of the leaves that have a mark.
+        asked_gradients: the indices of the leaves of which the step reads whether `.grad` is None.
 
     Args:
         names: the (name, kind) of each leaf.
@@ -65,6 +66,7 @@ class GraphInputs:
         self.fakes: list[torch.Tensor] = []
         self.identities: set[int] = set()
         self.marked: set[int] = set()
+        self.asked_gradients: set[int] = set()
         self._snapshots: list[torch.Tensor] = []
         self._fakes_by_id: dict[int, torch.Tensor] = {}
         self._coordinates: dict[tuple[Wire, str], int] = {}  # indices among all inputs
@@ -295,6 +297,7 @@ class TensorFacts:
                 found = fake.grad
             if found is not None and id(found) not in self._grads:
                 return ()  # a gradient that the step has made
+            self._inputs.asked_gradients.add(given.index)
             untouched = found is not None and self._grads[id(found)] == (True, count_writes(found))
         value = read_fact(given.tensor, name)
         condition = FactCondition(given.name, given.index, name, value, user_line())

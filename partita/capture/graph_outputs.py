@@ -9,7 +9,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -307,7 +307,7 @@ def program_of_trace(
     graph = made.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), inputs.all, strict=True))
     cleared = list(outputs.cleared)
-    kept, admitted = _select_outputs(graph, given, wires, outputs, inputs.marked, cleared)
+    kept, admitted = _select_outputs(graph, given, wires, outputs, inputs, cleared)
     cut = [i for i, output in enumerate(kept) if padding_boundary(output.spec) is not None]
     if cut:
         refuse_cut_views(graph, cut)
@@ -332,32 +332,34 @@ def _select_outputs(
     given: dict[fx.Node, Input],
     wires: dict[Wire, TraceWire],
     outputs: GraphOutputs,
-    marked: Set[int],
+    inputs: GraphInputs,
     cleared: list[int],
 ) -> tuple[list[Output], list[tuple[fx.Node, Wire]]]:
     """Drop outputs that are not needed; returns the others, and the admitted (node, wire) pairs.
 
     Args:
         given: the graph's inputs, by node.
-        marked: indices of tensors that had no gradient; the step has not read their marks.
+        inputs: the inputs of the trace. The step has not read their marks.
         cleared: a list to which the indices of tensors with dropped gradients are added.
     """
     (end,) = graph.find_nodes(op="output")
     pairs = [*zip(outputs.all, end.args[0], strict=True)]
     updated = _updated_by_gradients(graph, given, pairs)
     # Gradients whose values from before the step it did not read.
-    unread = marked | {
+    unread = inputs.marked | {
         i.index for node, i in given.items() if i.kind == "gradient" and not node.users
     }
+    dropped = (updated & unread) - inputs.asked_gradients
     kept: list[tuple[Output, fx.Node]] = []
     admitted: list[tuple[fx.Node, Wire]] = []
     traced_by = iter([t.real for t in wires.values() for _ in t.admitted])
     for output, value in pairs:
         # A gradient that the step did not accumulate, and that its update has used, would only
-        # hold memory. One that accumulates, or is used by nothing, is kept.
+        # hold memory. One that accumulates, or is used by nothing, is kept. So is one that the next
+        # call asks for.
         if output.kind == "admitted":
             admitted.append((_find_compared(value), next(traced_by)))
-        elif output.kind == "gradient" and output.index in updated & unread:
+        elif output.kind == "gradient" and output.index in dropped:
             cleared.append(output.index)
         else:
             kept.append((output, value))

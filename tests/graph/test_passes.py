@@ -206,6 +206,24 @@ def test_bucket_gathers_the_parameters_of_a_block_together():
     assert found.count("gather(") == 1 and "aten.cat.default([n1, n2])" in found
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_bucket_gives_pieces_in_the_memory_format_of_the_gathers(n):
+    program = program_of(f"""
+        v: parameter f32[{n}]
+        w: parameter f32[4]
+        a = gather(v)  # {GATHERED}, op='block 0'
+        b = wait(a)
+        c = gather(w)  # {GATHERED}, op='block 0'
+        d = wait(c)
+        e = aten.add.Tensor(b, 1)
+        f = aten.add.Tensor(d, 1)
+        return e, f
+    """)
+    PASSES["bucket"](program)
+    reads = [c.args[0] for c in program.graph.graph.nodes if c.target is torch.ops.aten.add.Tensor]
+    assert all(read.meta["val"].is_contiguous() for read in reads) and len(reads) == 2
+
+
 def test_bucket_leaves_other_blocks_apart():
     text = f"""
         v: parameter f32[2]

@@ -297,7 +297,11 @@ def _replace_members(
     for like, shape in shown:
         n = like.meta["val"].numel()
         piece = make(_aten.slice.Tensor, whole, dim, at, at + n)
-        pieces.append(piece if shape is None else make(_aten.reshape.default, piece, shape))
+        if shape is not None:
+            piece = make(_aten.reshape.default, piece, shape)
+        if not piece.meta["val"].is_contiguous():  # a column, which `reshape` does not copy
+            piece = make(_aten.clone.default, piece, memory_format=torch.contiguous_format)
+        pieces.append(piece)
         at += n
     for member, piece in zip(members, pieces, strict=True):
         for wait in list(member.users):

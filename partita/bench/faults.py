@@ -3,10 +3,9 @@
 A trial starts a small job, waits for a random moment, and sends a signal to a random rank. The job
 must then end within 15 seconds, with an error that names the rank and its phase, without a
 traceback. The checkpoint, if there is one, must be complete, and no process may be left. Half of
-the jobs are
-compiled: from scratch or, for moments during the steps, from a cache. Moments are drawn from the
-start, from the time after it, and from the steps. Exits with 1 if a trial fails. Needs Linux
-(/proc).
+the jobs are compiled: from scratch or, for moments during the steps, from a cache. Moments are
+drawn from the start, from the time after it, and from the steps. Exits with 1 if a trial fails.
+Needs Linux (/proc).
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ class BlockChoice:
         return cls(named)
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
-        """Returns the modules of these models that are blocks."""
+        """Returns the modules in `models` that are blocks: those that the user named, or repeated
+        ones.
+        """
         search = self._find_repeated if self.named is None else self._find_named
         return {block for model in models for block in search(model)}
 

@@ -220,7 +220,9 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if step counts that must be equal differ in this call."""
+        """True if optimizer step counts that the program assumes to be equal differ in this
+        call.
+        """
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
 

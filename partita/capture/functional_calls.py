@@ -611,7 +611,8 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns the fake tensor with which an input enters the graph without in-place writes.
+    """Returns the fake tensor that represents an input when a graph is traced without in-place
+    writes.
 
     A Python number becomes a 0-d float64 tensor.
     """

@@ -134,7 +134,7 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Remove the marks that nothing reads from the inputs and from the graph.
+        """Remove those marks from the inputs and the graph which no node reads.
 
         A mark is a fake gradient of an input that has none.
         """

@@ -432,7 +432,7 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns the positions among the graph's inputs of each group of equal step counts."""
+    """Returns, for each group of equal step counts, their positions among the graph's inputs."""
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 

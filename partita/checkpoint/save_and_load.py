@@ -81,7 +81,7 @@ Strict = bool | Literal["state"]
 
 
 def attempt(do: Callable[[], Any]) -> Any:
-    """Calls `do`, and returns its result, or the exception that it raises.
+    """Calls `do`, and returns its result, or, instead of raising, the exception.
 
     A rank then passes the exception to the other ranks (`decide`), so that all raise it.
     """

@@ -187,7 +187,7 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 
 
 class Scope:
-    """What observes one rank's moves: open ledgers, `strict()` and `check_ranks()`.
+    """The observers of one rank's moves: open ledgers, `strict()` and `check_ranks()`.
 
     A scope belongs to a rank, not to a thread: with process groups, the autograd engine's threads
     run moves for the same rank as the main thread does.
@@ -371,8 +371,8 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Returns a context manager that enters those in `ON_CHECK`, which other modules have
-    registered.
+    """Enter the context managers in `ON_CHECK`, which other modules have registered for
+    `check_ranks`.
     """
     with ExitStack() as entered:
         for enter in ON_CHECK:

@@ -166,7 +166,7 @@ Region = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a named tensor that one rank holds, as checkpoints use it.
+    """The part of a named tensor that one rank holds, as checkpoints save and load it.
 
     It is not in `dcp_format`, because importing that takes a second.
 

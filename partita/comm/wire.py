@@ -113,7 +113,8 @@ class Reading(NamedTuple):
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
-        """Returns two texts for a read at the line `place`.
+        """Returns two texts about this read, given the user's line `place`: to compare, and for
+        errors.
 
         Returns:
             A text that must be equal on all ranks, and one that errors show after `why`.
@@ -435,7 +436,8 @@ class Wire(Transport):
         return kept
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
-        """Returns a bool tensor that says where this rank is the first one.
+        """Returns, for each list of axes in `of`, whether this rank is the first along them, as a
+        tensor.
 
         Args:
             of: lists of axes. The result has an element for each: True if this rank is first along

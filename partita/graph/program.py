@@ -114,7 +114,7 @@ _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """One input of a graph.
+    """One input of a captured graph, and where its value comes from in a call.
 
     The leaves of a call are the tensors and numbers of its arguments and state, in a fixed order.
 
@@ -203,7 +203,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One output of a graph.
+    """One output of a captured graph, and where its value goes after a call.
 
     A value "with a history" requires gradients: autograd calls backward through it after the call.
 
@@ -341,10 +341,7 @@ class Program:
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """The outputs that are inputs, returned unchanged.
-
-        It maps the position of each such output to the position of the input.
-        """
+        """The outputs that are inputs, returned unchanged: output position to input position."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}

@@ -106,8 +106,8 @@ class CallGuard:
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Compares another call with this one. Returns its leaves if it is alike; None if it
-        differs.
+        """Returns the leaves (tensors and values) of another call if it is like this call,
+        otherwise None.
         """
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):

@@ -129,8 +129,7 @@ class CapturedProgram(Program):
         self.overlap_check.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Run the program in a call with these leaves, and store its outputs where the step stores
-        them.
+        """Run the program in a call, and store its outputs where the step stores them.
 
         Args:
             inputs: the same as for `run_graph`.

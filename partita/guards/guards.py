@@ -179,15 +179,15 @@ class Guards:
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
-        """True if all tensors that the step has read are among the first `count` leaves of a
-        call.
+        """True if all tensors that the step has read are among the first `count` tensors and values
+        of a call.
         """
         return self._last_leaf < count
 
     def hold(
         self, leaves: Sequence[Any] = (), call: Any = None, are_the_same: bool = False
     ) -> bool:
-        """True if all places have the expected values.
+        """True if all places that the step has read have the expected values.
 
         Then their current objects are stored, with which the next call compares by identity. Each
         tensor that was read must be the same leaf of the call as at capture.
@@ -338,8 +338,8 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if none of these tensors was in a place that was read, without being a leaf of the
-        call.
+        """True if none of these tensors was read from a place (such as a global) without being an
+        input.
 
         If such a tensor is now an argument, and so a leaf, the guards must compare the place.
 
@@ -508,7 +508,7 @@ class ReadInputs:
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
-    """Returns the index of the first leaf of a call that is a given tensor, by the tensor's id."""
+    """Maps the id of each tensor in a call to the index of the first leaf that is this tensor."""
     last_first = reversed([*enumerate(leaves)])
     return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 

@@ -191,7 +191,8 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raise CaptureError if a part of a result that is no tensor contains a tensor or text of one.
+    """Raise CaptureError if an object in a result contains a tensor, or a string formatted from
+    one.
 
     Args:
         known: the same as for `holds_made`.
@@ -254,7 +255,7 @@ def is_filled(value: Any) -> bool:
 
 
 def holds_made(value: Any, known: Container[int]) -> bool:
-    """True if an object that the step has made contains a fake tensor, or text of one.
+    """True if an object that the step made contains a fake tensor, or a string formatted from one.
 
     Args:
         known: the ids of objects that existed before the step. They hold fakes during capture.

@@ -115,7 +115,8 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which values are reached only by name.
+        """Returns a context manager: values that are recorded inside count as "reached only by
+        name".
 
         Code contains their names, but may not read them.
         """

@@ -373,8 +373,8 @@ class FlatBuffer:
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free the gathered storage. If a plain tensor that is a view of it is alive, only that one
-        keeps it.
+        """Free the gathered storage. If a plain tensor that is a view of it is alive, that keeps
+        the memory.
         """
         if self._arriving is not None:
             self._wait_for_gather()

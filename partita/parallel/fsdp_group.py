@@ -670,6 +670,8 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 class CallCounts:
     """How often each block was called in one forward, as far as one `Token` serves its gradients.
 
+    Backward compares these numbers with the gradients that have arrived.
+
     What a backward pass sends depends on these counts, which are equal on all ranks. It must not
     depend on which results of a forward are still alive, because Python frees them at different
     times on different ranks.
@@ -733,8 +735,8 @@ class BackwardPass:
         return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Record that the gradient of `p`, a parameter with hooks, has arrived from a call of
-        `group`.
+        """Record that a parameter with hooks, `p`, got a gradient from one of its block's forward
+        calls.
         """
         came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
         if came >= counts.made[group]:

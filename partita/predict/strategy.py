@@ -326,7 +326,7 @@ def _check_effects(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to distribute and train a model.
+    """One way to distribute and train a model: its mesh and its strategy.
 
     Attributes:
         dp, tp: the number of ranks of each axis.

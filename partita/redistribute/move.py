@@ -33,8 +33,7 @@ Seconds only serve to compare plans. A collective takes `LATENCY` plus its bytes
 `BANDWIDTH`; an all-to-all takes `LATENCY` once for each `AT_ONCE` other ranks. A local copy takes
 `LAUNCH` plus its bytes divided by `MEMORY`. The constants are round figures for a node of GPUs. On
 a slower machine latency and bandwidth are usually both worse, and a choice depends only on their
-ratio,
-about 1 MB: below it the number of collectives counts, above it the bytes. The same holds for
+ratio, about 1 MB: below it the number of collectives counts, above it the bytes. The same holds for
 `OPERATIONS_PER_BYTE` and the work of matrix products.
 """
 

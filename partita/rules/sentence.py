@@ -7,10 +7,9 @@ number of leading dimensions. `( )` joins names into one dimension (the first is
 is a dimension of size 1. Terms are multiplied `*`, added `+`, or neither `,`. A leading `+` means
 that the op is linear in its single term. After a name, `!` keeps the dimension whole, and `%`
 allows only even splits. `a=3` gives a name its size, if the shapes do not determine it. A term in
-`[ ]` is
-an index or a divisor: it is multiplied or added like any other, but must not be Partial. Names that
-an output lacks are summed. If the output begins with `max` or `min`, they are reduced by max or
-min. With `sum` they are summed although the op is not linear (a loss, a norm).
+`[ ]` is an index or a divisor: it is multiplied or added like any other, but must not be Partial.
+Names that an output lacks are summed. If the output begins with `max` or `min`, they are reduced by
+max or min. With `sum` they are summed although the op is not linear (a loss, a norm).
 
 A *row* places the op on one mesh axis. These rows are legal:
 

@@ -83,7 +83,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Properties of every call of an operator ("it").
+    """Properties that every call of an operator has. In the list below, "it" is the operator.
 
     Attributes:
         is_view: its results are views of an operand that it does not write (reshape: maybe).
@@ -275,7 +275,7 @@ class Cast(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FunctionFacts:
-    """Properties of every call of a function ("it").
+    """Properties that every call of a function has. In the list below, "it" is the function.
 
     Attributes:
         is_view: its result shares its operand's memory, on one device and if no operand is

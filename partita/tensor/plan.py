@@ -675,8 +675,8 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns a plan of the older generation, or None. The plan is moved to the younger
-        generation.
+        """Returns an old plan (one that is dropped next) and keeps it from being dropped; None if
+        none fits.
         """
         plan = self.old.pop(key, None)
         if plan is not None:

@@ -64,7 +64,7 @@ _PATIENCE = 60.0  # seconds
 
 
 def outside_transforms() -> Any:
-    """Returns a context manager in which the active transforms of `torch.func` do not apply.
+    """Returns a context manager that suspends the active transforms of `torch.func`.
 
     A redistribution runs inside it.
     """

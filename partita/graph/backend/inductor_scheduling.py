@@ -59,7 +59,8 @@ _OURS, _PACKS = "partita", "packs"
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node for Inductor's scheduling (`Choices`).
+    """Mark a node of a graph, so that `Choices` knows where it comes from when Inductor fuses
+    kernels.
 
     The mark says that it is a node of forward, is recomputed, or concatenates a bucket. `custom` is
     the only entry of a node's `meta` that tracing copies and torch leaves to users.

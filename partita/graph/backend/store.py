@@ -47,7 +47,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of a store.
+    """One file in a store of compiled programs.
 
     Attributes:
         key: the key of the program in the file, from the file's name.

@@ -271,7 +271,7 @@ class Sharing:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Read which storages the step's state uses now. Call it when the state may have
+        """Record which storages the step's state uses now. Call it when the state may have
         changed.
         """
         with local_ops():

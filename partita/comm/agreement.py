@@ -101,11 +101,12 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
 
 
 class AgreedKeys:
-    """The last keys that the ranks have agreed on for one repeated decision. They predict the next
-    one.
+    """The last keys that the ranks have agreed on for one repeated decision, to predict the next
+    key.
 
-    `distance` says how many keys ago that was: 1 for a key that stays, n for a loop over n keys.
-    The keys themselves are kept: another object could get the hash of one that was freed.
+    The next key is expected to be the one `distance` keys ago: 1 for a key that stays, n for a loop
+    over n keys. The keys themselves are kept: another object could get the hash of one that was
+    freed.
     """
 
     def __init__(self) -> None:

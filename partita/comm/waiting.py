@@ -205,8 +205,8 @@ _NO_COUNT = ("", 0)
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
     """Record that this thread begins to run a compiled graph with collectives among `ranks`.
 
-    If it takes longer than `SLICE`, a watcher thread writes a post. Other ranks see from the number
-    of collectives in it whether the graph waits or computes.
+    If the graph takes longer than `SLICE` seconds, a watcher thread writes a post (a message to
+    other ranks). They see from the number of collectives in it whether the graph waits or computes.
     """
     # The caller's frame, because the code of the graph means nothing to a user.
     _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
@@ -352,7 +352,9 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Include the collectives in `new` in the other fields. Returns this history."""
+        """Add the collectives that are in `new` to the count, the hash and the last few; returns
+        `self`.
+        """
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]

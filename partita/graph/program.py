@@ -348,7 +348,7 @@ class Program:
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """The outputs that repeat an earlier output: the first position for each repeated position.
+        """The outputs that repeat an earlier output: repeated position to first position.
 
         A node that is returned both with and without its padding counts as two values.
         """

@@ -455,7 +455,7 @@ class ExplainedOp:
 
     @property
     def all_work(self) -> float:
-        """The operations (`work`) of this call and of the calls inside it."""
+        """The `work` (multiplications and additions) of this call and of the calls inside it."""
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:

@@ -434,7 +434,7 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 
 @dataclass(frozen=True)
 class Considered:
-    """A row that the search priced for a mesh axis, and whether the search chose it.
+    """A row (way to place the op on a mesh axis) that the search priced, and whether it was chosen.
 
     The price is in seconds, for forward and backward together.
     """

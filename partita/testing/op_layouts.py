@@ -23,7 +23,7 @@ CLASSES = ("replicated", "even", "uneven", "partial", "mixed")
 def distribute_argument(
     t: torch.Tensor, mesh: Any, klass: str, turn: int, first: bool = True
 ) -> torch.Tensor:
-    """Returns a plain tensor as a DTensor with a layout of class `klass`.
+    """Returns a plain tensor as a DTensor with a layout of the class `klass` (one of `CLASSES`).
 
     Args:
         turn: a number that selects one of several layouts.

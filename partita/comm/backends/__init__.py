@@ -26,7 +26,7 @@ def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
     """Returns the backend of meshes of this device type ("cpu", "cuda") in this job.
 
     Args:
-        native: begins a collective of the process group, for a `Backend` with blocking waits.
+        native: the function with which a backend with blocking waits begins a collective.
     """
     if f"{device_type}:gloo" not in dist.get_backend_config():
         return Backend()

@@ -1,7 +1,7 @@
 """Overlap of collectives with computation: early gathers, late waits for reductions.
 
-Each change is tried on an order of the nodes (`_Order`) and taken only if the predicted peak of
-memory stays within a limit.
+Each change is first tried on a list of the nodes (`_Order`). It is made only if the predicted peak
+of memory stays within a limit.
 """
 
 from __future__ import annotations

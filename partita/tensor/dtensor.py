@@ -515,7 +515,8 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
     returned, or that was made without gradients.
     """
     found = carry_all(moves, x, wire, op, reason)
-    return found.detach() if found._is_view() else found
+    with torch._C.DisableTorchFunction():  # a region records the program's calls alone
+        return found.detach() if found._is_view() else found
 
 
 def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
@@ -526,7 +527,10 @@ def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
     """
     with local_ops():
         view = x.view_as(x)
-        if x.grad_fn is None or not (torch.is_grad_enabled() and _may_be_moved(x.grad_fn)):
+        # A region's inputs have other histories when it runs again, in which it makes equal calls.
+        in_region = HERE.watcher is not None and x.requires_grad
+        may_be_moved = in_region or (x.grad_fn is not None and _may_be_moved(x.grad_fn))
+        if not (torch.is_grad_enabled() and may_be_moved):
             return view
         piece: torch.Tensor = _ZerosForNone.apply(x)
         # Private torch: autograd refuses writes to a view that a Function returned.

@@ -907,3 +907,32 @@ def test_a_step_leaves_no_memory_behind_though_python_collects_nothing(
             assert memory.live == gradients
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("policy", [None, [pt.keep_collectives], lambda call: True])
+@pytest.mark.parametrize("on_pieces", [False, True], ids=["to_local", "local_map"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_region_reads_pieces_before_and_behind_moves(moved, on_pieces, policy):
+    def body(mesh):
+        x = pt.distribute_tensor(torch.arange(12.0).view(4, 3) / 7, mesh, [pt.Shard(0)])
+        x.requires_grad_()
+        given = x.redistribute(placements=[pt.Shard(1)]) if moved else x * 1
+
+        def compute(t):
+            if on_pieces:
+                return pt.local_map(torch.sin, out_placements=t.placements)(t)
+            whole = dict(shape=t.shape, stride=(3, 1))
+            return pt.DTensor.from_local(t.to_local().sin(), mesh, t.placements, **whole)
+
+        def region(t):
+            other = [pt.Shard(0) if moved else pt.Shard(1)]
+            return compute(compute(t).redistribute(placements=other))
+
+        pt.remat(region, policy)(given).square().sum().backward()
+        return x.grad.full_tensor()
+
+    x = (torch.arange(12.0).view(4, 3) / 7).requires_grad_()
+    x.sin().sin().square().sum().backward()
+    with pt.ranks(a=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, x.grad)

@@ -921,7 +921,7 @@ def test_a_region_reads_pieces_before_and_behind_moves(moved, on_pieces, policy)
         def compute(t):
             if on_pieces:
                 return pt.local_map(torch.sin, out_placements=t.placements)(t)
-            whole = dict(shape=t.shape, stride=(3, 1))
+            whole = {"shape": t.shape, "stride": (3, 1)}
             return pt.DTensor.from_local(t.to_local().sin(), mesh, t.placements, **whole)
 
         def region(t):

@@ -299,7 +299,9 @@ def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
 
 
 def _parts_of(value: Any, mapping: type = dict) -> Iterable[tuple[Any, Any]]:
-    """`(key, part)` of a tuple, list, `mapping` or dataclass; nothing of any other value."""
+    """Returns `(key, part)` for each part of a tuple, list, `mapping` or dataclass; [] for other
+    values.
+    """
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, mapping):

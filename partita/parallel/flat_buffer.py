@@ -140,7 +140,9 @@ _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
 def _padded_numel(shape: Sequence[int], n: int) -> int:
-    """The elements of the largest of n pieces of a tensor of `shape`, split along dimension 0."""
+    """Returns the number of elements in the largest of `n` pieces of `shape`, split along dimension
+    0.
+    """
     return -(-shape[0] // n) * math.prod(shape[1:])
 
 
@@ -291,8 +293,12 @@ class FlatBuffer:
         return out.view(self.n, self.length)[members.index(self.wire.at)]
 
     def _end_to_end(self, shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """This rank's flat shard: the local shards, each with its padding, copied into its row of
-        `out`; a single shard as it is, where its storage has room for the padding."""
+        """Returns this rank's flat shard: its local shards, each padded, copied one after the
+        other.
+
+        The shards are copied into this rank's row of `out`. A single shard is returned as it is if
+        its storage has room for the padding.
+        """
         if len(shards) == 1 and shards[0].dtype == self.dtype:
             own = shards[0].detach()
             only: torch.Tensor | None = own

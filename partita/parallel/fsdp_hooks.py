@@ -547,8 +547,10 @@ node does not show its operator."""
 
 
 def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
-    """The number of the gathered parameter that `t` is a cast of, or a view of a cast; None where
-    it is neither. Autocast makes such."""
+    """Returns the index of the gathered parameter of which `t` is a cast, or a view of a cast.
+
+    Returns None if there is none. Autocast makes such casts.
+    """
     node: Any = _grad_fn(t)
     while node is not None and node.name().startswith(_VIEW_NODES):
         node = node.next_functions[0][0]

@@ -427,7 +427,9 @@ class _ParsedPlan:
         return layout
 
     def _record_layout(self, held: HeldParameter, layout: Layout) -> None:
-        """Note the layout of a tensor, or that its gradient or hooks would be lost."""
+        """Record the layout of a tensor, or the problem that its gradient or hooks would be
+        lost.
+        """
         t = held.tensor
         self.layouts.append((held, layout))
         if isinstance(t, DTensor) and t._spec.wire is not self.wire:
@@ -484,7 +486,9 @@ class _ParsedPlan:
 
 
 def _find_start_layout(held: HeldParameter) -> Layout:
-    """The layout that it has on this mesh already; of a plain tensor, replicated on all axes."""
+    """Returns the layout that a tensor has on this mesh already; for a plain tensor, Replicate on
+    all axes.
+    """
     t = held.tensor
     return t._spec.layout if isinstance(t, DTensor) else Layout(tuple(t.shape))
 

@@ -282,7 +282,9 @@ def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _find_matching_modules(names: dict[nn.Module, str], pattern: str) -> list[nn.Module]:
-    """Returns the modules that are in no other one: "*" also matches dots, as in "layers.*"."""
+    """Returns the matching modules that are not inside another one: "*" also matches dots
+    ("layers.*").
+    """
     # The model itself has no name, and a list of modules has no forward.
     called = [m for m, name in names.items() if name and fnmatchcase(name, pattern)]
     matching = [m for m in called if not isinstance(m, _WITHOUT_FORWARD)]
@@ -367,7 +369,7 @@ def materialize(
 def _allocate_tensors(
     bare: Iterable[HeldParameter], by: str, device: torch.device | str | None = None
 ) -> dict[int, int]:
-    """Allocate tensors; by their new ids, how often each has been written so far."""
+    """Allocate tensors. Returns how often each new tensor has been written so far, by its id."""
     writes = {}
     for held in bare:
         allocate_tensor(held, by=by, device=device)

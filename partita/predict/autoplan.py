@@ -205,7 +205,9 @@ def autoplan(
 
 
 def _check_base(strategy: Any) -> Strategy:
-    """The strategy that ways are made of. Raises StrategyError where it says what is searched."""
+    """Returns the strategy from which ways are made. Raises StrategyError if it sets what is
+    searched.
+    """
     if strategy is None:
         return Strategy()
     check_argument("strategy", strategy, isinstance(strategy, Strategy), "a pt.Strategy, or None")
@@ -379,7 +381,9 @@ class WaySearch:
         return min(left, key=rank)
 
     def _think_of(self, way: Way) -> tuple[float, float]:
-        """Seconds and bytes as guessed, corrected as those ways that are most alike showed."""
+        """Returns the guessed seconds and bytes of a way, corrected by results of the most similar
+        ways.
+        """
         seconds, size = self._guess_cost(way)
         if not self.found:
             return seconds, size
@@ -476,7 +480,7 @@ def _keeps_more(than: Way, way: Way) -> bool:
 
 
 def _count_alike(one: Way, other: Way) -> int:
-    """In how much one way is like another."""
+    """Returns the number of options in which two ways are alike."""
     a, b = one.strategy, other.strategy
     same = [getattr(a, name) == getattr(b, name) for name in _ALIKE]
     return sum([*same, one.tp == other.tp, (a.zero == 3) == (b.zero == 3)])

@@ -270,7 +270,9 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 
 def _time_clock() -> float:
-    """Seconds that it takes to read the clock of this thread's work, which are no call's."""
+    """Returns the seconds that reading the clock of this thread takes, to subtract them from a
+    call's.
+    """
     pairs = [(time.thread_time(), time.thread_time()) for _ in range(1000)]
     return median(after - before for before, after in pairs)
 
@@ -326,7 +328,9 @@ def _agree_on_passes(seconds: float, ranks: int) -> int:
 
 
 def _make_collectives(ranks: int) -> list[_TimedCollective]:
-    """Collectives of all ranks, and of as many as each smaller axis of a mesh may have."""
+    """Returns collectives of all ranks, and of as many ranks as each smaller axis of a mesh may
+    have.
+    """
     found = []
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
         sizes, names = (ranks // size, size), ("others", "group")
@@ -518,7 +522,7 @@ def _make_products(size: int) -> Iterator[DeckCall]:
 
 
 def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
-    """Causal attention of two sequences and four heads, forward and backward."""
+    """Returns causal attention of two sequences and four heads, forward and backward."""
     forward = _aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     q, k, v, gradient = (torch.rand(2, 4, length, width) for _ in range(4))

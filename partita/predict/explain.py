@@ -101,8 +101,9 @@ def _check_function(fn: Any) -> None:
 
 
 def _check_operands(given: Any) -> None:
-    """Raise LayoutError for an iterator among the arguments: it can be gone through once, by the
-    call itself, and what it gives has no fakes."""
+    """Raise LayoutError if an argument is an iterator: it can be read only once, by the call
+    itself.
+    """
     for value in pytree.tree_leaves(given):
         if isinstance(value, Iterator):
             raise make_refusal(

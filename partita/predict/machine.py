@@ -302,7 +302,9 @@ class Machine:
         return self.ranks_per_host % span == 0 or inner <= self.ranks_per_host
 
     def _count_neighbours(self, axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-        """Ranks of a collective that share a host; 1 where hosts do not divide into such."""
+        """Returns how many ranks of a collective share a host; 1 if hosts do not divide into such
+        groups.
+        """
         left, found = self.ranks_per_host, 1
         for name, size in reversed([*mesh.items()]):
             here = math.gcd(size, left)
@@ -672,7 +674,7 @@ def rate_of(node: fx.Node, name: str, kind: str) -> str:
 
 
 def _count_channels(node: fx.Node) -> int:
-    """Input channels of a group of a convolution, by its weight."""
+    """Returns the input channels of a group of a convolution, from its weight."""
     weight: Any = node.args[2 if "backward" in str(node.target) else 1]
     return int(weight.meta["val"].shape[1])
 

@@ -302,7 +302,9 @@ def _no_function(name: str, reason: str) -> LayoutError:
 
 
 def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments that are layouts, lists and tuples of them, and Python's literals."""
+    """Returns the arguments in a text: layouts, lists and tuples of layouts, and Python's
+    literals.
+    """
     tensors: dict[str, DTensor] = {}
 
     def name_tensor(match: re.Match[str]) -> str:
@@ -496,8 +498,9 @@ class _ScheduleMode(KernelMode):
 
 
 class _EagerFakes(LocalFakes):
-    """Fakes; an optimizer may read its own counts of steps, on which no memory depends: each is
-    1."""
+    """Fakes for an eager step. An optimizer may read its step counts, on which no memory depends:
+    each is 1.
+    """
 
     def __init__(self, schedule: _Schedule):
         super().__init__(static_shapes=True)

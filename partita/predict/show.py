@@ -155,7 +155,7 @@ def _write_shown(shown: Shown, out: TextIO) -> None:
 
 
 def _make_encodable(text: str, out: TextIO) -> str:
-    """The text in characters that the stream can write; lines are drawn in ASCII where not."""
+    """Returns text in characters that the stream can write; if needed, lines are drawn in ASCII."""
     encoding = getattr(out, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

@@ -297,8 +297,10 @@ def _capture_step(step: Any, args: Sequence[Any]) -> Program:
 
 
 def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: Program) -> int:
-    """Bytes on a rank of the parameters and buffers of modules that a step reaches and does not
-    read: they are none of its program's inputs."""
+    """Returns a rank's bytes of parameters and buffers that a step reaches but does not read.
+
+    They are no inputs of the step's program.
+    """
     modules = find_state(_function_of_step(step), (), args, {}).modules.values()
     held: dict[int, int] = {}
     for tensor in (t for m in modules for t in (*m.parameters(), *m.buffers())):

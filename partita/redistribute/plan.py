@@ -256,7 +256,10 @@ class _PlanSearch:
                 yield free, tuple(stack[:i] for stack, i in zip(stacks, cut, strict=True))
 
     def _arrange_stacks(self, base: Stacks, free: tuple[str, ...]) -> Iterator[Stacks]:
-        """`free` put where they belong; those that cannot go there yet behind some one stack."""
+        """Yields stacks with the axes `free` added where they belong.
+
+        Axes that cannot go there yet are added behind one stack; each stack is tried.
+        """
         stacks = []
         for stack, goal in zip(base, self.goal[0], strict=True):
             if count_common_axes(stack, goal) == len(stack):

@@ -267,8 +267,10 @@ class _RegionRun:
         return out
 
     def _count_redistribution(self, op: str, what: Any, x: torch.Tensor) -> Any:
-        """The key of a redistribution: its call site, or the call that it is in, and what it does,
-        with the number of its occurrence."""
+        """Returns the key of a redistribution, with the number of its occurrence.
+
+        The key consists of its call site, or the call that contains it, and of what it does.
+        """
         event = self._event
         where: Any = find_call_site() if event is None else (event.key, event.ordinal)
         key = ("carried", op, str(what), where, x.shape, x.dtype)

@@ -192,7 +192,10 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
 
 def _has_short_pieces(spec: Spec) -> bool:
     """True if some ranks' pieces have fewer than two elements in a dimension where others have
-    more: their strides may show another order in memory."""
+    more.
+
+    The strides of such pieces may show another order in memory.
+    """
     mesh = spec.wire.mesh
     first = spec.layout.local_shape(mesh, (0,) * mesh.ndim)
     last = spec.layout.local_shape(mesh, tuple(n - 1 for n in mesh.sizes))
@@ -248,8 +251,9 @@ def copy_as_on_one_device(
 
 
 def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
-    """The arguments of a call of `to` or `type` whose result was `out`, for a tensor on "meta",
-    which stays there."""
+    """Returns the arguments of a call of `to` or `type` with result `out`, for a tensor that stays
+    on "meta".
+    """
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -353,7 +357,9 @@ def make_meta_twin(x: DTensor) -> torch.Tensor:
 
 
 def _convert_to_meta(value: Any) -> Any:
-    """The arguments of a call, with tensors on "meta" of the global shapes in place of tensors."""
+    """Returns the arguments of a call with each tensor replaced by a "meta" tensor of its global
+    shape.
+    """
     return tree_map_only(torch.Tensor, _make_meta_of_shape, value)
 
 

@@ -413,7 +413,9 @@ def read_number(x: DTensor) -> Any:
 
 @cache
 def _kinds_of_arguments(func: Function) -> tuple[dict[int, Kinds], dict[str, Kinds]]:
-    """The types that an op's arguments may have in any of its overloads, by place and by name."""
+    """Returns the types that an op's arguments may have in any of its overloads, by position and by
+    name.
+    """
     by_place: dict[int, Kinds] = defaultdict(frozenset)
     by_name: dict[str, Kinds] = defaultdict(frozenset)
     for arguments in _forms_of(func):
@@ -431,8 +433,9 @@ passed by position.
 
 
 def _forms_of(func: Function) -> list[Parameters]:
-    """The parameters of an op's overloads, by their schemas; of one written in Python, by its
-    hints."""
+    """Returns the parameters of an op's overloads: from their schemas, or from hints of a Python
+    function.
+    """
     forms = []
     for overload in overloads_of(getattr(torch.ops.aten, getattr(func, "__name__", ""), None)):
         arguments = [a for a in overload._schema.arguments if not a.is_out]

@@ -227,8 +227,11 @@ buffer. Whether ranks communicate must not depend on whether another module has 
 
 
 def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:
-    """Put the value of parameter `key` into the parameter that `part` had `before`, as a DTensor:
-    others know that by identity."""
+    """Make the value of parameter `key` a DTensor, in the parameter object that `part` had
+    `before`.
+
+    Others, such as optimizers, refer to that object by identity.
+    """
     now: Any = part._parameters[key]
     value = now if isinstance(now, DTensor) else distribute_tensor(now.detach(), device_mesh)
     if now is before and value is now:
@@ -585,8 +588,10 @@ def _list_per_result(placements: Any) -> Any:
 
 
 def _match_placements(given: Any, count: int, what: str, name: str) -> list[Placements]:
-    """The placements of each of `count` values: `given`, or None for each. Raises LayoutError if
-    those are another number."""
+    """Returns the placements of each of `count` values: `given`, or None for each value.
+
+    Raises LayoutError if `given` has another number of entries.
+    """
     if given is None:
         return [None] * count
     if len(given) != count:

@@ -231,8 +231,9 @@ def op_of(func: Function) -> Op:
 
 
 def _relearn_ops() -> None:
-    """After a rule was given, have each function whose rule it is forget its plans, and each method
-    its key."""
+    """After a rule was registered, make each function with this rule drop its plans, and each
+    method its key.
+    """
     form_of.cache_clear()
     for func, op in OPS.items():
         form = form_of(func)

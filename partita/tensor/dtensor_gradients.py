@@ -238,8 +238,10 @@ def _make_backward_seed(
 
 
 def _spec_of_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
-    """The spec of a gradient that a user gives for a value of `spec`. A plain one is a whole value,
-    the same on every rank."""
+    """Returns the spec of a gradient that a user passes for a value of `spec`.
+
+    A plain gradient is a whole value, equal on every rank.
+    """
     if isinstance(gradient, DTensor):
         return gradient._spec
     if not gradient.requires_grad:
@@ -889,8 +891,11 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
 
 
 def _agree_on_gradients(params: list[DTensor], pending: dict[DTensor, DTensor]) -> None:
-    """Raise on all ranks unless they have gradients of the same parameters, else their buckets
-    would differ. Compared unless earlier steps predict these parameters (`is_agreed`)."""
+    """Raise on all ranks unless they have gradients of the same parameters: their buckets would
+    differ.
+
+    Ranks do not compare if earlier steps predict these parameters (`is_agreed`).
+    """
     wires: dict[Wire, list[tuple[int, DTensor]]] = {}
     for i, p in enumerate(params):
         if p in pending:

@@ -179,7 +179,9 @@ def _kind_of_value(value: Any) -> Any:
 
 
 def _arguments_at_place(i: int, args: Sequence[Any]) -> list[Any]:
-    """Returns the arguments of the op at place i: of each list its i-th, of all else itself."""
+    """Returns the op's arguments at position `i`: the i-th item of each list, and other arguments
+    as they are.
+    """
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
 
@@ -188,8 +190,10 @@ def _function_named(name: str) -> Function | None:
 
 
 def _find_single_op(op: Op) -> Function:
-    """The function that a foreach function is for one place. Of some (`maximum`) torch has a form
-    in place for lists only."""
+    """Returns the function that a foreach function runs for one position of its lists.
+
+    For some (`maximum`), torch has an in-place form only for lists.
+    """
     name = op.form.name
     function = _NUMBERS_TOO.get(name) or _function_named(name)
     if not op.form.inplace:
@@ -368,7 +372,9 @@ def _reduce_norms(
 def _foreach_norm(
     self: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> Sequence[torch.Tensor]:
-    """torch._foreach_norm. Where the tensors live on several meshes the norms are plain."""
+    """Runs torch._foreach_norm. If the tensors are on several meshes, the norms are plain
+    tensors.
+    """
     if torch.is_grad_enabled() and any(t.requires_grad for t in self):
         given = {} if dtype is None else {"dtype": dtype}
         return run_foreach(torch._foreach_norm, (self, ord), given, OPS[torch._foreach_norm])

@@ -501,7 +501,9 @@ def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
 
 
 def _choose_cast_dtype(cast: Cast, leaves: Sequence[Any], device: str) -> torch.dtype | None:
-    """The dtype that floating ones of a call's arguments are cast to; None to leave them."""
+    """Returns the dtype to which floating-point arguments of a call are cast; None to leave
+    them.
+    """
     if cast is Cast.LOWER:
         return torch.get_autocast_dtype(device)
     if cast is Cast.WIDEST:
@@ -648,8 +650,9 @@ def _form_of_operator(func: Function, operator: Operator) -> Form:
 
 
 def _builtin_twin(func: Function) -> Function | None:
-    """The builtin that a function of torch.nn.functional passes its arguments on to, if it takes
-    them as they are; else None."""
+    """Returns the builtin to which a function of torch.nn.functional passes its arguments
+    unchanged, or None.
+    """
     bare = _BARE_CALLS.get(func)
     if bare is not None:
         return lambda input, inplace=False: bare(input)
@@ -658,7 +661,9 @@ def _builtin_twin(func: Function) -> Function | None:
 
 
 def _find_rule_named(name: str) -> Rule | None:
-    """The rule that a torch function of this name has, in whichever namespace it was given."""
+    """Returns the rule of a torch function with this name, in whichever namespace it was
+    registered.
+    """
     for home in (torch, torch.Tensor, torch._C._nn, torch.nn.functional, torch.special):
         f = getattr(home, name, None)
         if f is not None and f in RULES and not isinstance(f, types.FunctionType):

@@ -596,8 +596,9 @@ def _classify_parameter(p: inspect.Parameter) -> int:
 
 
 def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
-    """The key function of these parameters: in C, with one in Python that gives the same keys and
-    serves where there is no C."""
+    """Returns the key function for these parameters: in C if it is built, else in Python. Both give
+    equal keys.
+    """
     names, kinds, defaults = zip(*params, strict=True)
     count = sum(kind < REST for kind in kinds)  # those that a call may give by position
     harmless: set[str] = set()

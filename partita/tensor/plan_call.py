@@ -301,8 +301,11 @@ def _make_misfit_error(call: OpCall, text: str, reason: str) -> LayoutError:
 
 
 def _choose_rows(call: OpCall, bound: Bound, answer: KernelRule) -> Choice | None:
-    """The cheapest rows for a call; who explains calls is shown all rows and their prices. None if
-    none leaves an operand that is written in place as it is."""
+    """Returns the cheapest rows for a call; None if they change an operand that is written in
+    place.
+
+    The explainer, if there is one, gets all rows and their prices.
+    """
     form, values = call.form, [value for _, value in call.operands]
     chooser = RowChooser(
         bound,
@@ -376,7 +379,9 @@ def _find_bare_call(call: OpCall) -> tuple[Function, int] | None:
 
 
 def _wrap_writing_into_first(run: Function, form: Form) -> Function:
-    """`run`, which may be an op's form that is not in place, writing into its first argument."""
+    """Wraps `run`, which may not be in-place, so that it writes its result into its first
+    argument.
+    """
 
     def write_into_first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = run(x, *args, **kwargs)
@@ -558,8 +563,9 @@ class RowChooser:
         return Choice(tuple(inputs), shards, partial, invariant, splits)
 
     def _order_axes(self, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The order in which several axes split one name: that of the largest operand split by
-        them."""
+        """Returns the order in which several axes split one name: that of the largest operand they
+        split.
+        """
         best: tuple[str, ...] = ()
         best_size = -1
         layouts = self.layouts[:1] if self.inplace else self.layouts
@@ -617,8 +623,11 @@ class RowChooser:
         )
 
     def _price_reductions(self, row: Row) -> float:
-        """Seconds to reduce the row's Partial results, at the least by a reduce-scatter: who takes
-        them has to."""
+        """Returns a lower bound of the seconds to reduce the row's Partial results: by a
+        reduce-scatter.
+
+        Later readers of the results have to reduce them.
+        """
         n, total = self.mesh.size(self.axis), 0.0
         for out, placed in zip(self.bound.outputs, row.outputs, strict=True):
             if isinstance(placed, Partial):
@@ -650,8 +659,10 @@ class RowChooser:
         )
 
     def _count_parts(self, names: set[str] | frozenset[str]) -> int:
-        """The number of parts into which other axes split these names: the axes before by their
-        rows; of an axis behind, each that shards an operand is counted."""
+        """Returns the number of parts into which other axes split these names.
+
+        Earlier axes count by their chosen rows, later axes if they shard an operand.
+        """
         rows_by_axis = dict(zip(self.mesh.names, self.rows, strict=False))
         parts = [self.mesh.size(a) for a, row in rows_by_axis.items() if row.split in names]
         ahead = {a for x in self.layouts if x is not None for axes in x.shards for a in axes}

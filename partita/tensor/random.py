@@ -111,7 +111,7 @@ def _on_pieces(x: Any, run: Function) -> Callable[[KernelCall], Kernel | None]:
 
 
 def _make_draw(function: Function, args: Any, kwargs: Kwargs) -> Draw:
-    """`function(out, *args, **kwargs)`, with the generator."""
+    """Returns a function that calls `function(out, *args, **kwargs)` with the generator."""
 
     def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         own = {} if generator is None else {"generator": generator}

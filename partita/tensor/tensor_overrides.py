@@ -378,7 +378,9 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
 
 
 def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
-    """The indices that an int or a slice picks from a dimension of `size`: a range, or a tensor."""
+    """Returns the indices that an int or a slice selects from a dimension of `size`: a range, or a
+    tensor.
+    """
     if isinstance(entry, torch.Tensor):
         with local_ops():
             return torch.arange(size, device=entry.device)[entry.reshape(1)]  # if it is in bounds

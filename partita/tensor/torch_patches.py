@@ -798,7 +798,7 @@ def _run_on_dtensors(*args: Any, **kwargs: Any) -> Any:
 
 
 def _find_compiled_flex() -> Function:
-    """Returns torch's function, compiled in the way of the compiled function that calls it."""
+    """Returns torch's function, compiled in the same way as the compiled function that calls it."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -930,8 +930,10 @@ def _slice_block_mask(mask: BlockMask, rows: _Range, heads: _Range) -> BlockMask
 
 
 def _take_place() -> None:
-    """Give torch's function the code of `_call_plain_or_spread`, under its own name and file, which
-    passes on what it is given."""
+    """Replace the code of torch's function by that of `_call_plain_or_spread`; name and file stay.
+
+    The new code passes its arguments on.
+    """
     vars(flex_module).update(
         _partita_plain=_plain_flex, _partita_dtensor=DTensor, _partita_spread=_run_on_dtensors
     )

@@ -363,7 +363,9 @@ class _MetaRun:
 def _run_on_meta(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
 ) -> _MetaRun | None:
-    """Returns the run for pieces with elements; None if the function needs values."""
+    """Runs a function for pieces with elements, on "meta" tensors; None if the function needs
+    values.
+    """
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     saved: list[torch.Tensor] = []
 

@@ -155,7 +155,9 @@ def count_ranks() -> int | None:
 
 
 def _fit_sizes_to_world(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
-    """Returns sizes whose product is `world`: one of `sizes` changed, or else all in the first."""
+    """Returns sizes whose product is `world`: one of `sizes` is changed, or the first gets all
+    ranks.
+    """
     for i in range(len(sizes)):
         rest = math.prod(sizes[:i] + sizes[i + 1 :])
         if rest and world % rest == 0:

@@ -210,8 +210,11 @@ class TraceWire(Wire):
         return self._trace_move(move, x, op=op, reason=reason)
 
     def _in_graph(self, move: Move) -> tuple[Move, ...]:
-        """The moves that do `move` in a graph. An all_to_all whose messages differ from rank to
-        rank is no graph for all of them: all is gathered, and each rank slices its piece."""
+        """Returns the moves that do `move` in a graph.
+
+        An all_to_all whose messages differ between ranks cannot be one graph for all ranks. In its
+        place everything is gathered, and each rank slices its piece.
+        """
         found = self._instead.get(id(move))
         if found is None:
             moves: tuple[Move, ...] = (move,)
@@ -355,7 +358,7 @@ def _make_padded_step(move: Move, wire: TraceWire) -> Step:
 
 
 def _outer_length(cut: DimChange, wire: TraceWire) -> tuple[int, Number]:
-    """Returns the padded and the true length of what the inner axes of `cut` cut."""
+    """Returns the padded and the true length of the piece that the inner axes of `cut` divide."""
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded
@@ -515,7 +518,7 @@ def _own_memory(x: torch.Tensor, cuts: Sequence[DimChange]) -> torch.Tensor:
 
 
 def _row_of(cut: DimChange, wire: TraceWire, device: torch.device) -> torch.Tensor:
-    """Returns the number of this rank's piece, of pieces that are even."""
+    """Returns the number of this rank's piece, if all pieces are even."""
     return wire.place(cut.inner).view(1).to(device)
 
 
@@ -561,7 +564,9 @@ _standing: dict[Wire, Wire] = {}
 
 
 class _Making(threading.local):
-    """`stand_in`: makes the substitute of a wire that has none yet, for this thread; or None."""
+    """The function that makes the substitute of a wire that has none yet, for this thread; or
+    None.
+    """
 
     stand_in: Callable[[Wire], Wire] | None = None
 

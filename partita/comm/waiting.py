@@ -566,7 +566,9 @@ def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
 
 
 def _asks_otherwise(post: Post, other: Post) -> bool:
-    """True if the rank of `other` has begun another collective in place of the one of `post`."""
+    """True if the rank of `other` has begun another collective instead of the collective of
+    `post`.
+    """
     number = str(post["number"] or None)
     ours, theirs = (p["requests"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
@@ -752,8 +754,11 @@ def make_lost_rank_error(
 def _make_late_ranks_error(
     failure: BaseException, text: str, ranks: Sequence[int], waited: float
 ) -> RankGoneError | None:
-    """The error where `failure` is the time limit of a collective that `ranks`, which live as far
-    as is known, have not come to in `waited` seconds; None where `failure` is something else."""
+    """Returns the error if `failure` is the time limit of a collective; None if it is another
+    error.
+
+    The collective's `ranks`, which live as far as is known, have not arrived in `waited` seconds.
+    """
     if not TIMED_OUT.search(str(failure)) or not ranks or find_ended(ranks):
         return None
     me = dist.get_rank()

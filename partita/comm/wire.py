@@ -654,8 +654,9 @@ class DryWire(Wire):
 
 
 class _DryGroup(NamedTuple):
-    """Stands for the process group in what a backend does by several steps, or with memory of its
-    own."""
+    """A replacement of the process group for backends that run a collective in steps or with own
+    memory.
+    """
 
     members: int
     number: int
@@ -683,7 +684,7 @@ def _begin_alone(
 
 
 def _allocate(nbytes: int, like: torch.Tensor) -> None:
-    """Allocate and free so many bytes on the device of `like`, as the backend would."""
+    """Allocate and free `nbytes` bytes on the device of `like`, as the backend would."""
     if nbytes:
         torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 

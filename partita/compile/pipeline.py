@@ -132,7 +132,9 @@ def kept_within(
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
-    """Returns the peak of a program as it runs (a region: of its graph), the most of all ranks."""
+    """Returns the peak of a program when it runs (for a region: of its graph), the largest of all
+    ranks.
+    """
     taken = peak_of(program) if program.built is None else scheduled(program).peak
     for wire in program.wires:
         taken = max(n for (n,) in wire.gather_ints((taken,), "peaks of memory"))
@@ -146,8 +148,9 @@ def _finish_program(
     wires: Iterable[Wire],
     options: StepOptions,
 ) -> CapturedProgram:
-    """Returns the first form of a step whose predicted peak is at most `limit` bytes, after passes
-    and split, with a key on which ranks have agreed.
+    """Returns the first form of a step whose predicted peak is at most `limit` bytes.
+
+    It is complete: passes and split have run, and ranks have agreed on its key.
     """
     failed, lines, where, captured = None, [], [], None
     try:

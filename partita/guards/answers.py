@@ -193,7 +193,7 @@ def _is_traceable(value: float, given: Input, plain: Container[str]) -> bool:
 
 
 def _is_value(expr: Any) -> bool:
-    """True for the condition that one number has one value."""
+    """True for a condition that one number has one value."""
     return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
 
 

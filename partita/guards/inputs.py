@@ -633,7 +633,9 @@ def _holds_state(value: Any) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """True if `value` is searched. Not functions and classes: their reads are seen at run time."""
+    """True if the search looks into `value`. Reads of functions and classes are seen at run time
+    instead.
+    """
     if has_type(value, (*_SIMPLE, type, types.ModuleType)):
         return False
     return has_type(value, (nn.Module, functools.partial)) or not callable(value)

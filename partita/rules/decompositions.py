@@ -193,7 +193,7 @@ def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def _subtract_max(x: Any, dim: Dim) -> Any:
-    """`x` minus the maximum of all pieces."""
+    """Returns `x` minus the maximum of all pieces."""
     return subtract_reduced(x, reduced(partial_max(x, dim, True)))
 
 

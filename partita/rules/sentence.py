@@ -609,7 +609,9 @@ def _find_broadcast_sizes(sentence: Sentence, operands: tuple[Operand, ...]) -> 
 def _expand_ellipsis(
     term: Term, shape: tuple[int, ...], leading: tuple[int, ...], sentence: Sentence
 ) -> tuple[Dim, ...]:
-    """A term's dimensions with `...` written out; a dimension that is stretched counts as a 1."""
+    """Returns a term's dimensions with `...` written out; a dimension that is stretched counts as a
+    1.
+    """
     at = _find_ellipsis(term)
     if at is None:
         if len(shape) != len(term.dims):

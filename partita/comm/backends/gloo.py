@@ -84,8 +84,11 @@ class Gloo(Backend):
     def _begin_broadcasts(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingList:
-        """Begin an all-gather. Two ranks do not exchange pieces instead: a rank that runs a
-        reduce-scatter would mistake that for its own exchange."""
+        """Begin an all-gather as broadcasts.
+
+        For two ranks it is not an exchange of pieces: a rank that runs a reduce-scatter would
+        mistake that for its own exchange.
+        """
         pieces, rank, why = out.view(group.size(), -1), group.rank(), request[1:3]
         if not shares_memory(x, out):  # otherwise it is a part of `out` already
             pieces[rank].copy_(x.view(-1))

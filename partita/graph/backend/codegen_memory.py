@@ -69,7 +69,7 @@ def memory_of_code(
 
 
 class _GeneratedCode:
-    """The function `call` of the code that was generated of a graph."""
+    """The function `call` in the code that was generated for a graph."""
 
     def __init__(self, sources: Sequence[str], graph: fx.GraphModule):
         if len(sources) != 1:
@@ -94,7 +94,7 @@ class _GeneratedCode:
 
     @property
     def places(self) -> list[str]:
-        """The lines of the generated function, as texts for the places of a schedule."""
+        """The lines of the generated function, as the texts of a schedule's places."""
         return [self.lines[i].strip()[:80] for i in range(self.begin, self.end)]
 
     def name_at(self, line: int) -> str:
@@ -260,7 +260,9 @@ class _FakeRun(TorchDispatchMode):
             self.done.append(replace(found, death=max(self._find_position()[2], found.birth)))
 
     def _make_buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
-        """Returns a buffer that is made now; its death is the next place until it is known."""
+        """Returns a buffer that is made now. Until its end is known, it counts as freed at the next
+        place.
+        """
         what, line, at = self._find_position()
         if isinstance(what, fx.Node):
             name, note = what.name, note_of(what)
@@ -300,7 +302,7 @@ class _GeneratedGlobals(dict[str, Any]):
 
 
 class _NoOp:
-    """Stands for a kernel, or for a function that checks something."""
+    """A replacement of a kernel, or of a function that checks something, which does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None

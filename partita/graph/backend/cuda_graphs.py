@@ -374,7 +374,7 @@ class ReplayedProgram:
 
 
 def _make_like(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """New memory for a copy of `x`, with its shape and its strides."""
+    """Allocates memory for a copy of `x`, with its shape and strides."""
     place = x.device if device is None else device
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=place)
 
@@ -438,8 +438,8 @@ class _ReplayResults:
                 self._shown.append((view, value if is_alone else value.untyped_storage()))
 
     def of_call(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the results of the last replay as tensors of their own, given the inputs of that
-        call.
+        """Returns the results of the last replay as tensors with their own memory, given that
+        call's inputs.
         """
         copies: dict[int, Any] = {}  # by address, of storages and of values
         found = []

@@ -197,7 +197,7 @@ def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
 
 
 def _raise_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> None:
-    """Raise, on all ranks, if one has failed. Raises LayoutError, the same on all."""
+    """Raise the same LayoutError on all ranks if any rank has failed."""
     error = next((program.error for program in wanted if program.error is not None), None)
     text = ""
     if error is not None:
@@ -483,7 +483,9 @@ def _digest_of_file(name: str) -> str:
 
 
 def _find_cpu_features() -> str:
-    """The processor's features: C++ is compiled for all of them, not for its vector units alone."""
+    """Returns the processor's features. C++ code is compiled for all of them, not only for vector
+    units.
+    """
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("flags", "features")):
@@ -556,7 +558,9 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
 
 
 def _record_libraries(stack: ExitStack) -> Callable[[], dict[str, bytes]]:
-    """From now on compiled libraries are kept; a function that returns their bytes by name."""
+    """Keep libraries that are compiled from now on. Returns a function that gives their bytes by
+    name.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     compile, made = AsyncCompile.cpp_pybinding, dict[str, Any]()

@@ -75,7 +75,7 @@ def mark(node: fx.Node) -> None:
 
 
 def _unpacks_gathered(node: fx.Node) -> bool:
-    """True if it only moves elements of a gathered value, which no call of forward reads."""
+    """True if a node only moves elements of a gathered value that no call of forward reads."""
     while node.op == "call_function" and node.target is not WAIT:
         if len(node.all_input_nodes) != 1 or not only_moves(node):
             return False
@@ -136,13 +136,13 @@ def _count_bytes(scheduler: Any, dependencies: Iterable[Any]) -> int:
 
 
 def _count_shared_reads(scheduler: Any, node1: Any, node2: Any) -> int:
-    """Returns bytes of the buffers that both read."""
+    """Returns the bytes of the buffers that both kernels read."""
     read = {dep.name: dep for dep in node2.read_writes.reads}
     return _count_bytes(scheduler, (d for d in node1.read_writes.reads if d.name in read))
 
 
 def _are_neighbors(node1: Any, node2: Any) -> bool:
-    """True if no other node lies between two in the order of the graph."""
+    """True if no other node is between two nodes in the order of the graph."""
     return node1.max_order + 1 == node2.min_order or node2.max_order + 1 == node1.min_order
 
 
@@ -359,7 +359,9 @@ def _can_combine(node: Any, parts: set[str]) -> bool:
 
 
 def _is_update(node: Any) -> bool:
-    """True for what an optimizer computes of one element by itself, and writes."""
+    """True for an optimizer's kernel that computes each element by itself, and writes the
+    result.
+    """
     return _writes_input(node) and not node.is_reduction()
 
 
@@ -375,8 +377,9 @@ def _find_allocated(node: Any) -> dict[str, int]:
 
 
 def _as_in_graph(nodes: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
-    """The kernels in the order of the last of the graph's nodes that each computes, as far as their
-    dependencies allow."""
+    """Returns the kernels in the order of the last graph node of each, as far as dependencies
+    allow.
+    """
     graph: Any = V.graph.module.graph
     index = {node: i for i, node in enumerate(graph.nodes)}
     place = {n: max((index.get(o, -1) for o in _list_origins(n)), default=-1) for n in nodes}
@@ -394,7 +397,9 @@ def _writes_input(node: Any) -> bool:
 
 
 def _find_late_kernels(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
-    """The kernels that write into inputs, and those whose results only such kernels read."""
+    """Returns the kernels that write into inputs, and those whose results only such kernels
+    read.
+    """
     users: dict[Any, list[Any]] = {}
     for node in nodes:
         for need in needs[node]:

@@ -155,8 +155,10 @@ class _GraphCutter:
     # -- which calls are together ------------------------------------------------------------------
 
     def _split_into_parts(self) -> Iterator[list[fx.Node]]:
-        """The stretches between collectives and calls of sections; those of a block are cut further
-        where it packs and unpacks what it gathers."""
+        """Returns the parts of the graph between collectives and calls of sections.
+
+        Parts of a block are cut further where it packs and unpacks the values that it gathers.
+        """
         stretches = groupby(self.order, lambda n: (_stands_between(n), n in self.late))
         runs = [[*nodes] for (stands_between, _), nodes in stretches if not stands_between]
         if self.is_of_block:
@@ -169,7 +171,9 @@ class _GraphCutter:
         yield from runs
 
     def _with_packing_first(self, order: Sequence[fx.Node]) -> list[fx.Node]:
-        """Returns the order in which what packs for gathers comes first between two collectives."""
+        """Returns an order in which nodes that pack for gathers come first between two
+        collectives.
+        """
         found: list[fx.Node] = []
         last = len(self._packs)
         for _, nodes in groupby(order, _stands_between):
@@ -194,8 +198,8 @@ class _GraphCutter:
     # -- views -------------------------------------------------------------------------------------
 
     def _is_remakeable_view(self, node: fx.Node) -> bool:
-        """True for a view that can be made again where it is read. (Not an item of a call's new
-        result.)
+        """True for a view that can be made again where it is read, unlike an item of a call's new
+        result.
         """
         if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
@@ -204,7 +208,9 @@ class _GraphCutter:
         return not self.storages.made_by(node) and not has_effect(node)
 
     def _find_owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes that own the memory of a value: its node, or the bases that it is a view of."""
+        """Returns the nodes that own the memory of a value: its node, or the bases of which it is a
+        view.
+        """
         if self._is_remakeable_view(node):
             for read in node.all_input_nodes:
                 yield from self._find_owners(read)
@@ -229,7 +235,7 @@ class _GraphCutter:
         return _copy_with_note(self._outer, node, self._values)
 
     def _have_operands(self, node: fx.Node) -> None:
-        """Make the views in the outer graph that one of its own calls reads."""
+        """Make the views that a call of the outer graph reads, in the outer graph."""
         for read in node.all_input_nodes:
             self._ensure_value(read)
 

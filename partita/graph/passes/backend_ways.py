@@ -68,7 +68,9 @@ def backend_ways(program: Program) -> str:
 
 
 def _find_read_late(graph: fx.Graph) -> set[fx.Node]:
-    """The collectives whose result is first read after other collectives, as for a norm of all."""
+    """Returns the collectives whose result is first read after other collectives, as for a total
+    norm.
+    """
     number, count = {}, 0
     for node in graph.nodes:
         count += is_collective(node)

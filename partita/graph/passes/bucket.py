@@ -132,7 +132,9 @@ def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
 def _split_where(
     members: Iterable[fx.Node], joins: Callable[[fx.Node, list[fx.Node]], bool]
 ) -> list[list[fx.Node]]:
-    """Split members, in their order, into parts: each is in the part before it if it `joins` it."""
+    """Split members, in order, into parts. A member is added to the last part if `joins(member,
+    part)`.
+    """
     parts: list[list[fx.Node]] = []
     for node in members:
         if parts and joins(node, parts[-1]):
@@ -273,7 +275,9 @@ def _joint_note(members: list[fx.Node], one: fx.Node) -> Note:
 
 
 def _skip_packing_copy(node: fx.Node) -> fx.Node:
-    """The operand of a reduction, or what it is a copy of: concatenation copies it anyway."""
+    """Returns the operand of a reduction, without a copy before it: concatenation copies it
+    anyway.
+    """
     operand = _operand_of_collective(node)
     if operand.target is _aten.clone.default and len(operand.users) == 1:
         (operand,) = operand.all_input_nodes
@@ -313,7 +317,7 @@ def _replace_members(
 
 
 def _sink_users(pieces: list[fx.Node]) -> None:
-    """Move what reads the pieces behind the last of them, keeping its order."""
+    """Move nodes that read the pieces after the last piece, and keep their order."""
     behind = pieces[-1]
     for node in sorted(_find_dependents(pieces, behind)):
         behind.append(node)

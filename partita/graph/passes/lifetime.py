@@ -57,7 +57,9 @@ def lifetime(program: Program) -> str:
 
 
 def _find_prerequisites(node: fx.Node, written: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that must run before `node`: its operands, and readers of inputs it writes."""
+    """Returns the nodes that must run before `node`: its operands, and readers of inputs that it
+    writes.
+    """
     found = list(node.all_input_nodes)
     waiting = [*written]
     while waiting:

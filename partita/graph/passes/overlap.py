@@ -161,8 +161,11 @@ def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
-    """Move the wait for a collective to where the next of its kind begins. Then move waits for
-    reductions of an optimizer's step behind backward, the last first: its result lives shortest."""
+    """Move the wait for a collective to where the next one of its kind begins.
+
+    Then move waits for reductions of an optimizer's step to after backward, the last one first,
+    because its result has the shortest life.
+    """
     moved: dict[fx.Node, bool] = {}
     place = order.place
     for reasons in (("gradient", "settle"), ("update",)):
@@ -181,8 +184,10 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
-    """Wait for the user's own collectives where something is computed of them, and begin them with
-    the step where they are small and made of inputs by few calls: then only latency is left."""
+    """Wait for the user's own collectives where a computation first reads their results.
+
+    Small ones that few calls make from inputs begin with the step: then only latency is left.
+    """
     inputs = [n for n in order.nodes if n.op == "placeholder"]
     for wait in [n for n in order.nodes if n.target is WAIT]:
         if note_of(wait).reason in ("implicit", "explicit"):
@@ -232,7 +237,9 @@ def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _made_late(order: _Order, wait: fx.Node, behind: fx.Node) -> set[fx.Node] | None:
-    """The nodes that must move behind another with `wait`; None if impossible or already so."""
+    """Returns the nodes that must move after another node with `wait`; None if impossible or not
+    needed.
+    """
     place = order.place
     late, reads = {wait}, order.reads[wait]
     for node in order.nodes[place[wait] + 1 : place[behind] + 1]:

@@ -264,7 +264,9 @@ def _recompute_metadata(program: Program, name: str) -> None:
 
 
 def _make_note(program: Program, node: fx.Node, name: str) -> Note:
-    """The note of a new node: source and phase of its operands; of a collective, its cost too."""
+    """Returns the note of a new node: source and phase of its operands; for a collective also its
+    cost.
+    """
     read = [note_of(n) for n in node.all_input_nodes]
     phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])
     source = next((note.source for note in reversed(read) if note.source), "")
@@ -390,7 +392,7 @@ def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:
 
 
 def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
-    """Returns the calls that there are more or fewer of, collectives first."""
+    """Returns the calls whose number has changed, collectives first."""
     counts: Counter[str] = Counter()
     counts.subtract(map(_describe_call, before))
     counts.update(map(_describe_call, after))

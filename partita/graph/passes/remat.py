@@ -164,7 +164,7 @@ def _close_over_inputs(
 
 
 def _estimate_seconds(node: fx.Node) -> float:
-    """Seconds that a recompute of one call takes, about: it ranks, and is no measurement."""
+    """Returns roughly the seconds to recompute one call: good for a ranking, not a measurement."""
     nbytes = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))
     seconds = nbytes / 1e10
     if is_collective(node):

@@ -59,7 +59,9 @@ def _derive_attention(
 
 
 def _causal(call: KernelCall) -> Kernel | None:
-    """Causal attention of this rank's queries; torch's own where they are the first ones."""
+    """Returns the kernel for causal attention of this rank's queries; None (torch's own) for the
+    first ones.
+    """
     first = call.pieces.get("q", (0,))[0]
     if isinstance(first, int) and first == 0:
         return None

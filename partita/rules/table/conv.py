@@ -54,7 +54,9 @@ def _register_conv(takes: str, transposed: bool, *functions: Any) -> None:
 
 
 def _make_conv_kernel(call: KernelCall) -> Kernel | None:
-    """Returns a convolution of this rank's groups; also for a rank without samples."""
+    """Returns a kernel for the convolution of this rank's groups; it also serves a rank without
+    samples.
+    """
     empty = call.is_split("n") and not call.pieces["n"][1]
     run = with_dummy_row(call.run) if empty else call.run
     if not call.is_split("g"):

@@ -299,8 +299,11 @@ def getitem(input: Arg, index: Any) -> KernelRule | Decomposition | None:
 
 
 def _entries_of_index(index: Any) -> list[Any]:
-    """One entry per place. A list is a tuple for torch, too, where it has more than numbers; and
-    the dispatcher makes a list of a tuple that has tensors."""
+    """Returns the entries of an index as a list, one for each place in it.
+
+    As in torch, a list with more than numbers is a tuple. The dispatcher makes a list of a tuple
+    that contains tensors.
+    """
     mixed = isinstance(index, list) and any(
         isinstance(e, Arg | torch.Tensor | slice) or e is None for e in index
     )

@@ -279,7 +279,9 @@ def grouped_mm(
 
 
 def _name_aligned_dim(name: str, x: Arg, dim: int) -> str:
-    """A dimension of rows that have to stay aligned: not cut, unless it is in aligned pieces."""
+    """Returns a sentence's text for a dimension of rows that must stay aligned: whole, or in
+    aligned pieces.
+    """
     size, parts = x.shape[dim], x.split[dim] if x.split else 1
     cut = parts > 1 and size % parts == 0 and size // parts % _ALIGNED == 0
     return f"{name}%" if cut else f"{name}!"
@@ -352,7 +354,9 @@ class _Turned:
         return self._zero_other_rows(x.index_select(dim, at), dim, at)
 
     def _zero_other_rows(self, x: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:
-        """`x` with zeros in the rows of other groups, and so in their gradients: torch's kernels
-        write neither, and what is there need not be a number."""
+        """Returns `x` with zeros in the rows of other groups, and so in their gradients.
+
+        Torch's kernels write neither, and the memory may contain nan.
+        """
         shape = [-1] + [1] * (x.ndim - dim - 1)
         return x.masked_fill((at >= self.ends[-1]).view(shape), 0)

@@ -31,7 +31,9 @@ def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
 
 
 def _register_norm(takes: str, function: Any, split: Kernel) -> None:
-    """Tie to a norm over the last dimensions its sentence; `split`, where one of these is split."""
+    """Register the sentence of a norm over the last dimensions; `split` computes it if one is
+    split.
+    """
 
     @rule_by_name(takes, function)
     def derive_norm(given: dict[str, Any]) -> str | Decomposition:
@@ -147,8 +149,11 @@ def _register_loss(takes: str, text: str, *functions: Any) -> None:
 
 
 def _make_loss_kernel(at: int, reduction: int, count: int, call: KernelCall) -> Kernel | None:
-    """A rank's share of a loss that is reduced: `reduction`, argument number `at`, is a sum's, and
-    a mean is over the number of all, `count`."""
+    """Returns the kernel that computes a rank's share of a reduced loss.
+
+    Argument number `at`, the `reduction`, is replaced by a sum's. A mean is over all `count`
+    elements.
+    """
 
     def share(*args: Any, **kwargs: Any) -> Any:
         if len(args) > at:

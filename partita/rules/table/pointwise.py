@@ -43,7 +43,9 @@ HOMES = (torch, torch.Tensor, F, torch._C._nn)
 
 
 def _register_sentence(text: str, names: str, *homes: Any) -> None:
-    """Tie `text` to the first home that has each of `names`; the other forms share it by name."""
+    """Register `text` for each of `names` in the first home that has it; other forms share it by
+    name.
+    """
     for name in names.split():
         for home in homes or HOMES:
             if callable(f := getattr(home, name, None)):
@@ -168,7 +170,10 @@ _register_like(torch.empty_like, pending=True)
 
 
 def _make_kernel_factory(rest: int) -> Callable[[KernelCall], Kernel]:
-    """`run(input, local shape, ...)`; the arguments after the shape begin at number `rest`."""
+    """Returns a factory of a kernel `run(input, local shape, ...)`.
+
+    The arguments after the shape begin at number `rest`.
+    """
 
     def local(call: KernelCall) -> Kernel:
         def allocate_local(input: Any, *args: Any, **kwargs: Any) -> Any:

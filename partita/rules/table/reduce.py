@@ -260,7 +260,9 @@ def glu(input: Arg, dim: int = -1) -> str:
 
 
 def _register_softmax(split: Kernel, *functions: Any) -> None:
-    """`f(input, dim)`, whose dimension must be whole unless it is computed as `split`."""
+    """Register `f(input, dim)`: the dimension must be whole, unless the function `split` computes
+    it.
+    """
 
     def compute_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
         named = (x for x in rest if isinstance(x, torch.dtype))

@@ -44,7 +44,7 @@ _expand = _local_shape(torch.Tensor.expand)
 
 
 def _flatten_sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:
-    """Sizes that are given as x.view(2, 3), as x.view((2, 3)) or by name."""
+    """Returns the sizes that are passed as x.view(2, 3), as x.view((2, 3)) or by name."""
     if named is not None:
         return tuple(named)
     one = len(sizes) == 1 and isinstance(sizes[0], list | tuple)
@@ -375,7 +375,9 @@ _register_triangle(torch.triu, False)
 
 
 def _make_traced_triangle(lower: bool, shift: torch.Tensor) -> Kernel:
-    """`tril` or `triu` in a captured step, where no number says at which row a piece begins."""
+    """Returns `tril` or `triu` for a captured step, where no number says at which row a piece
+    begins.
+    """
 
     def mask_triangle(input: Any, diagonal: int = 0) -> Any:
         rows, columns = (torch.arange(n, device=input.device) for n in input.shape[-2:])

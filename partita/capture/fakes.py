@@ -516,8 +516,9 @@ class FakeMaker:
         self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
 
     def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
-        """Returns a fake of the local tensor, and its snapshot. Fakes share storage as the tensors
-        do.
+        """Returns a fake of the local tensor, and another one that no call changes (its snapshot).
+
+        Fakes share storage as the tensors do.
         """
         if device_at_capture(local) != local.device:
             return self.make_empty(local)

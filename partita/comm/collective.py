@@ -319,8 +319,8 @@ class Transport:
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        """Begin a collective as `run_collective` does, but without waiting, for a dtype of the
-        backend.
+        """Begin a collective like `run_collective`, without waiting. The backend must support the
+        dtype.
 
         `x` may be a part of `out`. If the dtype of `out` is wider, a reduce_scatter adds in that.
         """

@@ -2,7 +2,7 @@
 
 In a graph without writes, results that share memory would become separate values: a returned view
 of an argument would not change with the argument. `share_memory_of_results` makes such a result a
-view again: it repeats the calls that made the view. `invert_view` returns the new base of a view
+view again: it repeats the calls that made the view. `invert_views` returns the new base of a view
 after a write to the view.
 """
 
@@ -33,6 +33,7 @@ from partita.graph.shared_memory import (
     views_of,
 )
 from partita.layout import Fix
+from partita.tensor.aliasing import is_without_overlap
 from partita.tensor.op_facts import facts_of
 
 _aten = torch.ops.aten
@@ -93,19 +94,24 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
 
     Args:
         traced: True if torch traces the graph again. Torch's inverse of `unfold` sets the elements
-            that are in no window to zero.
+            that are in no window to zero, and that of `expand` adds the rows.
     """
     given_memory: set[fx.Node] = set()  # makers of memory that a `set_` has exchanged
     for node in graph.nodes:
         for operand in operands_written(node):
             first, calls = views_of(operand)
             lost = "set_" if first in given_memory else ""
-            for call in calls:
-                if call.target is _aten.unfold.default and traced:
-                    lost = "unfold"
-                if call.target is _aten.as_strided.default and first.op == "placeholder":
-                    shown = call.meta["val"]
-                    lost = "" if _shows_all_between(first.meta["val"], shown) else "as_strided"
+            wide = operand if node.target not in _FILLS else first
+            if not (is_without_overlap(first.meta["val"]) and is_without_overlap(wide.meta["val"])):
+                lost = "expand"
+            for call in calls if traced else ():
+                if call.target is _aten.unfold.default or not is_without_overlap(call.meta["val"]):
+                    lost = getattr(call.target, "_opname", lost or "view")
+                    break
+            strided = [call for call in calls if call.target is _aten.as_strided.default]
+            if strided and first.op == "placeholder":
+                covers = _shows_all_between(first.meta["val"], strided[-1].meta["val"])
+                lost = lost if covers else "as_strided"
             if lost:
                 raise not_captured(
                     f"the step writes through a view that it made with {lost}()",
@@ -120,7 +126,7 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
 def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
     """True if `whole` has each element of the memory from the first to the last of `part`."""
     first, last = whole.storage_offset(), last_element_offset(whole)
-    if last - first + 1 != whole.numel() or not _is_without_overlap(whole):
+    if last - first + 1 != whole.numel() or not is_without_overlap(whole):
         return False
     return first <= part.storage_offset() and last_element_offset(part) <= last
 
@@ -146,26 +152,35 @@ def _is_packed(part: Any) -> bool:
     return True
 
 
-def invert_view(
-    view: fx.Node, value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
+_FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
+"""Writes of one value to all elements, which may share memory."""
+
+
+def invert_views(
+    views: Sequence[fx.Node], value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
 ) -> fx.Node:
-    """Returns the new value of a view's base after a write to the view.
+    """Returns the new value of the base of `views` after a write to the last of them.
 
     Args:
-        view: the node of the view.
-        value: the view's value after the write.
+        views: view calls, each of the one before. A write to an element of an overlapping tensor
+            (`expand`, `unfold`) also changes others of it, so no base of such a view is computed
+            but that of the first.
+        value: the last view's value after the write.
         before: the base before the write, in the new graph.
         make: a function `make(target, args)` that adds a call to the new graph.
 
     Raises:
         UnsureOfWrites: no inverse of such a view is known.
     """
-    name, arguments = getattr(view.target, "_opname", ""), view.args[1:]
-    if any(isinstance(a, fx.Node) for a in arguments) or view.kwargs:
+    if any(len(view.all_input_nodes) != 1 or view.kwargs for view in views):
         raise UnsureOfWrites
-    shape = list(view.all_input_nodes[0].meta["val"].shape)
+    view, *others = views
+    name, arguments = view.target._opname, view.args[1:]  # type: ignore[union-attr]
+    if others or name in ("expand", "unfold"):
+        return _invert_by_strides(views, value, before, make)
+    source = view.all_input_nodes[0].meta["val"]
+    shape = list(source.shape)
     if view.target is _aten.view.dtype:  # the same bits as another dtype of the same size
-        source = view.all_input_nodes[0].meta["val"]
         if source.element_size() != view.meta["val"].element_size():
             raise UnsureOfWrites
         return make(_aten.view.dtype, (value, source.dtype))
@@ -185,38 +200,41 @@ def invert_view(
     if name == "as_strided":
         size, stride, offset = (*arguments, 0)[:3]
         return make(_aten.as_strided_scatter.default, (before, value, size, stride, offset))
-    if name == "unfold":
-        return _invert_unfold(arguments, value, before, make)
     raise UnsureOfWrites
 
 
-def _invert_unfold(
-    arguments: Sequence[Any], value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
+def _invert_by_strides(
+    views: Sequence[fx.Node], value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
 ) -> fx.Node:
-    """Returns `before` with `value` in its windows; torch's inverse zeroes other elements."""
+    """Returns `before` with `value` in the elements that the last of `views` shows."""
     like = before.meta["val"]
     order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
     back = [order.index(d) for d in range(like.dim())]
     with _disable_current_modes():
-        dense = torch.empty([like.shape[d] for d in order], device="meta")
-        windows = dense.permute(back).unfold(*arguments)
-    if not _is_without_overlap(windows):
+        shown = torch.empty([like.shape[d] for d in order], device="meta").permute(back)
+        for view in views:
+            if view.target in _BY_STRIDES or view.meta["val"].dtype != like.dtype:
+                raise UnsureOfWrites
+            try:
+                shown = view.target(shown, *view.args[1:])  # type: ignore[operator]
+            except RuntimeError as error:  # a reshape of other strides
+                raise UnsureOfWrites from error
+        expanded = [d for d, n in enumerate(shown.shape) if n > 1 and not shown.stride(d)]
+        for d in expanded:
+            shown = shown.narrow(d, 0, 1)
+    for d in expanded:  # it was filled, so all rows are equal
+        value = make(_aten.slice.Tensor, (value, d, 0, 1))
+    if not is_without_overlap(shown):
         raise UnsureOfWrites
-    shown = list(windows.shape), list(windows.stride()), 0
+    where = list(shown.shape), list(shown.stride()), shown.storage_offset()
     base = make(_aten.permute.default, (before, order))
     base = make(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
-    base = make(_aten.as_strided_scatter.default, (base, value, *shown))
+    base = make(_aten.as_strided_scatter.default, (base, value, *where))
     return make(_aten.permute.default, (base, back))
 
 
-def _is_without_overlap(t: torch.Tensor) -> bool:
-    """True if the strides alone prove that no two elements share memory."""
-    end = 0
-    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
-        if n > 1 and stride <= end:
-            return False
-        end += (n - 1) * stride
-    return True
+_BY_STRIDES = (_aten.as_strided.default, _aten._conj.default, _aten._neg_view.default)
+"""Views that depend on their operand's strides, or whose elements are not those in memory."""
 
 
 def base_on_makers(graph: fx.Graph) -> None:

@@ -48,6 +48,7 @@ from partita.graph.shared_memory import (
     part_of,
 )
 from partita.layout import Fix
+from partita.tensor.aliasing import is_without_overlap
 from partita.tensor.op_facts import facts_of
 
 from .fakes import is_symbolic
@@ -65,7 +66,7 @@ from .functional_calls import (
 from .functional_memory import (
     base_on_makers,
     drop_needless_sets,
-    invert_view,
+    invert_views,
     is_plain_write,
     is_reshaped,
     makers_of_shared,
@@ -530,13 +531,18 @@ class _Rewrite:
         """Yields each tensor that `node` is a view of, nearest first, with its value after a write.
 
         Stops at a view that cannot be inverted. Tensors beyond it are made again, or refused, when
-        read.
+        read. So are tensors of which elements share memory.
         """
+        views: list[fx.Node] = []
         while (source := view_of(node)) is not None and self.memory.get(source) == memory:
-            if part_of(source.meta["val"]) != part_of(node.meta["val"]):
+            views.insert(0, node)
+            node = source
+            if not is_without_overlap(source.meta["val"]):
+                continue
+            if part_of(source.meta["val"]) != part_of(views[-1].meta["val"]):
                 try:
-                    value = invert_view(node, value, self.current_value(source), self._make_call)
+                    value = invert_views(views, value, self.current_value(source), self._make_call)
                 except UnsureOfWrites:
                     return
+            views = []
             yield source, value
-            node = source

@@ -22,12 +22,14 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire
 from partita.graph.errors import not_captured
 from partita.graph.graph_nodes import drop_unused, subgraph_of, written_operands
-from partita.graph.program import Input, Output, Program, ResultPlace, padding_boundary
+from partita.graph.program import Input, Output, Program, ResultPlace, ViewOf, padding_boundary
+from partita.graph.shared_memory import part_of
 from partita.graph.slots import Slot
 from partita.layout import Fix
+from partita.tensor.aliasing import first_base_of
 from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import user_hooks_of
-from partita.tensor.tensor_state import Spec, spec_of
+from partita.tensor.tensor_state import Spec, current, spec_of, state_of
 
 from .differentiate import (
     Seed,
@@ -105,12 +107,48 @@ class GraphOutputs:
                 self.constants.append(ResultPlace("result", number))
                 if number == len(results):
                     results.append(leaf)
-                    self._add_value("result", leaf)
+                    self._add_value("result", _read_again(leaf))
 
     def add_slot(self, slot: Slot, value: Any) -> None:
         """Add the value that a place of the state has after the step to the outputs."""
         given = self._inputs.input_of(value)
-        self._add_value("slot", value, slot=slot, index=-1 if given is None else given.index)
+        index = -1 if given is None else given.index
+        self._add_value("slot", _read_again(value), slot=slot, index=index)
+
+    def find_bases(self) -> None:
+        """Find the base of each output that is a view copy, among the inputs and the outputs.
+
+        Raises:
+            CaptureError: several outputs are view copies of a tensor that is neither.
+        """
+        tensors: list[tuple[bool, int, Any]] = [
+            (True, given.index, fake)
+            for given, fake in zip(self._inputs.all, self._inputs.fakes, strict=True)
+            if given.kind not in _NO_RESULTS
+        ]
+        tensors += [(False, o.tensor, t) for o, t in zip(self.all, self.values, strict=True)]
+        tensors = [one for one in tensors if isinstance(one[2], DTensor)]
+        for i, (output, value) in enumerate(zip(self.all, self.values, strict=True)):
+            copied = state_of(value).copied_view if isinstance(value, DTensor) else None
+            if copied is None or self._inputs.input_of(value) is not None:
+                continue
+            root, view = first_base_of(value)
+            place = _memory_of(root)
+            sharing = [t for t in tensors if t[2] is not value and _memory_of(t[2]) == place]
+            bases = [t for t in sharing if state_of(t[2]).copied_view is None]
+            with local_ops():
+                equal = [t for t in bases if part_of(t[2]) == part_of(root)]
+            if sharing and not bases:
+                raise not_captured(
+                    "two outputs of the step are views of one tensor, which is no output",
+                    "a view that has another layout than its base has its own memory, so a later "
+                    "write to one would not change the other",
+                    Fix("x.clone()", "of the outputs, or return the tensor as well"),
+                )
+            if bases:
+                is_input, index, _ = (equal or bases)[0]
+                found = ViewOf(is_input, index, view if equal else None)
+                self.all[i] = replace(output, view_of=found)
 
     def add_left_gradients(self) -> None:
         """Add the gradients that the step leaves in `.grad`, of inputs and of tensors that it
@@ -207,6 +245,20 @@ class GraphOutputs:
             more["is_parameter"] = isinstance(value, nn.Parameter)
         self.all.append(Output(kind, _untraced_spec(spec), **more))
         self.values.append(value)
+
+
+def _read_again(value: Any) -> Any:
+    """Returns what the user would read of `value` after the step, with its gradient."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.enable_grad():
+        return current(value)
+
+
+def _memory_of(value: DTensor) -> int:
+    """Returns a number of the memory that a value, or what it is a view copy of, is part of."""
+    with local_ops():
+        return first_base_of(value)[0].untyped_storage()._cdata
 
 
 def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:

@@ -407,6 +407,7 @@ class Tracer:
         They are the gradients of inputs for results that require grad, and the values that ranks
         compare.
         """
+        self.outputs.find_bases()
         if self.outputs.differentiable:
             for hook in self._hooks:  # the real tensors' hooks get the gradients of backward
                 hook.remove()

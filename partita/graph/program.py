@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -201,6 +201,20 @@ class Input:
         return found
 
 
+class ViewOf(NamedTuple):
+    """The base of an output that is a view copy (see partita/tensor/aliasing.py).
+
+    Attributes:
+        is_input: True if the base is an input.
+        index: the index of the base among the leaves of a call, or its `Output.tensor`.
+        view: makes the view of the base; None if the step made it with tensors as arguments.
+    """
+
+    is_input: bool
+    index: int
+    view: Callable[[Any], Any] | None
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
     """One output of a captured graph, and where its value goes after a call.
@@ -229,6 +243,7 @@ class Output:
             parameter made under `no_grad`.
         retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
         is_parameter: True if the step made the output an `nn.Parameter`.
+        view_of: the base of a view copy, if the base is an input or an output too.
     """
 
     kind: str
@@ -243,6 +258,7 @@ class Output:
     asks_gradient: bool = False
     retains_grad: bool = False
     is_parameter: bool = False
+    view_of: ViewOf | None = None
 
 
 @dataclass(frozen=True)

@@ -401,6 +401,13 @@ class CaptureRun:
             )
             program.conditions = self._collect_conditions()
             program.replicated_inputs = extract_compared(made, given, admitted, user_line())
+        for i in map(program.inputs.__getitem__, program.written):
+            if i.index in program.view_copies:
+                raise not_captured(
+                    f"the step writes to {i.name}, a view that has another layout than its base",
+                    "the view has its own memory, and a graph cannot write to the base",
+                    Fix("x = x.clone()", "before the step, or make the view in the step"),
+                )
         program.answers, program.requires_grad_writes = self.questions.answers, self._trained
         if program.answers.numeric:
             program.numeric_answers = extract_answers(program, program.answers.numeric)

@@ -31,9 +31,11 @@ from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import changes_of
 from partita.layout import Fix, LayoutError
 from partita.layout.text import human
+from partita.tensor.aliasing import connect_copy
 from partita.tensor.dtensor import as_dtensor, checksum
 from partita.tensor.dtensor_gradients import clear_gradients
 from partita.tensor.origins import note_origin
+from partita.tensor.tensor_state import current
 from partita.tensor.uneven_pieces import give_room
 
 from . import Guards, Write
@@ -74,6 +76,12 @@ class CapturedProgram(Program):
     overlap_check: Sharing = field(init=False)
     numeric_answers: SideGraph | None = None
     holds_writes: bool = True
+
+    @cached_property
+    def view_copies(self) -> list[int]:
+        """The indices of leaves that are view copies, which may be out of date."""
+        given = (i for i in self.inputs if i.kind != "gradient" and i.spec is not None)
+        return [i.index for i in given if i.spec.is_copy]
 
     @cached_property
     def changes(self) -> list[Any]:
@@ -138,15 +146,20 @@ class CapturedProgram(Program):
             The step's result; or an `OtherAnswers` if the true answers differ from the program's.
             Then nothing has changed, not even the state of generators.
         """
+        reads = tensors
+        if self.view_copies:
+            reads, inputs = [*tensors], None
+            for i in self.view_copies:
+                reads[i] = current(tensors[i])
         if self.numeric_answers is not None:
-            numbers = self.numeric_answers.compute(tensors, self._compute_numeric_answers)
+            numbers = self.numeric_answers.compute(reads, self._compute_numeric_answers)
             otherwise = self.answers.compare_numbers([int(t) for t in numbers])
             if otherwise is not None:
                 return otherwise
         if self.answers.values:
             generators = map(default_generator, self.draws_on)
             before = [(generator, generator.get_state()) for generator in generators]
-            found = self.run_graph(tensors, inputs)
+            found = self.run_graph(reads, inputs)
             at = [output.kind for output in self.given].index("answers")
             otherwise = self.answers.compare(found[at].tolist())
             if otherwise is not None:
@@ -154,7 +167,7 @@ class CapturedProgram(Program):
                     generator.set_state(state)
                 return otherwise
         else:
-            found = self.run_graph(tensors, inputs)
+            found = self.run_graph(reads, inputs)
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
         made: dict[int, Any] = {}
@@ -182,6 +195,10 @@ class CapturedProgram(Program):
             elif output.kind == "slot":
                 assert output.slot is not None
                 output.slot.put(value if output.index < 0 else tensors[output.index])
+        for output in self.given:
+            if output.view_of is not None:
+                is_input, index, view = output.view_of
+                connect_copy(made[output.tensor], (tensors if is_input else made)[index], view)
         for write in self.writes:
             write.redo()
         self.holds_writes = False

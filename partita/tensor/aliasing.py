@@ -17,7 +17,7 @@ stores the tensor that it is a view of.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 
 # Not public: ops on tensors without memory are not part of a captured step.
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from partita.comm import user_line
+from partita.layout import Fix, LayoutError
 
 from .arguments import is_index_of_view
 from .dtensor import DTensor, as_dtensor, move_local
@@ -112,6 +115,8 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         copy._spec = held
         write(copy, *args, **kwargs)
         return copy
+    _refuse_overlapping_pieces(copy)
+    own, copied = copied, _before_overlap(copy, copied)
     settled = spec.reduced
     with local_ops():
         value = move_local(copy, spec, settled, "write", "implicit").clone()
@@ -120,7 +125,6 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
     with local_ops():
         # First, because on some ranks a copy that is not Partial may share its source's memory.
         T.copy_(copy, move_local(value, settled, held, "write", "implicit"))
-    copied, own = _before_expand(copied), copied
     source = copied.source
     # As on one device, a write through a detached tensor is not differentiable.
     with torch.set_grad_enabled(torch.is_grad_enabled() and copied.view.__name__ != "detach"):
@@ -132,20 +136,108 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
     return copy
 
 
-def _before_expand(copied: CopiedView) -> CopiedView:
-    """Returns `copied`; if its source is a view copy by `expand`, as a view of the expanded tensor.
+def _before_overlap(copy: DTensor, copied: CopiedView) -> CopiedView:
+    """Returns `copied`, or if elements of its source share memory on one device (`expand`,
+    `unfold`), the same part as a view of the first base.
 
-    An expanded tensor cannot be written.
+    A write to one of these elements also changes the others.
     """
-    wide: CopiedView | None = state_of(copied.source).copied_view
-    if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
+    source = copied.source
+    if state_of(source).copied_view is None:
         return copied
+    if is_without_overlap(make_meta_twin(source, dense=True)):
+        return copied
+    base, views = _list_views(copy)
+    return CopiedView(base, _compose(views), (), {}, None, 0)
 
-    def apply_view_to_wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return copied.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
 
-    part = CopiedView(wide.source, apply_view_to_wide, copied.args, copied.kwargs, copied.index, 0)
-    return _before_expand(part)
+def _refuse_overlapping_pieces(copy: DTensor) -> None:
+    """Raise LayoutError if a write to a view copy cannot reach all elements that it would change.
+
+    That is so if elements of a piece of the source share memory, and more than one is written.
+    """
+    while (copied := state_of(copy).copied_view) is not None:
+        source = copied.source
+        with local_ops():
+            overlaps = state_of(source).copied_view is None and not is_without_overlap(source)
+        is_item = copied.view is T.__getitem__  # then no other element of the source is written
+        if overlaps and not (is_item and is_without_overlap(make_meta_twin(copy))):
+            raise LayoutError(
+                "a write to a part of a tensor whose elements share memory, as expand() makes it",
+                place=user_line(),
+                operands=(str(source._spec.layout),),
+                reason="the part has another layout than the tensor, so it has its own memory",
+                fixes=(Fix("x = x.clone()", "of the tensor, before that"),),
+            )
+        copy = source
+
+
+def is_without_overlap(t: Any) -> bool:
+    """True if the strides alone prove that no two elements of `t`, or of a list, share memory."""
+    if not isinstance(t, torch.Tensor):
+        return all(map(is_without_overlap, t))
+    end = 0
+    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
+        if n > 1 and stride <= end:
+            return False
+        end += (n - 1) * stride
+    return True
+
+
+def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None]:
+    """Returns the tensor that a view copy is a view of, which is no view copy itself.
+
+    Returns:
+        The tensor, and a function that makes the view of it; None if tensors are among the
+        arguments of the views.
+    """
+    base, views = _list_views(copy)
+    given = tree_leaves([(one.args, one.kwargs) for one in views])
+    return base, None if any(isinstance(a, torch.Tensor) for a in given) else _compose(views)
+
+
+def _list_views(copy: DTensor) -> tuple[DTensor, list[CopiedView]]:
+    views: list[CopiedView] = []
+    while (copied := state_of(copy).copied_view) is not None:
+        views.insert(0, copied)
+        copy = copied.source
+    return copy, views
+
+
+def _compose(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
+    def make_view(x: Any) -> Any:
+        for one in views:
+            x = one.view(x, *one.args, **one.kwargs)
+            x = x if one.index is None else x[one.index]
+        return x
+
+    if any(one.view.__name__ == "detach" for one in views):
+        make_view.__name__ = "detach"
+    return make_view
+
+
+def connect_copy(copy: DTensor, base: DTensor, view: Callable[[Any], Any] | None) -> None:
+    """Make `copy` a view copy of `base`: `view(base)`.
+
+    If `view` is None, to read `copy` after a write to `base` is an error, and so is a write to it.
+    """
+    line, meta = user_line(), _make_meta_of_shape(copy)
+
+    def refuse(x: Any) -> Any:
+        if x.is_meta:
+            return meta
+        raise LayoutError(
+            "a view that a compiled step returned is out of date: its base was written, or it is",
+            place=user_line(),
+            operands=(f"a view {copy._spec.layout.brief()}, returned at {line}",),
+            reason="only the step can make this view again",
+            fixes=(Fix("x.clone()", "of the view, in the step"),),
+        )
+
+    alias = _alias_of(base)
+    seen = count_writes(alias)
+    own_state(copy).copied_view = CopiedView(alias, view or refuse, (), {}, None, seen)
+    copy._spec = copy._spec.as_copy
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
@@ -340,19 +432,25 @@ def _fills_memory(x: torch.Tensor) -> bool:
         return 0 < x.untyped_storage().nbytes() == held * x.element_size()
 
 
-def make_meta_twin(x: DTensor) -> torch.Tensor:
+def make_meta_twin(x: DTensor, dense: bool = False) -> torch.Tensor:
     """Returns a "meta" tensor with the global shape and strides of x, to compute strides without
     data.
+
+    Args:
+        dense: take the tensor that x is a view copy of as contiguous. The result is then equal on
+            all ranks.
     """
     copied: CopiedView | None = state_of(x).copied_view
     with local_ops():
         if copied is None:
+            if dense:
+                return _make_meta_of_shape(x)
             strides = global_strides(x)
             return torch.empty_strided(x._spec.shape, strides, dtype=x.dtype, device="meta")
         args, kwargs = _convert_to_meta(copied.args), _convert_to_meta(copied.kwargs)
         if copied.view is T.__getitem__:  # strides do not depend on the index
             args = tree_map_only(torch.Tensor, lambda _: 0, args)
-        part = copied.view(make_meta_twin(copied.source), *args, **kwargs)
+        part = copied.view(make_meta_twin(copied.source, dense), *args, **kwargs)
     return part if copied.index is None else part[copied.index]
 
 

@@ -54,8 +54,39 @@ def many(t):
     t[2].copy_(t[3] + t[0])
 
 
+def row_of_an_expanded_tensor(t):
+    t[:1].expand(3, -1)[1].mul_(2)
+
+
+def cell_of_expanded_columns(t):
+    t[:, :1].expand(-1, 4)[1:, 2].exp_()
+
+
+def part_of_stacked_copies(t):
+    stacked = t.expand(3, *t.shape).permute(1, 2, 0)
+    stacked[1:, 1:, 2].copy_(stacked[1:, 1:, 0] + stacked[1:, 1:, 1])
+    stacked[0, :, 1].add_(1)
+
+
+def filled_row_of_copies(t):
+    t.expand(2, *t.shape)[1, 1].fill_(7.0)
+
+
+def one_of_windows(t):
+    windows = t.unfold(0, 3, 1)
+    windows[1].mul_(2)
+    windows[0, :, 1].add_(windows[2, :, 0])
+
+
+def window_of_windows(t):
+    t.unfold(0, 2, 1).unfold(1, 2, 1)[1, 0].mul_(2)
+
+
+OVERLAPPING = [row_of_an_expanded_tensor, cell_of_expanded_columns, part_of_stacked_copies]
+OVERLAPPING += [filled_row_of_copies, one_of_windows, window_of_windows]
 WRITES = [rows, rows_of_a_transpose, diagonal, diagonal_of_rows, by_strides, flat, windows]
 WRITES += [windows_of_a_transpose, many]
+WRITES += OVERLAPPING[:-1]  # windows of windows of pieces are refused
 LAYOUTS = [
     ({"dp": 2}, ["S0"]),
     ({"dp": 2}, ["P"]),
@@ -114,8 +145,9 @@ def test_gradients_of_two_results_stay_apart_where_a_graph_is_traced_again(write
 
     monkeypatch.setattr(functionalize, "rewrite_without_writes", unsure)
     step = pt.compile(region(write), backend="graph")
-    if write in (windows, windows_of_a_transpose):  # torch would set to zero what is in no window
-        with pytest.raises(pt.CaptureError, match="unfold"):
+    # Torch would set to zero what is in no window, and add the rows of an expanded tensor.
+    if write in (windows, windows_of_a_transpose, *OVERLAPPING):
+        with pytest.raises(pt.CaptureError, match=r"(unfold|expand)\(\)"):
             step(values().requires_grad_())
         return
     found = gradient_and_results(step, values().requires_grad_())
@@ -148,6 +180,60 @@ def test_as_strided_of_a_view_writes_what_it_shows(size, data):
     step_of_graph = pt.compile(region(write), backend="graph")
     found = gradient_and_results(step_of_graph, values(size).requires_grad_())
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("write", OVERLAPPING)
+def test_a_view_whose_elements_share_memory_shows_a_write_to_one_of_them(write):
+    def region_of_views(x):
+        t = x * 1
+        views = (
+            t[:1].expand(3, -1),
+            t[:, :1].expand(-1, 4),
+            t.expand(3, *t.shape),
+            t.unfold(0, 2, 1),
+        )
+        write(t)
+        return [v * 1 for v in views]
+
+    wanted = gradient_and_results(region_of_views, values().requires_grad_())
+    found = gradient_and_results(
+        pt.compile(region_of_views, backend="graph"), values().requires_grad_()
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("fill", [lambda t: t.fill_(7.0), lambda t: t.zero_()])
+def test_an_expanded_tensor_can_be_filled(fill):
+    def step(x):
+        wide = x[1:3].unsqueeze(0).expand(3, -1, -1)
+        fill(wide)
+        return wide * 1, x * 1
+
+    for x in (values(), values().t()):
+        mine = x.clone()
+        found = pt.compile(step, backend="graph")(mine)
+        torch.testing.assert_close([*found, mine], [*step(x), x], rtol=0, atol=0)
+
+
+def an_input_whose_rows_share_memory(x):
+    x[1].mul_(2)
+    return x * 2
+
+
+def masked_rows_of_an_expanded_tensor(x):
+    t = x[:1] * 1
+    t.expand(3, -1).masked_fill_(torch.tensor([[True], [False], [False]]), 9.0)
+    return t
+
+
+@pytest.mark.parametrize(
+    "step", [an_input_whose_rows_share_memory, masked_rows_of_an_expanded_tensor]
+)
+def test_what_no_graph_can_write_to_shared_memory_is_refused(step):
+    x = values()[:1].expand(5, -1)
+    with pytest.raises(pt.CaptureError, match=r"expand|share"):
+        pt.compile(step, backend="graph")(x)
+    assert torch.equal(x, values()[:1].expand(5, -1))
 
 
 def beside_an_input(x):

@@ -79,7 +79,37 @@ def written_into_another(x: Tensor) -> list[Tensor]:
     return [other, view]
 
 
+def windows_that_overlap(x: Tensor) -> list[Tensor]:
+    windows = x.unfold(0, 2, 1)
+    windows[1].mul_(2)
+    windows[0, 2:].add_(1)
+    return [windows * 1, windows, x]
+
+
+def windows_of_windows(x: Tensor) -> list[Tensor]:
+    windows = x.flatten().unfold(0, 6, 2).unfold(1, 2, 1)
+    windows[2, 1].mul_(2)
+    return [windows * 1, windows, x]
+
+
+def rows_of_an_expanded_tensor(x: Tensor) -> list[Tensor]:
+    rows = x[1].reshape(1, 16).expand(3, -1)
+    rows[2, 3:].mul_(2)
+    return [rows * 1, rows, x]
+
+
+def parts_of_a_detached_expanded_tensor(x: Tensor) -> list[Tensor]:
+    first, second = x.reshape(1, 48).expand(2, -1).detach().unbind(0)
+    with torch.no_grad():
+        first.mul_(2)
+    return [second * 1, first, x]
+
+
 LINES: list[Lines] = [
+    windows_that_overlap,
+    windows_of_windows,
+    rows_of_an_expanded_tensor,
+    parts_of_a_detached_expanded_tensor,
     written_base,
     view_of_a_view,
     written_view,
@@ -132,6 +162,23 @@ def test_so_it_is_without_gradients(lines: Lines, mode: Callable[[], Any]) -> No
             got = lines(pt.distribute_tensor(value(), mesh, [pt.Shard(1)]))
             for mine, expected in zip(got, truth, strict=True):
                 torch.testing.assert_close(mine.full_tensor(), expected)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def test_a_write_that_would_miss_other_elements_of_the_same_memory_is_refused() -> None:
+    """The windows are a view of each piece, and only a column of them is a copy."""
+
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(value()[0], mesh, [pt.Shard(1)])
+        windows = x.unfold(0, 2, 1)
+        column = windows.select(1, 2)
+        before = column.full_tensor().clone()
+        with pytest.raises(pt.LayoutError, match=r"share memory[^\n]*test_view_copies"):
+            column[1].mul_(2)
+        assert torch.equal(x.full_tensor(), value()[0])
+        assert torch.equal(column.full_tensor(), before)
 
     with pt.ranks(a=2) as world:
         world.run(run)

@@ -101,8 +101,8 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
         for operand in operands_written(node):
             first, calls = views_of(operand)
             lost = "set_" if first in given_memory else ""
-            wide = operand if node.target not in _FILLS else first
-            if not (is_without_overlap(first.meta["val"]) and is_without_overlap(wide.meta["val"])):
+            wide = first if node.target in _FILLS else operand
+            if not all(is_without_overlap(n.meta.get("val")) for n in (first, wide)):
                 lost = "expand"
             for call in calls if traced else ():
                 if call.target is _aten.unfold.default or not is_without_overlap(call.meta["val"]):

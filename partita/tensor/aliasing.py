@@ -175,7 +175,7 @@ def _refuse_overlapping_pieces(copy: DTensor) -> None:
 def is_without_overlap(t: Any) -> bool:
     """True if the strides alone prove that no two elements of `t`, or of a list, share memory."""
     if not isinstance(t, torch.Tensor):
-        return all(map(is_without_overlap, t))
+        return all(map(is_without_overlap, t if isinstance(t, (list, tuple)) else ()))
     end = 0
     for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
         if n > 1 and stride <= end:

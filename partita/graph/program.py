@@ -206,12 +206,12 @@ class ViewOf(NamedTuple):
 
     Attributes:
         is_input: True if the base is an input.
-        index: the index of the base among the leaves of a call, or its `Output.tensor`.
+        place: the index of the base among the leaves of a call, or its `Output.tensor`.
         view: makes the view of the base; None if the step made it with tensors as arguments.
     """
 
     is_input: bool
-    index: int
+    place: int
     view: Callable[[Any], Any] | None
 
 

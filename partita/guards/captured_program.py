@@ -80,8 +80,8 @@ class CapturedProgram(Program):
     @cached_property
     def view_copies(self) -> list[int]:
         """The indices of leaves that are view copies, which may be out of date."""
-        given = (i for i in self.inputs if i.kind != "gradient" and i.spec is not None)
-        return [i.index for i in given if i.spec.is_copy]
+        given = [i for i in self.inputs if i.kind != "gradient"]
+        return [i.index for i in given if i.spec is not None and i.spec.is_copy]
 
     @cached_property
     def changes(self) -> list[Any]:

@@ -295,20 +295,20 @@ class Sharing:
         written = {id(program.inputs[i]) for i in self._written}
         added_to = {o.index for o in program.outputs if o.kind == "gradient"}
         written |= {id(i) for i in program.inputs if i.kind == "gradient" and i.index in added_to}
-        by_storage: dict[int, list[tuple[int, int, Input]]] = {}
-        for given in program.inputs:
-            if given.kind not in (*_OF_THE_CALL, "gradient"):
-                continue
-            t = tensors[given.index]
-            if given.kind == "gradient" and (t := _grad.__get__(t)) is None:
-                continue
-            with local_ops():
+        by_storage: dict[int, list[tuple[Any, Input]]] = {}
+        with local_ops():
+            for given in program.inputs:
+                if given.kind not in (*_OF_THE_CALL, "gradient"):
+                    continue
+                t = tensors[given.index]
+                if given.kind == "gradient" and (t := _grad.__get__(t)) is None:
+                    continue
                 start = t.untyped_storage()._cdata  # torch has no public name for a storage
-                first, end = _span_of_bytes(t)
-            if end > first:
-                by_storage.setdefault(start, []).append((first, end, given))
-        for there in by_storage.values():
-            there.sort(key=lambda one: one[:2])
+                by_storage.setdefault(start, []).append((t, given))
+            shared = [found for found in by_storage.values() if len(found) > 1]
+            spans = [[(*_span_of_bytes(t), given) for t, given in found] for found in shared]
+        for found in spans:
+            there = sorted((one for one in found if one[1] > one[0]), key=lambda one: one[:2])
             for i, (_, end, one) in enumerate(there):
                 for first, _, other in there[i + 1 :]:
                     if first >= end:

@@ -177,9 +177,9 @@ def key_of_operands(value: Any) -> Any:
     0.0 and -0.0 differ.
     """
     if isinstance(value, (list, tuple)):
-        return tuple(key_of_operands(v) for v in value)
+        return tuple([key_of_operands(v) for v in value])
     if isinstance(value, dict):
-        return tuple((k, key_of_operands(v)) for k, v in value.items())
+        return tuple([(k, key_of_operands(v)) for k, v in value.items()])
     if isinstance(value, (float, complex)):
         return type(value), struct.pack("dd", value.real, value.imag)
     return (type(value), value) if isinstance(value, (bool, int)) else value
@@ -208,7 +208,8 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 
 def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
     """Returns the positions of the inputs that a captured graph writes, in order."""
-    written = {operand for node in graph.nodes for operand in written_operands(node)}
+    calls = [*graph.find_nodes(op="call_function", target=_COPY), *subgraph_calls(graph)]
+    written = {operand for node in calls for operand in written_operands(node)}
     return tuple(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in written)
 
 
@@ -369,7 +370,7 @@ class SectionSchedule:
     given: int
     last_reads: Sequence[int]
 
-    @property
+    @cached_property
     def workspace(self) -> int:
         """The most bytes that the section allocates at once for itself, without its results."""
         return max(self.live, default=0) - self.given

@@ -214,7 +214,7 @@ def _format_value(value: Any, number: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
         return number[value]
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_format_value(v, number) for v in value) + "]"
+        return "[" + ", ".join([_format_value(v, number) for v in value]) + "]"
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, (float, complex)) and value != value:  # repr omits the sign of a NaN

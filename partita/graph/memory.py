@@ -264,18 +264,19 @@ class Storages:
                 self.passing[node] = extra
             made = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
             return [self._add(node, nbytes) for nbytes in made]
+        given: Any = (node.args, node.kwargs)
+        if node.target is operator.getitem:
+            whole, place = given[0]
+            value = self._value_of(whole)
+            first = len(tensors_in(value[:place]))
+            return self._shows[whole][first : first + len(tensors_in(value[place]))]
         operands: list[int] = []
 
         def value_of(read: fx.Node) -> Any:
             operands.extend(self._shows[read])
             return self._value_of(read)
 
-        given: Any = (node.args, node.kwargs)
         args, kwargs = fx.node.map_arg(given, value_of)
-        if node.target is operator.getitem:
-            whole, place = args
-            before, piece = tensors_in(whole[:place]), tensors_in(whole[place])
-            return operands[len(before) : len(before) + len(piece)]
         made_by_call = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
         new = [self._add(node, nbytes) for nbytes in made_by_call.nbytes]
         extra = workspace(node.target, args, made_by_call.value)

@@ -170,14 +170,14 @@ def overlapping_results(graph: fx.Graph) -> Pairs:
 
 def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
     (end,) = graph.find_nodes(op="output")
-    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     together: dict[fx.Node, list[tuple[int, fx.Node]]] = defaultdict(list)
     for i, node in enumerate(end.args[0]):  # type: ignore[arg-type]
         if isinstance(node, fx.Node):  # else a number
             together[views_of(node)[0]].append((i, node))
     for first, results in together.items():
-        if first in inputs:
-            yield from (frozenset((i, -1 - inputs[first])) for i, _ in results)
+        if first.op == "placeholder":
+            at = graph.find_nodes(op="placeholder").index(first)
+            yield from (frozenset((i, -1 - at)) for i, _ in results)
         if len(results) > 1:
             yield from _find_overlaps_within(first, results)
 

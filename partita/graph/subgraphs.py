@@ -47,9 +47,9 @@ def inline_subgraphs(
     calls = subgraph_calls(graph)
     if not calls:
         return
-    moves = max((note_of(n).move for n in graph.nodes), default=0)
-    regions = max((note_of(n).region for n in graph.nodes), default=0)
-    free = count(moves + 1), count(regions + 1)
+    notes = [note_of(n) for n in graph.nodes]
+    free = count(1 + max(n.move for n in notes)), count(1 + max(n.region for n in notes))
+    bodies: dict[tuple[Subgraph, bool], tuple[Any, ...]] = {}
     copies: dict[Any, _Copy] = {}
     for node in calls:
         part: Subgraph = find_subgraph(node)
@@ -59,10 +59,13 @@ def inline_subgraphs(
         else:
             labels = dict(zip(part.labels, node.meta.get(LABELS, ()), strict=True))
             copies[node] = copy = _Copy({}, labels, *free)
-        copy.of.update(zip(part.inputs_of(is_late), part.operands(node), strict=True))
+        if (part, is_late) not in bodies:  # once for all calls
+            nodes = [(n, _is_alias(n)) for n in part.nodes_of(is_late)]
+            bodies[part, is_late] = part.inputs_of(is_late), nodes, part.outputs_of(is_late)
+        inputs, nodes, outputs = bodies[part, is_late]
+        copy.of.update(zip(inputs, part.operands(node), strict=True))
         with graph.inserting_before(node):
-            copy.add_nodes(graph, part.nodes_of(is_late))
-        outputs = part.outputs_of(is_late)
+            copy.add_nodes(graph, nodes)
         for user in list(node.users):
             if user.target is operator.getitem:
                 inner: Any = outputs[user.args[1]]  # type: ignore[index]
@@ -116,13 +119,13 @@ class _Copy:
     regions: dict[int, int] = field(default_factory=dict)
     notes: dict[int, Note] = field(default_factory=dict)
 
-    def add_nodes(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-        """Add copies of `nodes`, which are a subgraph's, at the insertion point of `graph`."""
+    def add_nodes(self, graph: fx.Graph, nodes: Sequence[tuple[fx.Node, bool]]) -> None:
+        """Add copies of a subgraph's nodes, each given with True if it is an alias, to `graph`."""
         of = self.of
-        for node in nodes:
+        for node, is_alias in nodes:
             if node in of:
                 continue
-            if _is_alias(node):
+            if is_alias:
                 shown: Any = node.args[0]
                 of[node] = of.get(shown, shown)
             else:

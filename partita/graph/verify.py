@@ -55,6 +55,7 @@ def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
     """Yields each violation of the grammar: its node, or None, and a text."""
     graph = program.graph.graph
     seen: set[fx.Node] = set()
+    begun = {*filter(is_collective, graph.nodes)}
     closed: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
@@ -62,7 +63,7 @@ def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
                 yield node, f"{used.name} is used before it is made"
             if used in closed and node.op != "output":
                 yield node, f"{used.name} is read after {closed[used].name} wrote it"
-            if is_collective(used) and node.target is not WAIT:
+            if used in begun and node.target is not WAIT:
                 yield node, f"{used.name} is read before it is waited for"
         if node.op == "call_function":
             for fact in _find_faults_of_call(program, node):

@@ -135,7 +135,7 @@ class _GraphCutter:
             raise UnsureOfSections
         for node in self.program.graph.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._values[node] = self._copy_to_outer(node)
+                self._values[node] = _copy_with_note(self._outer, node, self._values)
         starts = {part[0]: part for part in parts}
         for node in self.order:
             if (section := subgraph_of(node)) is not None:
@@ -145,10 +145,10 @@ class _GraphCutter:
                 self._call_section(starts[node])
             elif node not in self.of:
                 self._have_operands(node)
-                self._values[node] = self._copy_to_outer(node)
+                self._values[node] = _copy_with_note(self._outer, node, self._values)
         (end,) = self.program.graph.graph.find_nodes(op="output")
         self._have_operands(end)
-        self._copy_to_outer(end)
+        _copy_with_note(self._outer, end, self._values)
         outer = lazy_graph_module(self.program.graph, self._outer)
         return Sections(outer, [*self.known.values()], self.calls)
 
@@ -231,9 +231,6 @@ class _GraphCutter:
 
     # -- the outer graph ---------------------------------------------------------------------------
 
-    def _copy_to_outer(self, node: fx.Node) -> fx.Node:
-        return _copy_with_note(self._outer, node, self._values)
-
     def _have_operands(self, node: fx.Node) -> None:
         """Make the views that a call of the outer graph reads, in the outer graph."""
         for read in node.all_input_nodes:
@@ -243,7 +240,7 @@ class _GraphCutter:
         if node not in self._values:
             assert self._is_remakeable_view(node)
             self._have_operands(node)
-            self._values[node] = self._copy_to_outer(node)
+            self._values[node] = _copy_with_note(self._outer, node, self._values)
 
     def _check_owned(self, outputs: Sequence[fx.Node]) -> None:
         """Raise UnsureOfSections where a part returns a view of an input or of another result."""
@@ -258,11 +255,12 @@ class _GraphCutter:
         if not made.has_effect_or_value:
             return
         key = made.key()  # which does not say on which GPU, as that differs between ranks
-        section = self.known.get((key, made.devices))
+        devices = _devices_of(made.graph)
+        section = self.known.get((key, devices))
         if section is None:
             graph = lazy_graph_module(torch.nn.Module(), made.graph)
             section = Subgraph(graph, f"section_{key[:8]}", key)
-            self.known[key, made.devices] = section
+            self.known[key, devices] = section
         self._check_owned(made.outputs)
         self.calls += 1
         for node in made.inputs:
@@ -296,13 +294,10 @@ class _SectionGraph:
         self._pieces = self._pieces_of_more(part)
         for node in part:
             self._have_operands(node)
-            self._of[node] = self._add_call(node)
+            self._of[node] = _copy_with_note(self.graph, node, self._of)
         self.outputs = [n for n in part if n in cutting._read]
         self.has_effect_or_value = bool(self.outputs) or any(has_effect(n) for n in part)
         self.graph.output([self._of[n] for n in self.outputs])
-
-    def _add_call(self, node: fx.Node) -> fx.Node:
-        return _copy_with_note(self.graph, node, self._of)
 
     def _have_operands(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
@@ -310,7 +305,7 @@ class _SectionGraph:
                 continue
             if self._cutting._is_remakeable_view(read) and read not in self._pieces:
                 self._have_operands(read)
-                self._of[read] = self._add_call(read)
+                self._of[read] = _copy_with_note(self.graph, read, self._of)
             else:
                 self._of[read] = self._add_placeholder(read)
 
@@ -353,11 +348,6 @@ class _SectionGraph:
         given.meta["val"] = make_distinct(given.meta["val"], self._known)
         self.inputs.append(node)
         return given
-
-    @property
-    def devices(self) -> frozenset[torch.device]:
-        """The devices on which the section's values are."""
-        return _devices_of(self.graph)
 
     def key(self) -> str:
         """Returns a hash of the section's text. Sections that compute the same have equal

@@ -6,7 +6,7 @@ need, so that a gradient is freed right after its update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -27,29 +27,30 @@ def lifetime(program: Program) -> str:
     graph = program.graph.graph
     nodes = list(graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    writes = {n: written for n in nodes if (written := [*written_operands(n)])}
-    late: set[fx.Node] = set()
-    for n in nodes:
+    calls = [n for n in nodes if n.op == "call_function"]
+    writes = {n: written for n in calls if (written := [*written_operands(n)])}
+    late: dict[fx.Node, None] = {}  # in order
+    for n in calls:
         is_update = n in writes or note_of(n).phase == "update"
-        if n.op == "call_function" and (is_update or not late.isdisjoint(n.all_input_nodes)):
-            late.add(n)
+        if is_update or not late.keys().isdisjoint(n.all_input_nodes):
+            late[n] = None
     needs = {n: _find_prerequisites(n, writes.get(n, ())) for n in late}
     floor = max((place[n] for n in nodes if n.op in ("placeholder", "get_attr")), default=0)
-    ready = _find_ready_places(nodes, late, needs, place, floor)
+    ready = _find_ready_places(late, needs, place, floor)
     behind: dict[int, list[fx.Node]] = {}
-    for node in nodes:
-        returned = any(user.op == "output" for user in node.users)
-        if node in late and (node in writes or returned):
+    for node in late:
+        if node in writes or any(user.op == "output" for user in node.users):
             behind.setdefault(ready[node], []).append(node)
     first = min((place[n] for n in late), default=len(nodes))
     order: list[fx.Node] = []
     done: set[fx.Node] = set()
     for i, node in enumerate(nodes):
         if node.op == "output":
-            order += order_by_needs([n for n in nodes if n in late], needs, done)
+            order += order_by_needs(late, needs, done)
         if node not in late:
             order.append(node)
-        order += order_by_needs(behind.get(i, []), needs, done)
+        if i in behind:
+            order += order_by_needs(behind[i], needs, done)
     moved = sum(len(writes[n]) for n in late if n in writes and ready[n] < first)
     for node in order:
         graph._root.prepend(node)
@@ -72,8 +73,7 @@ def _find_prerequisites(node: fx.Node, written: Sequence[fx.Node]) -> list[fx.No
 
 
 def _find_ready_places(
-    nodes: list[fx.Node],
-    late: set[fx.Node],
+    late: Collection[fx.Node],
     needs: dict[fx.Node, list[fx.Node]],
     place: dict[fx.Node, int],
     floor: int,
@@ -87,9 +87,8 @@ def _find_ready_places(
     changing = True
     while changing:
         changing = False
-        for node in nodes:
-            if node in late:
-                now = max((ready[n] for n in needs[node]), default=floor)
-                if now > ready[node]:
-                    ready[node], changing = now, True
+        for node in late:
+            now = max((ready[n] for n in needs[node]), default=floor)
+            if now > ready[node]:
+                ready[node], changing = now, True
     return ready

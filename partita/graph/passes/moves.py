@@ -105,7 +105,7 @@ def cast(program: Program) -> str:
     """
     done = 0
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
-    for gather in [n for n in order if is_collective(n) and note_of(n).kind == "all_gather"]:
+    for gather in [n for n in order if note_of(n).kind == "all_gather" and is_collective(n)]:
         moved_by = partial(_operands_moved_by, dtype=gather.meta["val"].dtype)
         # A cast commutes with what only moves elements.
         chain = find_moved(gather, order, lambda n: facts_of(n.target).moves, moved_by)

@@ -66,7 +66,9 @@ class _Order:
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self._storages = storages_of(program)
         self.reads = {node: self._read_by(node) for node in self.nodes}
-        self._made = {n: self._storages.made_by(n) for n in self._storages.of}
+        self._made: dict[fx.Node, list[int]] = {}
+        for s, maker in enumerate(self._storages.maker):
+            self._made.setdefault(maker, []).append(s)
         self._last = {s: node for node in self.nodes for s in self.reads[node]}
         self._live, self.peak = self._simulate_memory(self.nodes, 0, self._last)
 
@@ -126,11 +128,11 @@ class _Order:
         rest = [n for n in window if n not in some]
         cut = rest.index(behind) + 1 if at >= first else 0
         new = [*rest[:cut], *moved, *rest[cut:]]
-        last = {s: self._last[s] for node in new for s in self.reads[node]}
+        last: dict[int, fx.Node] = {}
         for node in new:
             for s in self.reads[node]:
-                if self.place[last[s]] < end:
-                    last[s] = node
+                known = self._last[s]
+                last[s] = node if self.place[known] < end else known
         live, peak = self._simulate_memory(new, self._live[first], last)
         if peak > limit:
             return False
@@ -173,9 +175,10 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
         starts: list[Any] = [w.args[0] for w in waits]
         for wait, following in zip(waits, starts[1:], strict=False):
             moved[wait] = _try_wait_behind(order, wait, following, limit)
-        end = _end_of_backward(order, waits)
-        for wait in reversed(waits):
-            if end is None or note_of(wait).reason != "settle" or place[wait] > place[end]:
+        settled = [wait for wait in waits if note_of(wait).reason == "settle"]
+        end = _end_of_backward(order, waits) if settled else None
+        for wait in reversed(settled):
+            if end is None or place[wait] > place[end]:
                 continue
             if not _try_wait_behind(order, wait, end, limit):
                 break  # those before it would be there for longer still

@@ -210,7 +210,7 @@ def is_gather(node: fx.Node) -> bool:
     """True if the node is the all-gather of a parameter that ZeRO has sharded."""
     note = note_of(node)
     return (
-        is_collective(node) and note.kind == "all_gather" and note.reason in ("gather", "regather")
+        note.kind == "all_gather" and note.reason in ("gather", "regather") and is_collective(node)
     )
 
 

@@ -161,6 +161,8 @@ class GraphOutputs:
                 if (grad := _left_gradient(self.values[i])) is not None:
                     spec = None if isinstance(grad, DTensor) else output.spec
                     self._add_tensor("left gradient", grad, spec=spec and spec.gradient, index=i)
+        pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
+        before = {given.index: fake for given, fake in pairs if given.kind in _NO_RESULTS}
         for given, fake in self._differentiable_inputs():
             if not fake.requires_grad and not given.may_have_gradient:
                 continue
@@ -171,7 +173,7 @@ class GraphOutputs:
                     raise _no_leaf_error(given)
             elif grad is None:
                 self.cleared.append(given.index)
-            elif id(grad) not in self._inputs.identities:
+            elif grad is not before.get(given.index):
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 

@@ -176,7 +176,7 @@ class CapturedProgram(Program):
             if output.asks_gradient:  # of an input an alias, not the caller's tensor
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
-                value = as_dtensor(value, output.spec)
+                value = as_dtensor(value.detach() if i in self.given_back else value, output.spec)
             if output.is_parameter:
                 value = nn.Parameter(value, output.asks_gradient)
             if output.spec is not None and output.spec.has_noted_origin:

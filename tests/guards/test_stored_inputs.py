@@ -297,3 +297,55 @@ def test_keys_made_anew_for_each_call_are_compared_by_what_they_hold():
     scales = [2.0, 2.0, 5.0, 5.0, 2.0]
     assert [step(x, {Keyed("a", s): 0}).item() for s in scales] == scales
     assert len(step.reasons) == 2
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def set_argument(m, x, y):
+    m.w.grad = y
+    (m.w * x).sum().backward()
+
+
+def set_buffer(m, x, y):
+    m.w.grad = m.b
+
+
+def exchange_gradients(m, x, y):
+    (m.w * x + m.v * y).sum().backward()
+    m.w.grad, m.v.grad = m.v.grad, m.w.grad
+
+
+def set_gradient_of_another(m, x, y):
+    (m.w * x).sum().backward()
+    m.v.grad = m.w.grad
+
+
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+@pytest.mark.parametrize(
+    "change", [set_argument, set_buffer, exchange_gradients, set_gradient_of_another]
+)
+def test_a_gradient_that_is_set_to_an_input_is_left(change, on_a_mesh):
+    def program(mesh, compiled):
+        def place(t):
+            return t if mesh is None else pt.distribute_tensor(t, mesh, [pt.Shard(0)])
+
+        m = nn.Module()
+        m.w, m.v = (nn.Parameter(place(torch.arange(4.0) + i)) for i in range(2))
+        m.register_buffer("b", place(torch.arange(4.0)))
+        step = compiled(lambda x, y: change(m, x, y))
+        seen = []
+        for i in range(3):
+            x, y = place(torch.arange(4.0) * (i + 1)), place(torch.arange(4.0) + i)
+            step(x, y)
+            seen += [m.w.grad, m.v.grad, y, m.b]
+            seen = [t if t is None else t.clone() for t in seen]
+        return [t.full_tensor().tolist() if mesh and t is not None else t for t in seen]
+
+    right = [t if t is None else t.tolist() for t in program(None, lambda step: step)]
+    if on_a_mesh:
+        with pt.ranks(a=2) as world:
+            assert world.run(program, graph_of) == [right] * 2
+    else:
+        found = program(None, graph_of)
+        assert [t if t is None else t.tolist() for t in found] == right

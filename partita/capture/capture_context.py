@@ -26,7 +26,7 @@ from partita.graph.errors import not_captured
 from partita.graph.slots import Slot, is_no_tuple
 from partita.layout import Fix
 from partita.tensor.tensor_overrides import show_same_memory
-from partita.tensor.tensor_state import HERE, saving_hooks, without_history
+from partita.tensor.tensor_state import HERE, note_unseen_write, saving_hooks, without_history
 from partita.tensor.trace_hooks import TraceHooks
 
 from .whose_code import is_user_module
@@ -46,7 +46,25 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 class FakeRunHooks(TraceHooks):
     """The trace hooks of a capture, in which the program runs over fake tensors."""
 
-    is_tracing = True
+    def is_compiling(self) -> bool:
+        return False  # `torch.compile` is off
+
+    def run_region(self, again: Callable[[], Any], once: Callable[[], Any]) -> Any:
+        return once()
+
+    def choose_control_flow(self, compiled: Any, unrolled: Any) -> Any:
+        return unrolled
+
+    def alias_data(self, x: torch.Tensor) -> torch.Tensor:
+        note_unseen_write(x)  # an alias of a fake counts its own writes
+        with local_ops():
+            return x.data
+
+    def limit_bucket(self, nbytes: int) -> int:
+        return -1  # each gradient by itself: a graph pass makes the buckets
+
+    def take_step(self, run: Callable[[], Any]) -> Any:
+        return run()
 
     def begin_block(self, gather: Any) -> bool:
         HERE.unfinished.append(gather.end)
@@ -86,7 +104,7 @@ class _InThisThread:
         self.otherwise = otherwise
 
     def __bool__(self) -> bool:
-        return HERE.trace.is_tracing or bool(self.otherwise)
+        return isinstance(HERE.trace, FakeRunHooks) or bool(self.otherwise)
 
 
 def _make_bool_method(name: str) -> Callable[..., Any]:

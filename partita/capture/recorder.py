@@ -227,10 +227,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             the block for each update of a block.
     """
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+    def __init__(self, graph: fx.Graph, inputs: GraphInputs):
         super().__init__()
-        self.graph = graph
-        self._repeated = RepeatedCalls(graph, mode)
+        self.graph, self._inputs = graph, inputs
+        self._repeated = RepeatedCalls(graph, inputs.mode)
         self.masks = KnownMasks()
         self.updating = False
         self.exact: set[int] | None = None
@@ -397,6 +397,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
         Only the whole step has one.
         """
+        if HERE.watcher is not None:  # inside another region, whose policy applies
+            return
         raise not_captured(
             f"pt.remat gives {title} a budget of {nbytes} bytes of its own",
             "a compiled step plans recomputation for the whole step, so a region has no budget "
@@ -427,6 +429,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         The tracer identifies a tensor by the Python object.
         """
         x.copy_(value)
+
+    def may_replace_value(self, x: torch.Tensor) -> bool:
+        return id(x) not in self._inputs.identities  # an input keeps its memory
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Make later reads of `x` use `value`, as after `x.data = value` in eager code."""

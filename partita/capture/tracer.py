@@ -308,7 +308,7 @@ class Tracer:
         self._fx_tracer, self.root = mode.tracer, getattr(mode.tracer, "root", None)
         _keep_dead_code(mode.tracer.graph)
         self.nodes = self.inputs.add_placeholders(mode.tracer.graph)
-        self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
+        self.recorder = Recorder(mode.tracer.graph, self.inputs)
         self._repeated = RepeatedMoves(self.recorder, self.inputs.mode)
         found = run()
         self.recorder.finish()

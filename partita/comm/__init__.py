@@ -88,6 +88,7 @@ from .torch_distributed import read_torch_dtensor as read_torch_dtensor
 from .torch_distributed import torch_mesh as torch_mesh
 from .trace import TraceWire as TraceWire
 from .trace import Uneven as Uneven
+from .trace import active_wire as active_wire
 from .trace import is_uneven as is_uneven
 from .trace import substitute_wires as substitute_wires
 from .trace import uneven as uneven

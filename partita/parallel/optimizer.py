@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from partita.comm import check_equal_on_ranks
+from partita.comm import check_equal_on_ranks, is_alone
 from partita.layout import Fix
 from partita.tensor.construct import is_whole_state, lay_out_state
 from partita.tensor.dtensor import TYPED, DTensor, as_dtensor, move_local
@@ -145,26 +145,20 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     # A closure computes new gradients inside the step, after this hook.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in _ELEMENTWISE and closure is None
-    if not spread:
-        if not plain or not HERE.trace.updates_blocks:
-            return None
-        args, kwargs = _run_own_hooks(optimizer, args, kwargs)
-        _run_step(optimizer, {}, args, kwargs)
-        return _make_idle_step_args(optimizer, args, kwargs)
-    _agree_settings(optimizer, spread)
+    if spread:
+        _agree_settings(optimizer, spread)
     owners = HERE.trace.run_without_profiling(_find_reducers, spread)
-    if owners and plain and HERE.trace.is_tracing:
-        args, kwargs = _run_own_hooks(optimizer, args, kwargs)
-        with _step_on_parts(optimizer, spread) as parts:
-            originals = dict(zip(parts, spread, strict=True))
-            _step_as_plain(optimizer, parts, args, kwargs, originals)
-        return _make_idle_step_args(optimizer, args, kwargs)
+    taken: _StepCall | None = None
+    if plain and (owners or not spread):
+        taken = HERE.trace.take_step(lambda: _step_in_graph(optimizer, spread, args, kwargs))
+    if taken is not None or not spread:
+        return taken
     alike = not owners and HERE.trace.run_without_profiling(_lie_alike, optimizer, spread)
     if not alike:
         HERE.trace.run_without_profiling(reduce_gradients, spread)
     if not plain:
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
-        if not (HERE.trace.is_tracing or type(optimizer).__module__.startswith("torch.optim.")):
+        if not type(optimizer).__module__.startswith("torch.optim."):
             _writes_before[optimizer] = [(p, count_writes(p)) for p in spread]
         return None
     if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
@@ -188,15 +182,17 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
 
     Compared at an optimizer's first step, and at each step under `check_ranks()`.
     """
-    check = params[0]._spec.wire.scope.check
-    if (optimizer in _agreed and check is None) or HERE.trace.is_tracing:
+    if optimizer in _agreed and params[0]._spec.wire.scope.check is None:
+        return
+    wires = [w for w in dict.fromkeys(p._spec.wire for p in params) if not is_alone(w)]
+    if not wires:  # in a capture, which reads no settings here
         return
     groups = []
     for group in optimizer.param_groups:
         said = [f"{len(group['params'])} parameters"]
         said += [f"{k}={v}" for k, v in group.items() if isinstance(v, (int, float, str, tuple))]
         groups.append(" ".join(said))
-    for wire in dict.fromkeys(p._spec.wire for p in params):
+    for wire in wires:
         check_equal_on_ranks(
             f"{type(optimizer).__name__}.step",
             "; ".join(groups),
@@ -328,6 +324,19 @@ def _run_step(
     """Run the optimizer's own step without its hooks; in a captured step block by block."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     HERE.trace.step(optimizer, lambda: step(*args, **kwargs), originals)
+
+
+def _step_in_graph(
+    optimizer: Optimizer, params: list[DTensor], args: _Args, kwargs: _Kwargs
+) -> _StepCall:
+    """Run a captured step of ZeRO, or of plain tensors (without `params`), as a part of a graph."""
+    args, kwargs = _run_own_hooks(optimizer, args, kwargs)
+    if not params:
+        _run_step(optimizer, {}, args, kwargs)
+    else:
+        with _step_on_parts(optimizer, params) as parts:
+            _step_as_plain(optimizer, parts, args, kwargs, dict(zip(parts, params, strict=True)))
+    return _make_idle_step_args(optimizer, args, kwargs)
 
 
 def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:

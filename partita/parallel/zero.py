@@ -26,6 +26,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.comm import (
     Wire,
+    active_wire,
     describe_saved_mesh,
     find_saved_wire,
     is_agreed,
@@ -188,8 +189,8 @@ class _ForwardWatch:
         self.unwarned, self.wire, self.gathers = bool(self.axes), wire, gathers
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.axes or HERE.trace.is_tracing:
-            return
+        if not self.axes or active_wire(self.wire) is not self.wire:
+            return  # ranks compare the keys of captured steps instead
         trains = model.training and torch.is_grad_enabled()
         if self.gathers and self.wire.ranks_to_wait_for:
             kind = model.training, torch.is_grad_enabled(), self.wire.last_begun(self.axes)
@@ -502,8 +503,6 @@ class GradReducer(ShardedState):
 
         This is a hook that runs before the forward.
         """
-        if HERE.trace.is_tracing:
-            return
         for bucket in self._buckets:
             for slot, old in zip(bucket.slots, bucket.params, strict=True):
                 new = slot.owner._parameters.get(slot.attr)

@@ -72,8 +72,12 @@ class RematRegion(Wrapped):
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if HERE.trace.is_tracing:
-            return _run_marked_region(self.__wrapped__, self.policy, args, kwargs)
+        return HERE.trace.run_region(
+            lambda: self._run_again_in_backward(args, kwargs),
+            lambda: _run_marked_region(self.__wrapped__, self.policy, args, kwargs),
+        )
+
+    def _run_again_in_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             # torch.compile knows torch's checkpoint.
             return torch.utils.checkpoint.checkpoint(
@@ -382,9 +386,7 @@ class _BudgetedFunction(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
-        if HERE.trace.is_tracing and HERE.watcher is None:
-            HERE.trace.refuse_budget(budget.nbytes, budget.title)
-            return self.__wrapped__(*args, **kwargs)
+        HERE.trace.refuse_budget(budget.nbytes, budget.title)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
             return self.__wrapped__(*args, **kwargs)
         if HERE.watcher is not None:  # inside another region, whose policy applies

@@ -110,9 +110,7 @@ def current_watcher() -> Any:
     """Returns the object that intercepts this thread's calls for a region; None while Dynamo
     traces.
     """
-    if torch.compiler.is_compiling() and not HERE.trace.is_tracing:
-        return None
-    return HERE.watcher
+    return None if HERE.trace.is_compiling() else HERE.watcher
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:

@@ -30,11 +30,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
 
+from partita.comm import is_alone
+
 from .arguments import is_index_of_view
 from .dtensor import DTensor, as_dtensor, move_local
 from .origins import ORIGIN, find_origin
 from .tensor_state import (
-    HERE,
     Args,
     CopiedView,
     Function,
@@ -323,7 +324,7 @@ def copy_as_on_one_device(
         )
         there = func(alike, *others, **named)
         views = _share_memory(there, alike)
-    if moved and _has_short_pieces(source._spec) and not HERE.trace.is_tracing:
+    if moved and _has_short_pieces(source._spec) and not is_alone(source._spec.wire):
         # All ranks mark the result, or none does. The first one's piece shows the strides best.
         views = bool(
             source._spec.wire.gather_ints((views,), f"whether {func.__name__} copies")[0][0]

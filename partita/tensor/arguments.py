@@ -35,6 +35,7 @@ from partita.comm import (
     call_site,
     check_equal_on_ranks,
     is_agreed,
+    is_alone,
     remember_agreed,
 )
 from partita.layout import Fix, Layout, LayoutError
@@ -42,7 +43,6 @@ from partita.layout import Fix, Layout, LayoutError
 from .dtensor import PLAIN, DTensor, as_dtensor, checksum, make_no_strides_error, move_local
 from .op_facts import Form, facts_of_function, overloads_of
 from .tensor_state import (
-    HERE,
     Args,
     Function,
     Kwargs,
@@ -669,9 +669,10 @@ class _NumberCheck(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Inside a local kernel a number may differ between ranks, so it is not compared.
-        if _global_view() and not in_backward() and not HERE.trace.is_tracing:
+        if _global_view() and not in_backward():
             given = _all_tensors(args, kwargs).values()
-            wires = dict.fromkeys(t._spec.wire for t in given if isinstance(t, DTensor))
+            found = dict.fromkeys(t._spec.wire for t in given if isinstance(t, DTensor))
+            wires = [wire for wire in found if not is_alone(wire)]
             numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
             name = getattr(func, "__name__", "?")
             for wire in wires if numbers else ():

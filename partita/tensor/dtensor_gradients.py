@@ -54,7 +54,7 @@ from .tensor_state import (
 
 T: Any = torch.Tensor
 _base: Any = torch._C.TensorBase
-_data, _grad = _base.data, _base.grad
+_grad = _base.grad
 _requires_grad = _base.requires_grad.__get__
 # Private torch: the dictionaries of a tensor's hooks, which no public function returns.
 hooks_of_backward = _base._backward_hooks.__get__
@@ -762,10 +762,11 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
     """
     if x is None:
         return None
-    # As in autograd: add in place to an existing gradient, to which other code may refer.
-    stays = not (torch.is_grad_enabled() or HERE.trace.is_tracing)
+    with_graph = torch.is_grad_enabled()
     with local_ops(), torch.no_grad():
         grad_now = _grad.__get__(x)
+        # As in autograd: add in place to an existing gradient, to which other code may refer.
+        stays = not with_graph and HERE.trace.may_replace_value(grad_now)
         if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
             wire, wanted = grad_now._spec.wire, x._spec.gradient
             refuse_copied_part(grad_now)
@@ -785,7 +786,7 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
                 if shares.shape == grad_now.shape and shares.stride() != grad_now.stride():
                     shares = torch.empty_like(grad_now).copy_(shares)
                 # New memory, as when it was reduced: a view that was taken since is whole.
-                _data.__set__(grad_now, shares)
+                HERE.trace.replace_value(grad_now, shares)
                 as_dtensor(grad_now, wanted)
             else:
                 _grad.__set__(x, as_dtensor(shares.detach(), wanted))
@@ -877,7 +878,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     _agree_on_gradients(params, pending)
     groups: dict[Any, list[DTensor]] = {}
     for p, grad in pending.items():
-        if grad.requires_grad and not HERE.trace.is_tracing:
+        if grad.requires_grad:
             _reduce_with_history(p, grad)
             continue
         if reduced_gradient_spec(p) is not p._spec:
@@ -948,15 +949,13 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
 
 
 def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
-    if HERE.trace.is_tracing:  # a graph pass makes the buckets
-        yield from ([p] for p in params)
-        return
+    most = HERE.trace.limit_bucket(BUCKET_BYTES)
     buckets: list[list[DTensor]] = []
     size = 0
     for p in params:
         # The largest piece, not this rank's: every rank cuts the same buckets.
         nbytes = p._spec.largest * p.element_size()
-        if not buckets or size + nbytes > BUCKET_BYTES:
+        if not buckets or size + nbytes > most:
             buckets.append([])
             size = 0
         buckets[-1].append(p)

@@ -44,7 +44,6 @@ from .tensor_state import (
     current,
     make_layout_error,
     note_other_memory,
-    note_unseen_write,
     own_state,
     spec_for_write_into,
     spec_of,
@@ -63,10 +62,8 @@ def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version. It is counted in that of an alias
     # which all tensors that this gives share.
     state = own_state(x)
-    if HERE.trace.is_tracing:
-        note_unseen_write(x)
-        with local_ops():
-            return as_dtensor(_data.__get__(x), x._spec)
+    if (alias := HERE.trace.alias_data(x)) is not None:
+        return as_dtensor(alias, x._spec)
     with local_ops():
         now = _data.__get__(x)
         known = state.data

@@ -167,8 +167,8 @@ _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 
 def _clear_unwritten(made: Any) -> Any:
-    """Returns the new tensor `made` filled with zeros; unchanged during a capture."""
-    if type(made) is not torch.Tensor or made.is_quantized or HERE.trace.is_tracing:
+    """Returns the new tensor `made` filled with zeros. A fake tensor has no memory."""
+    if type(made) is not torch.Tensor or made.is_quantized or made.is_meta:
         return made
     if not is_functorch_wrapped_tensor(made):
         made.data.zero_()  # counts no version
@@ -195,7 +195,7 @@ def _clear_results_of(name: str, home: Any) -> Function:
 
 def _resize_and_clear(self: torch.Tensor, *size: Any, **options: Any) -> Any:
     compiles = torch.compiler.is_dynamo_compiling()
-    if compiles or type(self) is not torch.Tensor or self.is_meta or HERE.trace.is_tracing:
+    if compiles or type(self) is not torch.Tensor or self.is_meta:
         return _plain_resize(self, *size, **options)
     held = self.untyped_storage().nbytes()
     made = _plain_resize(self, *size, **options)
@@ -626,7 +626,7 @@ _begin = getattr(torchs, BEGINS)
 
 
 def _begin_or_mark(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    return _mark_remat_region() if HERE.trace.is_tracing else _begin(function, *args, **kwargs)
+    return HERE.trace.run_region(lambda: _begin(function, *args, **kwargs), _mark_remat_region)
 
 
 def _mark_remat_region() -> Iterator[None]:
@@ -635,13 +635,17 @@ def _mark_remat_region() -> Iterator[None]:
 
 
 def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) -> Any:
-    if not HERE.trace.is_tracing:
-        function = Rerunnable(function, has_run=False)
-        return super(torchs.CheckpointFunction, cls).apply(function, preserve, *args)
-    # One that runs its forward without gradients has some where an argument has.
-    trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with HERE.trace.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        return function(*args)
+    def run_again() -> Any:
+        again = Rerunnable(function, has_run=False)
+        return super(torchs.CheckpointFunction, cls).apply(again, preserve, *args)
+
+    def mark() -> Any:
+        # One that runs its forward without gradients has some where an argument has.
+        trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with HERE.trace.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+            return function(*args)
+
+    return HERE.trace.run_region(run_again, mark)
 
 
 setattr(torchs, BEGINS, _begin_or_mark)
@@ -663,7 +667,8 @@ _SAID = (
 
 
 _ENTERED = (
-    *("tensor/torch_patches.py", "tensor/transforms.py", "parallel/optimizer.py", "remat/"),
+    *("tensor/torch_patches.py", "tensor/transforms.py", "tensor/trace_hooks.py"),
+    *("parallel/optimizer.py", "remat/"),
     *("app/models/", "bench/"),
 )
 """Files that Dynamo may enter. They are functions in torch's own places, where plain programs are

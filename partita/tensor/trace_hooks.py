@@ -21,15 +21,10 @@ class TraceHooks:
     eagerly.
 
     Attributes:
-        is_tracing: True while the program runs over fake tensors. They have no memory: no value is
-            read, and ranks compare nothing. A backward pass belongs to the same graph.
         is_behind_forward: True if a backward is traced that the program has not called yet.
-        updates_blocks: True if `step` makes the updates of a model's blocks.
     """
 
-    is_tracing = False
     is_behind_forward = False
-    updates_blocks = False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of partita that calls no user code. Profilers do not record it."""
@@ -39,6 +34,14 @@ class TraceHooks:
         """Set `x.data = value`. The value may have another shape. A capture records it."""
         with local_ops():
             _set_data(x, value)
+
+    def may_replace_value(self, x: torch.Tensor) -> bool:
+        """True if `replace_value` may be called on `x`."""
+        return True
+
+    def alias_data(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns what a captured `x.data` is; None: the alias whose writes count as those of x."""
+        return None
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Set `x.data = value`, which has the shape of `x`."""
@@ -55,6 +58,14 @@ class TraceHooks:
                 parameter itself has no entry.
         """
         run()
+
+    def take_step(self, run: Callable[[], Any]) -> Any:
+        """Returns `run()`, a step that partita makes; None: torch does, or ZeRO in place."""
+        return None
+
+    def limit_bucket(self, nbytes: int) -> int:
+        """Returns the most bytes of gradients that are reduced together."""
+        return nbytes
 
     def begin_block(self, gather: Any) -> bool:
         """Begin the forward of a block whose parameters ZeRO gathers.
@@ -83,6 +94,18 @@ class TraceHooks:
         Returns True if it did so. Eagerly it returns False, and the caller swaps them.
         """
         return False
+
+    def is_compiling(self) -> bool:
+        """True while torch's own compiler traces this thread."""
+        return torch.compiler.is_compiling()
+
+    def run_region(self, again: Callable[[], Any], once: Callable[[], Any]) -> Any:
+        """Run a remat region by `again`, so that backward runs it again. A capture calls `once`."""
+        return again()
+
+    def choose_control_flow(self, compiled: Any, unrolled: Any) -> Any:
+        """Returns the function to run for `torch.cond` of plain tensors: torch's own by default."""
+        return compiled
 
     def region(self) -> AbstractContextManager[None]:
         """Returns a context manager for the calls of a rematerialization region."""

@@ -313,8 +313,6 @@ for _name in _TRANSFORMS:
 
 def _meets_dtensors(*values: Any) -> bool:
     """True if one of `values` is a DTensor, holds one, or is a function that refers to one."""
-    if HERE.trace.is_tracing:
-        return True
     for value in tree_leaves(values):
         while isinstance(value, functools.partial):
             if holds_dtensor((value.args, value.keywords)):
@@ -335,9 +333,11 @@ def _run_in_python(meaning: Function, plain: Function) -> Function:
     """Returns a function that runs `meaning` with DTensors and `plain` without."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or not _meets_dtensors(args, kwargs):
+        if torch.compiler.is_dynamo_compiling():
             return plain(*args, **kwargs)
-        return meaning(*args, **kwargs)
+        if _meets_dtensors(args, kwargs):
+            return meaning(*args, **kwargs)
+        return HERE.trace.choose_control_flow(plain, meaning)(*args, **kwargs)
 
     return run
 

@@ -32,7 +32,7 @@ from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_cal
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
-from .tensor_state import HERE, Function, Spec, count_holders, saving_hooks
+from .tensor_state import Function, Spec, count_holders, saving_hooks
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # On every rank the memory of parameters, their gradients and optimizer state is as large as the
@@ -79,8 +79,7 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
     """True if there is padding behind this rank's piece, in memory on `device`."""
     if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
         return False
-    # During a capture, the fake tensors have the padded shape already.
-    return not HERE.trace.is_tracing and (device is None or torch.device(device).type != "meta")
+    return device is None or torch.device(device).type != "meta"
 
 
 def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

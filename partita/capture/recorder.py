@@ -229,7 +229,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     def __init__(self, graph: fx.Graph, inputs: GraphInputs):
         super().__init__()
-        self.graph, self._inputs = graph, inputs
+        self.graph, self._identities = graph, inputs.identities  # it may outlive the inputs
         self._repeated = RepeatedCalls(graph, inputs.mode)
         self.masks = KnownMasks()
         self.updating = False
@@ -431,7 +431,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         x.copy_(value)
 
     def may_replace_value(self, x: torch.Tensor) -> bool:
-        return id(x) not in self._inputs.identities  # an input keeps its memory
+        return id(x) not in self._identities  # an input keeps its memory
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Make later reads of `x` use `value`, as after `x.data = value` in eager code."""

@@ -413,10 +413,13 @@ def find_upward_imports(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(f"{a} {b}" for a, b in pairs if 0 <= height(a) < height(b))
 
 
-def count_reads_of_tracing(modules: list[Module]) -> int:
-    """The number of places in other rooms that read whether this thread traces."""
-    others = (m for m in modules if m.is_runtime and not m.path.startswith(STEP_ROOMS))
-    return sum(m.text.count("HERE.trace.is_tracing") for m in others)
+def find_flags_of_captures(modules: list[Module]) -> list[str]:
+    """The places in other rooms that read an attribute of the trace hooks, and call no method."""
+    others = [m for m in modules if m.is_runtime and not m.path.startswith(STEP_ROOMS)]
+    return [f"{m.path} {flag}" for m in others for flag in _FLAG.findall(m.text)]
+
+
+_FLAG = re.compile(r"HERE\.trace\.\w+\b(?!\()")
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -453,7 +456,7 @@ def main() -> int:
     way = follow_arguments()
     lists, backends = lists_of_functions(runtime), files_that_name_a_backend(runtime)
     devices = lines_that_name_a_device(modules)
-    silent = names_without_docstring(modules)
+    silent, flags = names_without_docstring(modules), find_flags_of_captures(modules)
     lines = sum(map(count_lines_of_code, runtime))
     rows: list[tuple[str, str, str, list[str]]] = [
         ("files of the runtime; lines of code", "~130; <= 20k", f"{len(runtime)}; {lines}", []),
@@ -479,7 +482,7 @@ def main() -> int:
             [f"{room} {lines}" for room, lines in raw.items()],
         ),
         ("imports between them that point up", "0", str(len(upward)), upward),
-        ("reads of is_tracing in other rooms", "", str(count_reads_of_tracing(modules)), []),
+        ("flags of captures read in other rooms", "0", str(len(flags)), flags),
     ]
     for what, wanted, found, details in rows:
         print(f"{what:40} {wanted:>14} {found:>14}")

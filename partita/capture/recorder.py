@@ -218,7 +218,6 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         updating: True while an optimizer steps.
         exact: the argument `held` of `with_exact_numbers` while an optimizer of torch steps;
             otherwise None.
-        is_behind_forward: True while the backward of a region is traced, after its forward.
         regions_begun: the number of remat regions that have begun.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
@@ -234,7 +233,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self.masks = KnownMasks()
         self.updating = False
         self.exact: set[int] | None = None
-        self.is_behind_forward = False
+        self._is_behind_forward = False
         self.regions_begun = 0
         self.follows_from_integers: Callable[[Any], bool] = lambda number: False
         self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
@@ -460,7 +459,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     def behind_forward(self) -> AbstractContextManager[None]:
         """Returns a context manager: nodes that are made inside get the phase "backward"."""
-        return attribute_set(self, "is_behind_forward", True)
+        return attribute_set(self, "_is_behind_forward", True)
+
+    def is_behind_forward(self) -> bool:
+        return self._is_behind_forward
 
     def line(self) -> str:
         """Returns the user's current line; during backward, the line of the forward call."""
@@ -481,7 +483,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             phase = "backward"
         elif self.updating:
             phase = "update"
-        elif self.is_behind_forward or torch._C._current_graph_task_id() != -1:
+        elif self._is_behind_forward or torch._C._current_graph_task_id() != -1:
             phase = "backward"
         line = self.line()
         made = self._within, line, phase

@@ -678,7 +678,7 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
         return f"from_local(x, mesh, placements, grad_placements=[{text}])"
 
     axes = " and ".join(spec.used_differently)
-    ahead = HERE.trace.is_behind_forward
+    ahead = HERE.trace.is_behind_forward()
     if op == "to_local":
         comes = "may come" if ahead else "came"
         whose = f"a gradient {comes} back to a value that left as Replicate"

@@ -19,12 +19,11 @@ _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 class TraceHooks:
     """Methods that code calls so that a capture can record or replace an action; here they act
     eagerly.
-
-    Attributes:
-        is_behind_forward: True if a backward is traced that the program has not called yet.
     """
 
-    is_behind_forward = False
+    def is_behind_forward(self) -> bool:
+        """True if a backward is traced that the program has not called yet."""
+        return False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of partita that calls no user code. Profilers do not record it."""

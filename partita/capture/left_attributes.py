@@ -6,48 +6,106 @@ restored, and capture raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.graph.errors import not_captured
 from partita.layout import Fix
+from partita.tensor.tensor_state import state_of
 
 from .fakes import is_symbolic
+
+HOMES_OF_SLOTS = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module whose entries are slots."""
+
+
+@contextmanager
+def attributes_restored(
+    homes: Sequence[dict[str, Any]], is_filled: Callable[[Any], bool]
+) -> Iterator[list[dict[str, Any]]]:
+    """After the block, restore attributes in which the block has stored fake tensors.
+
+    Lists and dictionaries that are attributes get their old items back.
+
+    Args:
+        homes: dictionaries of attributes.
+        is_filled: a predicate: True for a fake, and for a container that holds one.
+
+    Yields:
+        The attributes before the block.
+    """
+    before = [{**home} for home in homes]
+    containers = []
+    for held in before:
+        for key, value in held.items():
+            if issubclass(type(value), (list, dict)) and key not in HOMES_OF_SLOTS:
+                # A user's class may override the methods, and run any code there.
+                base: Any = next(b for b in (OrderedDict, dict, list) if issubclass(type(value), b))
+                items = base.items(value) if issubclass(base, dict) else base.__iter__(value)
+                containers.append((value, base, [*items]))
+    try:
+        yield before
+    finally:
+        for home, held in zip(homes, before, strict=True):
+            for key in find_filled_keys(home, is_filled):
+                if key in held:
+                    home[key] = held[key]
+                else:
+                    del home[key]
+        for value, base, items in containers:
+            if is_filled(value):
+                base.clear(value)
+                (base.update if issubclass(base, dict) else base.extend)(value, items)
+
+
+def find_filled_keys(home: dict[str, Any], is_filled: Callable[[Any], bool]) -> list[str]:
+    """Returns the names of the attributes in `home` for which `is_filled` is true."""
+    return [key for key, value in home.items() if key not in HOMES_OF_SLOTS and is_filled(value)]
+
+
+def is_list_of_parameters(value: Any, before: Any) -> bool:
+    """True if a list of parameters, or of weak references to them, replaces an equal list.
+
+    nn.GRU makes such a list whenever its parameters are replaced.
+    """
+    if type(value) is not type(before) or not issubclass(type(value), (list, tuple)):
+        return False
+    return len(value) == len(before) and all(
+        isinstance(v, nn.Parameter)
+        or (isinstance(v, torch.Tensor) and state_of(v).gathered_from is not None)
+        for v in (v() if isinstance(v, weakref.ref) else v for v in value)
+        if v is not None
+    )
 
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
     """After the block, restore module attributes in which the block has stored fake tensors.
 
-    Lists and dictionaries that are attributes get their old items back.
-
     Raises:
         CaptureError: there were such attributes, and the block itself has raised nothing.
     """
-    before = [
-        (f"{prefix}." if prefix else "", home, {**home}, _copies_of_containers(home))
+    named = [
+        (f"{prefix}." if prefix else "", home)
         for module in modules
         for prefix, part in module.named_modules()
         for home in (part._parameters, part._buffers, vars(part))
     ]
-    left: list[str] = []
-    try:
+    with attributes_restored([home for _, home in named], _holds_fake) as before:
         yield
-    finally:
-        for prefix, home, held, containers in before:
-            for key in [key for key, value in home.items() if _holds_fake(value)]:
-                if not _is_list_of_parameters(home[key], held.get(key)):
-                    left.append(prefix + key)
-                if not any(home[key] is container for container, _ in containers):
-                    _restore_attribute(home, held, key)
-            for container, items in containers:
-                if _holds_fake(container):
-                    container.clear()
-                    container.update(items) if isinstance(items, dict) else container.extend(items)
+        left = [
+            prefix + key
+            for (prefix, home), held in zip(named, before, strict=True)
+            for key in find_filled_keys(home, _holds_fake)
+            if not is_list_of_parameters(home[key], held.get(key))
+        ]
     if left:
         raise not_captured(
             f"the function leaves a tensor in the attribute {left[0]} of a module",
@@ -55,21 +113,6 @@ def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
             Fix("return it"),
             Fix(f"self.register_buffer({left[0].rpartition('.')[2]!r}, ...)", "and write into it"),
         )
-
-
-def _copies_of_containers(home: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [
-        (value, type(value)(value))
-        for key, value in home.items()
-        if type(value) in (list, dict) and key not in ("_parameters", "_buffers", "_modules")
-    ]
-
-
-def _restore_attribute(home: dict[str, Any], held: dict[str, Any], key: str) -> None:
-    if key in held:
-        home[key] = held[key]
-    else:
-        del home[key]
 
 
 def _holds_fake(value: Any) -> bool:
@@ -85,12 +128,3 @@ def _holds_fake(value: Any) -> bool:
             seen.add(id(found))
             waiting += [*found, *found.values()] if kind is dict else found
     return False
-
-
-def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """True for the list that nn.GRU makes of its parameters whenever these are replaced."""
-    return (
-        type(value) is type(before) is list
-        and len(value) == len(before)
-        and all(isinstance(v, nn.Parameter) for v in value)
-    )

@@ -23,13 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from partita.capture.fakes import is_symbolic, is_text_of_unknown
 from partita.capture.graph_inputs import user_attributes_of
 from partita.capture.graph_outputs import attributes_given_to
+from partita.capture.left_attributes import (
+    attributes_restored,
+    find_filled_keys,
+    is_list_of_parameters,
+)
 from partita.capture.whose_code import is_user_module
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.program import Input
 from partita.graph.slots import Slot
 from partita.layout import Fix
 from partita.tensor.dtensor_gradients import user_hooks_of
-from partita.tensor.tensor_state import state_of
 
 from . import ReadRecord, Write
 from .bytecode import line_of_write
@@ -37,7 +41,6 @@ from .inputs import State
 from .values import (
     MISSING,
     Place,
-    base_of_container,
     brief,
     has_type,
     items_of,
@@ -46,15 +49,8 @@ from .values import (
 
 # -- what a step leaves in attributes --------------------------------------------------------------
 
-_SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
 _SHARED = (torch.Tensor, types.ModuleType, types.CodeType, types.FrameType)
 _MOST_OBJECTS = 10_000  # that one search visits
-
-
-def _copy_items(container: Any) -> Any:
-    """Returns a plain dictionary or list of the items."""
-    keys, values = items_of(container)
-    return values if keys is None else dict(zip(keys, values, strict=True))
 
 
 class ModuleAttributes:
@@ -73,26 +69,9 @@ class ModuleAttributes:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """After the block, remove fake tensors that the step has stored in module attributes."""
-        self._before = [dict(home) for _, home in self._homes]
-        containers = [
-            (value, _copy_items(value))
-            for held in self._before
-            for key, value in held.items()
-            if isinstance(value, (list, dict)) and key not in _SLOTS
-        ]
-        try:
+        homes = [home for _, home in self._homes]
+        with attributes_restored(homes, is_filled) as self._before:
             yield
-        finally:
-            for (_, home), held in zip(self._homes, self._before, strict=True):
-                for key in _find_filled_keys(home):
-                    home.pop(key)
-                    if key in held:
-                        home[key] = held[key]
-            for container, copy in containers:
-                if is_filled(container):
-                    base = base_of_container(container)
-                    base.clear(container)
-                    (base.update if issubclass(base, dict) else base.extend)(container, copy)
 
     def is_of_module(self, home: Any) -> bool:
         """True if `home` is the `__dict__` of one of the modules."""
@@ -130,12 +109,12 @@ class ModuleAttributes:
         """
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
-            for key in _find_filled_keys(home):
+            for key in find_filled_keys(home, is_filled):
                 if (id(home), key) in known or is_held(home[key], known):
                     continue
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
-                elif not _is_list_of_parameters(home[key], held.get(key)):
+                elif not is_list_of_parameters(home[key], held.get(key)):
                     raise make_left_error(f"{name}.{key}")
         return found
 
@@ -238,10 +217,6 @@ def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
     return True
 
 
-def _find_filled_keys(home: dict[str, Any]) -> list[str]:
-    return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
-
-
 _HOLDING_NOTHING = frozenset((bool, int, float, complex, str, bytes, type(None), type))
 _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
@@ -314,21 +289,6 @@ def _stands_in(value: Any) -> bool:
     if has_type(value, weakref.ref):
         value = value()
     return has_type(value, FakeTensor) or is_symbolic(value)
-
-
-def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """True if a list of parameters, or of weak references to them, replaces an equal list.
-
-    nn.GRU makes such a list whenever its parameters are replaced.
-    """
-    if type(value) is not type(before) or not has_type(value, (list, tuple)):
-        return False
-    return len(value) == len(before) and all(
-        isinstance(v, torch.nn.Parameter)
-        or (isinstance(v, torch.Tensor) and state_of(v).gathered_from is not None)
-        for v in (v() if isinstance(v, weakref.ref) else v for v in value)
-        if v is not None
-    )
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:

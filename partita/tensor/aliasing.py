@@ -27,10 +27,8 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from partita.comm import user_line
+from partita.comm import is_alone, user_line
 from partita.layout import Fix, LayoutError
-
-from partita.comm import is_alone
 
 from .arguments import is_index_of_view
 from .dtensor import DTensor, as_dtensor, move_local

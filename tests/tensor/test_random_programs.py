@@ -260,9 +260,9 @@ def check_region(program: Program) -> None:
     def run_on_a_rank(mesh: Any) -> None:
         captured = pt.compile(region, backend="graph")
         for _ in range(2):
-            leaves = [
-                spread(mesh, x.detach(), Layout.parse(text))
-                for x, text in zip(inputs, program.inputs, strict=True)
+            leaves = [  # not `inputs`, which the program may have written
+                spread(mesh, x, Layout.parse(text))
+                for x, text in zip(program.values().values(), program.inputs, strict=True)
             ]
             results = run_region(captured, leaves)
         for i, (t, truth) in enumerate(zip(results, values, strict=True)):

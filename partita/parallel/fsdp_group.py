@@ -229,7 +229,8 @@ class FsdpGroup:
         members: the indices of the parameters of each flat buffer.
         order: the indices of the parameters of all flat buffers, in order.
         saves_unseen: True for each kind of forward that saved tensors only through other hooks (a
-            checkpoint's) last time. Its recompute then uses these hooks, too.
+            checkpoint's) last time. Its recompute then uses these hooks, too. The last forward is
+            the last entry.
         identity: an object that identifies the group in `reruns`, without keeping the model alive.
         open_forwards: the saved-tensor hooks, or None, of each forward that has begun.
     """
@@ -260,6 +261,13 @@ class FsdpGroup:
         self.saves_unseen: dict[tuple[bool, ...], bool] = {}
         self.identity = object()
         self.open_forwards: list[Any] = []
+
+    def saves_unseen_again(self, kind: tuple[bool, ...]) -> bool:
+        """True if a recompute of this kind has to save tensors only through other hooks.
+
+        If parameters were frozen after the forward, the recompute is of another kind.
+        """
+        return self.saves_unseen.get(kind, next(reversed(self.saves_unseen.values()), False))
 
     # A copied or unpickled model has groups of its own over its own modules, at rest. The copy of a
     # block does not take the model along: until the model's state adopts it, it has one of its own.

@@ -118,7 +118,7 @@ class _BlockHooks:
             # Also where nothing that is seen here has a gradient: the block may read other tensors.
             call = None if in_inference else _ForwardCall(group, graded)
             _install_gathered(group, call)
-        if call is not None and not (in_backward() and group.saves_unseen.get(call.kind)):
+        if call is not None and not (in_backward() and group.saves_unseen_again(call.kind)):
             group.open_forwards[-1] = _SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
@@ -154,6 +154,7 @@ class _BlockHooks:
         if forward is not None:
             call = forward.call
             if not in_backward() and torch.is_grad_enabled():
+                self.group.saves_unseen.pop(call.kind, None)  # so that it becomes the last one
                 self.group.saves_unseen[call.kind] = not forward.has_notes
             call.runs_again = HERE.rerunnable != call.rerunnable
             with DisableTorchFunction():

@@ -166,6 +166,22 @@ def test_a_rerun_is_of_its_own_forward(program, kind, stage):
     run(program, stage, ranks=2, make=partial(make_rerun, kind))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["not reentrant", "nested", "hook"])
+def test_a_bias_that_is_frozen_after_the_forward_changes_nothing_for_the_others(kind, stage):
+    def program(model, spread, no_sync):
+        x = spread(X.clone()).requires_grad_()
+        for _ in range(2):
+            loss = model(x).square().mean()
+            for block in model.blocks:
+                block.linear.bias.requires_grad_(False)
+            loss.backward()
+            model.blocks[1].linear.bias.requires_grad_(True)
+        return [*gradients_of(model), whole(x.grad)]
+
+    run(program, stage, ranks=2, make=partial(make_rerun, kind))
+
+
 class Distilled(nn.Module):
     """Its checkpoint calls the block with its own and with other values."""
 

@@ -27,7 +27,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from partita.comm import is_alone, user_line
+from partita.comm import is_agreed, is_alone, remember_agreed, user_line
 from partita.layout import Fix, LayoutError
 
 from .arguments import is_index_of_view
@@ -157,17 +157,24 @@ def _refuse_overlapping_pieces(copy: DTensor) -> None:
     """
     while (copied := state_of(copy).copied_view) is not None:
         source = copied.source
-        with local_ops():
-            overlaps = state_of(source).copied_view is None and not is_without_overlap(source)
-        is_item = copied.view is T.__getitem__  # then no other element of the source is written
-        if overlaps and not (is_item and is_without_overlap(make_meta_twin(copy))):
-            raise LayoutError(
-                "a write to a part of a tensor whose elements share memory, as expand() makes it",
-                place=user_line(),
-                operands=(str(source._spec.layout),),
-                reason="the part has another layout than the tensor, so it has its own memory",
-                fixes=(Fix("x = x.clone()", "of the tensor, before that"),),
-            )
+        if state_of(source).copied_view is None:
+            is_item = copied.view is T.__getitem__  # then no other element of the source is written
+            with local_ops():
+                overlaps = not is_without_overlap(source)
+            refused = overlaps and not (is_item and is_without_overlap(make_meta_twin(copy)))
+            # A piece of one row or of none does not show it.
+            wire, series = source._spec.wire, ("overlap", user_line())
+            if not is_agreed(wire, series, source._spec):
+                refused = any(map(any, wire.gather_ints((refused,), "whether elements overlap")))
+                remember_agreed(wire, series, source._spec)
+            if refused:
+                raise LayoutError(
+                    "a write to a part of a tensor whose elements share memory, as by expand()",
+                    place=user_line(),
+                    operands=(str(source._spec.layout),),
+                    reason="the part has another layout than the tensor, so it has its own memory",
+                    fixes=(Fix("x = x.clone()", "of the tensor, before that"),),
+                )
         copy = source
 
 
@@ -175,6 +182,8 @@ def is_without_overlap(t: Any) -> bool:
     """True if the strides alone prove that no two elements of `t`, or of a list, share memory."""
     if not isinstance(t, torch.Tensor):
         return all(map(is_without_overlap, t if isinstance(t, (list, tuple)) else ()))
+    if 0 in t.shape:
+        return True
     end = 0
     for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
         if n > 1 and stride <= end:

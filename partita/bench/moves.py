@@ -33,7 +33,7 @@ def moves(options: argparse.Namespace) -> dict[str, Any]:
     """Print and return the host's cost of moves by the number of ranks, in graph nodes and seconds.
 
     A move has three times: for the first eager move (which is planned), for a later move, and for
-    its capture with all passes. A layer has only the time of its capture. Each is the least of
+    its capture with all passes. A layer of a model is captured, too. Each time is the least of
     `--times` runs, and meshes of all sizes take turns.
     """
     sizes = options.mesh_sizes

@@ -588,7 +588,7 @@ class _BlockRun:
         forward, backward: its nodes, in order; the nodes of an update are in `forward`.
         own: all of them, with their positions.
         taken: the nodes outside the block ("foreign") that it reads, in the order of first use.
-        early_count: how many of these forward reads; the others only backward does.
+        early_count: the number of these that forward reads. Only backward reads the others.
         floats: the numbers among its operands that may vary, in order.
         homes: for each of these, the node that has it as an operand.
         labels: the distinct labels of its redistributions.

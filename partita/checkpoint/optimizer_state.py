@@ -2,9 +2,10 @@
 
     {"state": {name: {...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}
 
-Parameters have their names in a module of the same state. An optimizer creates most of its state in
-its first step, so a new optimizer has none yet. As with `optimizer.load_state_dict`, a loaded
-optimizer has exactly the state of the checkpoint. Its own tensors are reused if size and dtype fit.
+A parameter's name is its name in a module that is saved in the same `pt.save`. An optimizer creates
+most of its state in its first step, so a new optimizer has none yet. As with
+`optimizer.load_state_dict`, a loaded optimizer has exactly the state of the checkpoint. Tensors
+that it has already are reused if size and dtype fit.
 """
 
 from __future__ import annotations

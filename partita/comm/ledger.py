@@ -109,7 +109,8 @@ class Ledger:
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
         """The operations of matrix products so far, as `(op, source, axes, operations)`.
 
-        There is an entry for each rank, op, line and set of axes.
+        There is an entry for each rank, op, source line (`source`) and set of mesh axes over which
+        the work was divided. The rank is not in the tuple.
         """
         return [(op, source, axes, n) for (_, op, source, axes), n in self._work.items()]
 

@@ -373,11 +373,12 @@ class PieceLayout:
     """How a local tensor is cut into a piece for each rank of a group, before or after a move.
 
     A collective needs the pieces end to end in a buffer, in the group's order. If that differs from
-    the order of the members along the axes, the tensor itself cannot be the buffer.
+    the order in which the pieces lie in the tensor, the tensor itself cannot be the buffer.
 
     Attributes:
         shape: the shape of the local tensor.
-        piece, pad: the shape of the largest piece, and its number of elements.
+        piece: the shape of the largest piece.
+        pad: its number of elements, to which smaller pieces are padded.
         ranks: the size of the group.
         even: True if all pieces have the same shape.
         in_order: True if the pieces follow each other along one dimension, in the order of the

@@ -80,7 +80,9 @@ def local_of_torch_dtensor(
     gradient: Callable[[torch.Tensor], torch.Tensor],
     divisor: int = 1,
 ) -> torch.Tensor:
-    """Returns an alias of the local tensor of one of torch's DTensors. Differentiable.
+    """Returns the local tensor of one of torch's DTensors: an alias, or a quotient by `divisor`.
+
+    It is differentiable.
 
     Args:
         placements: the placements of the gradient of `x`.

@@ -247,13 +247,13 @@ _PERIODS = 16
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
     """Finds the longest part of a sequence of calls that repeats.
 
-    A model of equal layers has a graph that repeats, and so has its update. The distances between
-    equal calls suggest periods. For each of the most frequent distances, this finds the longest
+    The graph of a model with equal layers repeats, and so does the graph of its update.
+    The distances between equal calls suggest periods. For each of the most frequent distances, this finds the longest
     range in which each call equals the one a period later.
 
     Args:
         calls: values that are equal for calls that do the same.
-        least: the shortest period; if the period is shorter, a multiple is used.
+        least: the shortest period. A shorter one is multiplied until it is at least this long.
 
     Returns:
         The range of the part, at least two periods long, and the period; None if there is none.

@@ -645,8 +645,8 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """True if the state has the same tensors, with the same storages and metadata, as
-        before.
+        """True if the state has the same tensors, with the same storages and metadata, as when this
+        guard was made.
         """
         try:
             if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):

@@ -42,10 +42,10 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class ValuesOfCall:
-    """The tensor values of a call that are known when a capture starts again.
+    """The values of tensors of a call that earlier runs of its capture have computed.
 
     Attributes:
-        reads: the first numbers that the step reads, in order.
+        reads: the numbers that the step has read so far, in order. Later ones are unknown.
         integers: the local values of integer inputs on each rank (padded, as the graph gets them),
             by index among the leaves of the call.
         mesh: the mesh of these ranks.

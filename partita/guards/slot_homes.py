@@ -1,4 +1,6 @@
-"""Access by item (`home[key]`) to values that are not in a dictionary or list, such as defaults."""
+"""Access by item (`home[key]`) to values that are not in a dictionary or list, such as the default
+arguments of a function, cells of closures and attributes.
+"""
 
 from __future__ import annotations
 

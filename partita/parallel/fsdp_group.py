@@ -3,7 +3,8 @@
 A block is a module that is called as a whole, such as a layer of a transformer. A group is one
 block's parameters. `ZeroState` is the state of the model, with all groups. While a block computes,
 the next block's parameters are gathered, and in backward the previous block's gradients are
-reduced. At most two blocks are gathered at any time, and small ones between them. `fsdp_hooks`
+reduced. At most two blocks are gathered at any time, and blocks between them that are at least 8
+times smaller. `fsdp_hooks`
 calls a group when its block runs. `FlatBuffer.release` frees memory.
 
 `ShardedState` is common to all stages. `MixedPrecision` has the dtypes of a step.
@@ -367,7 +368,7 @@ class FsdpGroup:
         """`holds_shards` in full; notes the places for a quick comparison next time.
 
         By id: the group must not keep a parameter that is replaced. If a new one has the id of one
-        that is gone, and its layout, it is gathered as rightly.
+        that is gone, and its layout, gathering it is just as correct.
         """
         self._places = []
         places: list[tuple[nn.Module, str, int, Spec]] = []

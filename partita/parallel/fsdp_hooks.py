@@ -115,7 +115,7 @@ class _BlockHooks:
         with DisableTorchFunction(), counting_versions(), outside_transforms():
             group.zero.enter_forward(group)
             group.depth = 1
-            # Also where nothing that is seen here has a gradient: the block may read other tensors.
+            # Also if no argument requires grad: the block may read other tensors.
             call = None if in_inference else _ForwardCall(group, graded)
             _install_gathered(group, call)
         if call is not None and not (in_backward() and group.saves_unseen_again(call.kind)):

@@ -163,7 +163,7 @@ def handle(
         return op.run(func, args, kwargs or {}, op)
     try:
         plan = op.find(op.key(*args, **kwargs) if kwargs else op.key(*args))
-    except TypeError:
+    except TypeError:  # arguments that do not fit the rule, or have no hash
         plan = None
     if plan is None:
         return _run_unplanned(func, args, kwargs or {})

@@ -133,7 +133,7 @@ def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class NotingKernel:
-    """A kernel that also records which call of the program made its results (see
+    """A local kernel that also notes on its results which line of the user's program called it (see
     `note_origins_of`).
     """
 

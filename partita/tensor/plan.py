@@ -118,8 +118,8 @@ class CallPlan:
         outputs: the spec and the local shape of each result; set by the first call.
         targets: the operands that are redistributed first, and those that are plain tensors.
         kernel: a function that runs on local tensors in place of the called function, or None.
-        bare: a function of the operands alone, and their number. It serves calls that pass all
-            operands by position and no other arguments.
+        bare: a faster kernel for calls that pass all operands by position and nothing else, and the
+            number of operands.
         rewrite: a function that is called with the DTensors instead; other fields are then unused.
         bound, choice: the rule and its chosen rows, for `explain` and for shapes that only the
             kernel knows.
@@ -202,7 +202,8 @@ class CallPlan:
             value = get_at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
-                    reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
+                    # Also the gradient that its owner holds is reduced.
+                    reduce_pending_gradients(pending_gradients((value,)))
                 new[path] = _move_operand(value, target.spec, self.op)
             else:
                 check_plain_tensor(value, self.wire, self.op, path, with_gradient=True)

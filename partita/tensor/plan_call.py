@@ -429,9 +429,9 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 # Layouts go in and layouts come out; the plan cache stands around it.
 #
 # A row's price is in seconds: of its moves, forward and backward, and of the work that a rank then
-# does. Work counts only where an operand is sharded, for then somebody wanted it spread: a row
-# which gathers all and has each rank do everything loses against one which gathers less and has
-# each rank do a part. What is whole on all ranks stays so.
+# does. Work counts only where an operand is sharded, which shows that the work should be divided. A
+# row that gathers all, so that each rank does everything, loses against one that gathers less, so
+# that each rank does a part. What is whole on all ranks stays so.
 #
 #     x[8, 16@tp] @ w[16@tp, 4] on tp    S(1), S(0) -> P    moves nothing    is taken
 #                                        R,    R    -> R    gathers both

@@ -330,7 +330,7 @@ class ZeroLayouts:
     Attributes:
         gradient: the spec of the gradient after reduction.
         update: the spec of the optimizer's state, and of the part of the value that it updates.
-        owner: the object that reduces the gradient early and gathers updated parameters.
+        owner: the object that reduces the gradient during backward, and gathers updated parameters.
         name: the name of the block whose gradients are reduced together.
     """
 

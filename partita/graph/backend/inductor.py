@@ -638,7 +638,8 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Returns a saved result of Inductor whose code does not check its inputs' shapes and strides.
+    """Returns `saved` (a pickled result of Inductor), without the checks of its inputs' shapes and
+    strides in its code.
 
     Guards have checked them, and in a tiny step the checks take as long as the kernels.
     """

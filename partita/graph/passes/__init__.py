@@ -12,7 +12,7 @@ A new pass is a function `(Program) -> str` in a file here and an entry of `PASS
 of its docstring is what `explain()` shows. It changes the graph with `find`, `put` and `replace`.
 Each new node needs its value's metadata and a note. `put` adds one call and copies the note of the
 next call; `NodeBuilder` adds several calls with a note of your choice. All four are in `rewrite`.
-In deep steps a pass also runs over the graph of each block, and sees blocks as calls of sections,
+In the graph of a deep step each block is one call. A pass runs over the block's own graph as well,
 unless `pass_manager` lists it as a pass of only the step.
 """
 

@@ -292,10 +292,11 @@ class Change:
     Attributes:
         name, promise: the name of the pass, and the first line of its docstring.
         did: what the pass did, in a few words.
-        nodes, collectives, sent, saved, seconds: (before, after). The numbers of nodes and of
-            collectives; bytes that a rank sends; bytes of gathered parameters that live from
-            forward to backward; the predicted time of the collectives one after another
-            (`redistribute.move`), which compares graphs and is not a measurement.
+        nodes, collectives: (before, after), the numbers of nodes and of collectives.
+        sent: (before, after), bytes that a rank sends.
+        saved: (before, after), bytes of gathered parameters that live from forward to backward.
+        seconds: (before, after), the predicted time of all collectives one after another
+            (`redistribute.move`). It is for comparing graphs.
         diff: the calls that were removed ("-") and added ("+"), with their counts.
         digest: a hash of the graph after the pass. If ranks differ, the pass depends on the rank.
         changed: True if the graph differs.

@@ -248,8 +248,8 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
     """Finds the longest part of a sequence of calls that repeats.
 
     The graph of a model with equal layers repeats, and so does the graph of its update.
-    The distances between equal calls suggest periods. For each of the most frequent distances, this finds the longest
-    range in which each call equals the one a period later.
+    The distances between equal calls suggest periods. For each of the most frequent distances, this
+    finds the longest range in which each call equals the one a period later.
 
     Args:
         calls: values that are equal for calls that do the same.

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.program import Input, Program
 from partita.layout import Fix
+from partita.tensor.aliasing import first_base_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,13 +235,15 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 class Sharing:
     """The check that no input which a program writes overlaps another input in memory.
 
-    Inputs may be views of one storage if none of them is written, or if they do not overlap.
+    Inputs may be views of one storage if none of them is written, or if they do not overlap. A view
+    copy has its own memory, but may not be an input if its base's storage is written.
     """
 
     def __init__(self, program: Program):
         self.program = program
         self._arguments = [i.index for i in program.inputs if i.kind == "argument"]
         self._gradients = [i.index for i in program.inputs if i.kind == "gradient"]
+        self._copies = [i for i in self._arguments if i in program.view_copies]
         # Positions of written arguments; (index, whether it may conflict with an argument) of
         # state; the storages of state that may.
         self._given_to = [i for i in program.written if program.inputs[i].kind == "argument"]
@@ -260,12 +263,16 @@ class Sharing:
         This fast check may be True without an overlap; `find_error` decides. `note_held` checks the
         state.
         """
-        if self._gradients and not self._storages.isdisjoint(self._storages_of_gradients(tensors)):
-            return True
+        if self._gradients:
+            gradients = {*self._storages_of_gradients(tensors)}
+            with local_ops():
+                copies = [self._storage_of(i, tensors[i]) for i in self._copies]
+            if not (self._storages.isdisjoint(gradients) and gradients.isdisjoint(copies)):
+                return True
         if not self.program.written:
             return False
         with local_ops():
-            starts = [tensors[i].untyped_storage()._cdata for i in self._arguments]
+            starts = [self._storage_of(i, tensors[i]) for i in self._arguments]
         if self._overlaps or not self._held.isdisjoint(starts):
             return True
         return bool(self._given_to) and len(set(starts)) < len(starts)
@@ -275,11 +282,20 @@ class Sharing:
         changed.
         """
         with local_ops():
-            starts = [tensors[index].untyped_storage()._cdata for index, _ in self._state]
+            starts = [self._storage_of(i, tensors[i]) for i, _ in self._state]
         self._storages = {*starts}
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
         together = len(self._storages) < len(starts)
         self._overlaps = together and self.find_error(tensors) is not None
+
+    def _is_copy(self, given: Input) -> bool:
+        return given.kind != "gradient" and given.index in self.program.view_copies
+
+    def _storage_of(self, index: int, t: Any) -> int:
+        """Returns the storage of leaf `index`, or if it is a view copy, that of its base."""
+        t = first_base_of(t)[0] if index in self.program.view_copies else t
+        found: int = t.untyped_storage()._cdata  # torch has no public name for a storage
+        return found
 
     def _storages_of_gradients(self, tensors: Sequence[Any]) -> Iterator[int]:
         with local_ops():
@@ -303,9 +319,14 @@ class Sharing:
                 t = tensors[given.index]
                 if given.kind == "gradient" and (t := _grad.__get__(t)) is None:
                     continue
-                start = t.untyped_storage()._cdata  # torch has no public name for a storage
+                start = self._storage_of(given.index if self._is_copy(given) else -1, t)
                 by_storage.setdefault(start, []).append((t, given))
             shared = [found for found in by_storage.values() if len(found) > 1]
+            for together in shared:  # not by the spans of pieces, which may be empty on one rank
+                copies = [given for _, given in together if self._is_copy(given)]
+                changed = [given for _, given in together if id(given) in written]
+                if copies and changed:
+                    return _make_sharing_error(changed[0], copies[0], True)
             spans = [[(*_span_of_bytes(t), given) for t, given in found] for found in shared]
         for found in spans:
             there = sorted((one for one in found if one[1] > one[0]), key=lambda one: one[:2])

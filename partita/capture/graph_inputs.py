@@ -166,7 +166,8 @@ class GraphInputs:
         """
 
         def traced_spec(spec: Spec) -> Spec:
-            return spec_of(spec.layout, wires[spec.wire])
+            traced = spec_of(spec.layout, wires[spec.wire])
+            return traced.as_copy if spec.is_copy else traced
 
         hooks: list[Any] = []
         for given, fake in zip(self.all, self.fakes, strict=True):

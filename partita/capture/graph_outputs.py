@@ -121,23 +121,24 @@ class GraphOutputs:
         Raises:
             CaptureError: several outputs are view copies of a tensor that is neither.
         """
-        tensors: list[tuple[bool, int, Any]] = [
-            (True, given.index, fake)
+        tensors: list[tuple[str, int, Any]] = [
+            ("gradient" if given.kind == "gradient" else "input", given.index, fake)
             for given, fake in zip(self._inputs.all, self._inputs.fakes, strict=True)
-            if given.kind not in _NO_RESULTS
+            if given.kind != "mark"
         ]
-        tensors += [(False, o.tensor, t) for o, t in zip(self.all, self.values, strict=True)]
+        tensors += [("output", o.tensor, t) for o, t in zip(self.all, self.values, strict=True)]
         tensors = [one for one in tensors if isinstance(one[2], DTensor)]
         for i, (output, value) in enumerate(zip(self.all, self.values, strict=True)):
             copied = state_of(value).copied_view if isinstance(value, DTensor) else None
             if copied is None or self._inputs.input_of(value) is not None:
                 continue
-            root, view = first_base_of(value)
+            root, view, graded = first_base_of(value)
             place = _memory_of(root)
             sharing = [t for t in tensors if t[2] is not value and _memory_of(t[2]) == place]
             bases = [t for t in sharing if state_of(t[2]).copied_view is None]
+            alike = [t for t in bases if t[2]._spec.layout == root._spec.layout]
             with local_ops():
-                equal = [t for t in bases if part_of(t[2]) == part_of(root)]
+                equal = [t for t in alike if part_of(t[2]) == part_of(root)]
             if sharing and not bases:
                 raise not_captured(
                     "two outputs of the step are views of one tensor, which is no output",
@@ -146,8 +147,8 @@ class GraphOutputs:
                     Fix("x.clone()", "of the outputs, or return the tensor as well"),
                 )
             if bases:
-                is_input, index, _ = (equal or bases)[0]
-                found = ViewOf(is_input, index, view if equal else None)
+                source, index, _ = (equal or bases)[0]
+                found = ViewOf(source, index, view if equal else None, graded)
                 self.all[i] = replace(output, view_of=found)
 
     def add_left_gradients(self) -> None:
@@ -404,16 +405,17 @@ def _select_outputs(
         i.index for node, i in given.items() if i.kind == "gradient" and not node.users
     }
     dropped = (updated & unread) - inputs.asked_gradients
+    bases = {o.view_of.place for o in outputs.all if o.view_of and o.view_of.source == "output"}
     kept: list[tuple[Output, fx.Node]] = []
     admitted: list[tuple[fx.Node, Wire]] = []
     traced_by = iter([t.real for t in wires.values() for _ in t.admitted])
     for output, value in pairs:
         # A gradient that the step did not accumulate, and that its update has used, would only
         # hold memory. One that accumulates, or is used by nothing, is kept. So is one that the next
-        # call asks for.
+        # call asks for, or that a result is a view of.
         if output.kind == "admitted":
             admitted.append((_find_compared(value), next(traced_by)))
-        elif output.kind == "gradient" and output.index in dropped:
+        elif output.kind == "gradient" and output.index in dropped and output.tensor not in bases:
             cleared.append(output.index)
         else:
             kept.append((output, value))

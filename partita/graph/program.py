@@ -205,14 +205,16 @@ class ViewOf(NamedTuple):
     """The base of an output that is a view copy (see partita/tensor/aliasing.py).
 
     Attributes:
-        is_input: True if the base is an input.
-        place: the index of the base among the leaves of a call, or its `Output.tensor`.
+        source: "input" or "gradient" if the base is a leaf of the call or its `.grad`; "output".
+        place: the index among the leaves of a call, or the `Output.tensor` of the base.
         view: makes the view of the base; None if the step made it with tensors as arguments.
+        graded: True if the step made the view with gradients enabled.
     """
 
-    is_input: bool
+    source: str
     place: int
     view: Callable[[Any], Any] | None
+    graded: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,6 +356,12 @@ class Program:
         # A cotangent's spec has a `TraceWire`, whose `real` is the wire.
         found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
         return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
+
+    @cached_property
+    def view_copies(self) -> frozenset[int]:
+        """The indices of leaves that are view copies, which may be out of date."""
+        given = [i for i in self.inputs if i.kind not in ("gradient", "cotangent")]
+        return frozenset(i.index for i in given if i.spec is not None and i.spec.is_copy)
 
     @cached_property
     def given_back(self) -> dict[int, int]:

@@ -402,7 +402,7 @@ class CaptureRun:
             program.conditions = self._collect_conditions()
             program.replicated_inputs = extract_compared(made, given, admitted, user_line())
         for i in map(program.inputs.__getitem__, program.written):
-            if i.index in program.view_copies:
+            if i.kind != "gradient" and i.index in program.view_copies:
                 raise not_captured(
                     f"the step writes to {i.name}, a view that has another layout than its base",
                     "the view has its own memory, and a graph cannot write to the base",

@@ -78,12 +78,6 @@ class CapturedProgram(Program):
     holds_writes: bool = True
 
     @cached_property
-    def view_copies(self) -> list[int]:
-        """The indices of leaves that are view copies, which may be out of date."""
-        given = [i for i in self.inputs if i.kind != "gradient"]
-        return [i.index for i in given if i.spec is not None and i.spec.is_copy]
-
-    @cached_property
     def changes(self) -> list[Any]:
         """What each pass changed in the graph. Takes seconds: it runs the passes again."""
         assert self.captured is not None
@@ -197,8 +191,10 @@ class CapturedProgram(Program):
                 output.slot.put(value if output.index < 0 else tensors[output.index])
         for output in self.given:
             if output.view_of is not None:
-                is_input, index, view = output.view_of
-                connect_copy(made[output.tensor], (tensors if is_input else made)[index], view)
+                source, index, view, graded = output.view_of
+                base = made[index] if source == "output" else tensors[index]
+                base = base.grad if source == "gradient" else base
+                connect_copy(made[output.tensor], base, view, graded)
         for write in self.writes:
             write.redo()
         self.holds_writes = False

@@ -25,7 +25,7 @@ from partita.comm.device import generators_in_use
 from partita.parallel.batch import find_instances, replace_instances, tensors_in
 from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.op_facts import facts_of, facts_of_function
-from partita.tensor.tensor_state import Spec
+from partita.tensor.tensor_state import Spec, current
 
 from .watched_calls import KernelMode, RematError, TensorProducers, make_local_alias
 
@@ -196,6 +196,7 @@ class RegionInputs:
             return _InputPlace(len(tensors) - 1)
 
         self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
+        tensors = [current(t) for t in tensors]  # a view copy may be out of date
         self._meta = [(_spec_of(t), t.requires_grad) for t in tensors]
         with local_ops():
             graded = torch.empty(0, requires_grad=True)

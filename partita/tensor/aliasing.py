@@ -27,7 +27,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from partita.comm import is_agreed, is_alone, remember_agreed, user_line
+from partita.comm import is_alone, user_line
 from partita.layout import Fix, LayoutError
 
 from .arguments import is_index_of_view
@@ -153,29 +153,26 @@ def _before_overlap(copy: DTensor, copied: CopiedView) -> CopiedView:
 def _refuse_overlapping_pieces(copy: DTensor) -> None:
     """Raise LayoutError if a write to a view copy cannot reach all elements that it would change.
 
-    That is so if elements of a piece of the source share memory, and more than one is written.
+    That is so if elements of a piece of the first base share memory, and more than one is written.
     """
-    while (copied := state_of(copy).copied_view) is not None:
-        source = copied.source
-        if state_of(source).copied_view is None:
-            is_item = copied.view is T.__getitem__  # then no other element of the source is written
-            with local_ops():
-                overlaps = not is_without_overlap(source)
-            refused = overlaps and not (is_item and is_without_overlap(make_meta_twin(copy)))
-            # A piece of one row or of none does not show it.
-            wire, series = source._spec.wire, ("overlap", user_line())
-            if not is_agreed(wire, series, source._spec):
-                refused = any(map(any, wire.gather_ints((refused,), "whether elements overlap")))
-                remember_agreed(wire, series, source._spec)
-            if refused:
-                raise LayoutError(
-                    "a write to a part of a tensor whose elements share memory, as by expand()",
-                    place=user_line(),
-                    operands=(str(source._spec.layout),),
-                    reason="the part has another layout than the tensor, so it has its own memory",
-                    fixes=(Fix("x = x.clone()", "of the tensor, before that"),),
-                )
-        copy = source
+    part, base, is_item = copy, copy, False
+    while (copied := state_of(base).copied_view) is not None:
+        part, base, is_item = base, copied.source, copied.view is T.__getitem__
+    with local_ops():
+        misses = not is_without_overlap(base)
+    if misses and is_item:  # then no other element of the base is written
+        misses = not is_without_overlap(make_meta_twin(part))
+    wire = base._spec.wire
+    if _has_short_pieces(base._spec) and not is_alone(wire):  # all ranks raise, or none does
+        misses = any(n for (n,) in wire.gather_ints((misses,), "whether elements share memory"))
+    if misses:
+        raise LayoutError(
+            "a write to a part of a tensor whose elements share memory, as by expand()",
+            place=user_line(),
+            operands=(str(base._spec.layout),),
+            reason="the part has another layout than the tensor, so it has its own memory",
+            fixes=(Fix("x = x.clone()", "of the tensor, before that"),),
+        )
 
 
 def is_without_overlap(t: Any) -> bool:
@@ -192,16 +189,17 @@ def is_without_overlap(t: Any) -> bool:
     return True
 
 
-def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None]:
+def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
     """Returns the tensor that a view copy is a view of, which is no view copy itself.
 
     Returns:
-        The tensor, and a function that makes the view of it; None if tensors are among the
-        arguments of the views.
+        The tensor; a function that makes the view of it, or None if tensors are among the arguments
+        of the views; and whether all of these were made with gradients enabled.
     """
     base, views = _list_views(copy)
     given = tree_leaves([(one.args, one.kwargs) for one in views])
-    return base, None if any(isinstance(a, torch.Tensor) for a in given) else _compose(views)
+    view = None if any(isinstance(a, torch.Tensor) for a in given) else _compose(views)
+    return base, view, all(one.graded for one in views)
 
 
 def _list_views(copy: DTensor) -> tuple[DTensor, list[CopiedView]]:
@@ -213,10 +211,13 @@ def _list_views(copy: DTensor) -> tuple[DTensor, list[CopiedView]]:
 
 
 def _compose(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
+    # Without the sources: a program keeps the function.
+    calls = [(one.view, one.args, one.kwargs, one.index) for one in views]
+
     def make_view(x: Any) -> Any:
-        for one in views:
-            x = one.view(x, *one.args, **one.kwargs)
-            x = x if one.index is None else x[one.index]
+        for view, args, kwargs, index in calls:
+            x = view(x, *args, **kwargs)
+            x = x if index is None else x[index]
         return x
 
     if any(one.view.__name__ == "detach" for one in views):
@@ -224,10 +225,15 @@ def _compose(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
     return make_view
 
 
-def connect_copy(copy: DTensor, base: DTensor, view: Callable[[Any], Any] | None) -> None:
+def connect_copy(
+    copy: DTensor, base: DTensor, view: Callable[[Any], Any] | None, graded: bool
+) -> None:
     """Make `copy` a view copy of `base`: `view(base)`.
 
     If `view` is None, to read `copy` after a write to `base` is an error, and so is a write to it.
+
+    Args:
+        graded: True if the view was made with gradients enabled.
     """
     line, meta = user_line(), _make_meta_of_shape(copy)
 
@@ -244,7 +250,10 @@ def connect_copy(copy: DTensor, base: DTensor, view: Callable[[Any], Any] | None
 
     alias = _alias_of(base)
     seen = count_writes(alias)
-    own_state(copy).copied_view = CopiedView(alias, view or refuse, (), {}, None, seen)
+    graded = graded and torch.is_grad_enabled()
+    own_state(copy).copied_view = CopiedView(
+        alias, view or refuse, (), {}, None, seen, graded=graded
+    )
     copy._spec = copy._spec.as_copy
 
 

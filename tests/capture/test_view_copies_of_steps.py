@@ -200,3 +200,149 @@ def test_a_write_to_a_view_that_was_made_before_the_step_is_refused():
 
     with pt.ranks(a=2) as world:
         world.run(run)
+
+
+CASES = []
+
+
+def case(lines):
+    CASES.append(lines)
+    return lines
+
+
+@case
+def a_row_of_a_gradient_that_the_update_uses(x, step_of):
+    p = torch.nn.Parameter(x)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+
+    def step(k):
+        optimizer.zero_grad()
+        ((p * k) ** 2).sum().backward()
+        row = p.grad[1]
+        optimizer.step()
+        return row
+
+    return *views_of_gradients(step_of(step), x.detach() + 1, p), p.detach()
+
+
+@case
+def a_row_of_a_gradient_that_is_added_to(x, step_of):
+    p = torch.nn.Parameter(x)
+    (p * 2).sum().backward()
+
+    def step(k):
+        (p * k).sum().backward()
+        return p.grad[1]
+
+    return views_of_gradients(step_of(step), x.detach() + 1, p)
+
+
+def views_of_gradients(step, k, p):
+    found = []
+    for _ in range(2):
+        row = step(k)
+        found.append(whole(row).clone())
+    p.grad.mul_(2)
+    found.append(whole(row * 1))
+    row.add_(1)
+    return *found, p.grad
+
+
+@case
+def a_view_of_a_given_view(x, step_of):
+    row = x[1]
+    part = step_of(lambda v: v[1:])(row)
+    x.add_(1)
+    found = whole(part * 1)
+    part.mul_(3)
+    return found, part, row * 1, x
+
+
+@case
+def a_given_view_that_gets_gradients(x, step_of):
+    row = x[1].requires_grad_()
+
+    def step(k):
+        (row * k).sum().backward()
+        return row * 1
+
+    step = step_of(step)
+    return *[whole(step(x[2:3]).detach()) for _ in range(3)], row.grad
+
+
+@pytest.mark.parametrize("lines", CASES, ids=lambda f: f.__name__)
+def test_views_of_gradients_and_of_given_views_are_those_of_eager(lines):
+    truth = [whole(t) for t in lines(value(), lambda f: f)]
+
+    def run(mesh):
+        x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
+        return [whole(t) for t in lines(x, lambda f: pt.compile(f, backend="graph"))]
+
+    with pt.ranks(a=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", ["a view of the base", "another view"])
+@pytest.mark.parametrize("written", ["argument", "closure", "gradient"])
+def test_a_step_that_writes_the_base_of_a_given_view_is_refused(first, written):
+    """Also if one rank has no element of the base."""
+
+    def run(mesh):
+        x, other = (pt.distribute_tensor(value()[:1], mesh, [pt.Shard(0)]) for _ in "ab")
+        p = torch.nn.Parameter(x.detach() * 1)
+        (p * 2).sum().backward()
+
+        def step(base, view):
+            if written == "gradient":
+                (p * p).sum().backward()
+            else:
+                (x if written == "closure" else base).add_(1)
+            return view * 2
+
+        captured = pt.compile(step, backend="graph")
+        base = p.grad if written == "gradient" else x
+        if first == "another view":
+            captured(x, other.view(4, 1))
+        before = base.full_tensor()
+        with pytest.raises(pt.CaptureError, match="share memory"):
+            captured(x, base.view(4, 1))
+        assert torch.equal(base.full_tensor(), before)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def test_a_view_is_not_made_again_of_the_same_memory_in_another_layout():
+    def run(mesh):
+        def step(x):
+            y = x * 2
+            return y[1], pt.DTensor.from_local(y.to_local(), mesh, [pt.Replicate()])
+
+        x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
+        row, other = pt.compile(step, backend="graph")(x)
+        other.add_(1)
+        with pytest.raises(pt.LayoutError, match="out of date"):
+            row * 1
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def test_a_view_made_without_gradients_has_none_when_it_is_made_again():
+    def run(mesh):
+        def step(x):
+            y = x * 2
+            with torch.no_grad():
+                row = y[1]
+            return row, y
+
+        x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)]).requires_grad_()
+        row, y = pt.compile(step, backend="graph")(x)
+        with torch.no_grad():
+            y.add_(1)
+        assert torch.equal((row * 1).full_tensor(), value()[1] * 2 + 1)
+        assert not (row * 1).requires_grad and y.requires_grad
+
+    with pt.ranks(a=2) as world:
+        world.run(run)

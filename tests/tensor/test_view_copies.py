@@ -184,6 +184,35 @@ def test_a_write_that_would_miss_other_elements_of_the_same_memory_is_refused() 
         world.run(run)
 
 
+def test_all_ranks_refuse_a_write_if_a_piece_of_one_rank_alone_shares_memory() -> None:
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(value()[0][:, :1].contiguous(), mesh, [pt.Shard(1)])
+        column = x.unfold(0, 2, 1).select(1, 0)  # the second rank has no element
+        with pytest.raises(pt.LayoutError, match=r"share memory[^\n]*test_view_copies"):
+            column[1].mul_(2)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def test_a_region_that_runs_again_reads_a_given_view_as_its_first_run_did() -> None:
+    def run(mesh: Any) -> Tensor:
+        x = value()[0] if mesh is None else pt.distribute_tensor(value()[0], mesh, [pt.Shard(0)])
+        y = x.requires_grad_() * 1
+        row = y[1]
+        with torch.no_grad():
+            y.add_(1)
+        if mesh is None:
+            row = y[1]
+        pt.remat(lambda row: row * row)(row).sum().backward()
+        return x.grad if mesh is None else x.grad.full_tensor()
+
+    truth = run(None)
+    with pt.ranks(a=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
 def test_a_copied_view_that_nothing_was_written_into_is_not_moved_again() -> None:
     def run(mesh: Any) -> None:
         x = pt.distribute_tensor(value(), mesh, [pt.Shard(1)])

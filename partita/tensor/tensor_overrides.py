@@ -62,6 +62,8 @@ def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version. It is counted in that of an alias
     # which all tensors that this gives share.
     state = own_state(x)
+    if state.copied_view is not None:  # a write through it must reach the base
+        return x.detach()
     if (alias := HERE.trace.alias_data(x)) is not None:
         return as_dtensor(alias, x._spec)
     with local_ops():
@@ -88,6 +90,7 @@ def show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 @implements(T.data.__set__)
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
+        value = current(value)
         before, after = value._spec, x._spec
         with local_ops(), torch.no_grad():
             alike = before.wire is after.wire and before.shape == after.shape
@@ -99,8 +102,9 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
                 )
             _data.__set__(x, value)
         own_state(x).retyped = None  # torch does not count this as a write
+        own_state(x).copied_view = None
         note_other_memory(x)
-        x._spec = value._spec
+        x._spec = spec_of(value._spec.layout, value._spec.wire)
         return
     fixes = [
         Fix("x.data.copy_(y)", "for a y that is whole on every rank: x keeps its layout"),
@@ -558,7 +562,8 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        new = as_dtensor(_clone_piece(x.detach(), x._spec), x._spec)
+        spec = spec_of(x._spec.layout, x._spec.wire)
+        new = as_dtensor(_clone_piece(current(x).detach(), spec), spec)
         new.requires_grad_(x.requires_grad)
         # Torch does not copy the gradient of a parameter.
         if x.grad is not None and not getattr(x, "_is_param", False):
@@ -623,7 +628,7 @@ torch.serialization.add_safe_globals([_rebuild])
 def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
     """Returns the function that makes this rank's `x` again, and its arguments."""
     with local_ops():
-        local = x.detach().requires_grad_(x.requires_grad)
+        local = current(x).detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}
     spec = x._spec
     return _rebuild, (local, describe_saved_mesh(spec.wire), str(spec.layout), spec.wire.at, names)

@@ -5,6 +5,8 @@ One device is the truth: the same lines, run on plain tensors.
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +192,66 @@ def test_all_ranks_refuse_a_write_if_a_piece_of_one_rank_alone_shares_memory() -
         column = x.unfold(0, 2, 1).select(1, 0)  # the second rank has no element
         with pytest.raises(pt.LayoutError, match=r"share memory[^\n]*test_view_copies"):
             column[1].mul_(2)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def saved_and_loaded(view: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(view, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def given_as_data(view: Tensor) -> Tensor:
+    other = torch.zeros_like(view)
+    other.data = view
+    return other
+
+
+@pytest.mark.parametrize(
+    "read", [copy.deepcopy, copy.copy, lambda view: view.data, given_as_data, saved_and_loaded]
+)
+def test_a_copy_of_a_view_has_what_was_written_to_its_base(read: Callable[[Any], Any]) -> None:
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(value()[0], mesh, [pt.Shard(0)])
+        row = x[1]
+        x.add_(1)
+        assert torch.equal(read(row).full_tensor(), value()[0, 1] + 1)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_write_through_the_data_of_a_view_reaches_its_base(captured: bool) -> None:
+    def step(x: Any) -> Any:
+        x[1].data.mul_(2)
+        return x * 1
+
+    truth = step(value()[0])
+
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(value()[0], mesh, [pt.Shard(0)])
+        result = (pt.compile(step, backend="graph") if captured else step)(x)
+        assert torch.equal(result.full_tensor(), truth)
+        assert torch.equal(x.full_tensor(), truth)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
+def test_a_view_that_is_given_other_data_is_no_view_of_its_base_any_more() -> None:
+    def run(mesh: Any) -> None:
+        x = pt.distribute_tensor(value()[0], mesh, [pt.Shard(0)])
+        row, other = x[1], pt.distribute_tensor(value()[0, 2], mesh, [pt.Replicate()])
+        row.data = other
+        x.add_(1)
+        assert torch.equal(row.full_tensor(), value()[0, 2])
+        row.mul_(2)
+        assert torch.equal(other.full_tensor(), value()[0, 2] * 2)
+        assert torch.equal(x.full_tensor(), value()[0] + 1)
 
     with pt.ranks(a=2) as world:
         world.run(run)

@@ -63,7 +63,7 @@ def _get_data(x: DTensor) -> DTensor:
     # which all tensors that this gives share.
     state = own_state(x)
     if state.copied_view is not None:  # a write through it must reach the base
-        return x.detach()
+        return T.detach(x)
     if (alias := HERE.trace.alias_data(x)) is not None:
         return as_dtensor(alias, x._spec)
     with local_ops():
@@ -88,7 +88,7 @@ def show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @implements(T.data.__set__)
-def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
+def _set_data(x: torch.Tensor, value: Any) -> None:
     if isinstance(x, DTensor) and isinstance(value, DTensor):
         value = current(value)
         before, after = value._spec, x._spec

@@ -394,7 +394,7 @@ def _select_outputs(
 
     Args:
         given: the graph's inputs, by node.
-        inputs: the inputs of the trace. The step has not read their marks.
+        inputs: the inputs of the trace. The step has not read the marks of `inputs.marked`.
         cleared: a list to which the indices of tensors with dropped gradients are added.
     """
     (end,) = graph.find_nodes(op="output")

@@ -118,8 +118,10 @@ class GraphOutputs:
     def find_bases(self) -> None:
         """Find the base of each output that is a view copy, among the inputs and the outputs.
 
+        A base that is neither becomes an output, if others share its memory.
+
         Raises:
-            CaptureError: several outputs are view copies of a tensor that is neither.
+            CaptureError: such a base has uneven pieces, whose padding an output cannot have.
         """
         tensors: list[tuple[str, int, Any]] = [
             ("gradient" if given.kind == "gradient" else "input", given.index, fake)
@@ -128,7 +130,7 @@ class GraphOutputs:
         ]
         tensors += [("output", o.tensor, t) for o, t in zip(self.all, self.values, strict=True)]
         tensors = [one for one in tensors if isinstance(one[2], DTensor)]
-        for i, (output, value) in enumerate(zip(self.all, self.values, strict=True)):
+        for i, (output, value) in enumerate([*zip(self.all, self.values, strict=True)]):
             copied = state_of(value).copied_view if isinstance(value, DTensor) else None
             if copied is None or self._inputs.input_of(value) is not None:
                 continue
@@ -139,6 +141,12 @@ class GraphOutputs:
             alike = [t for t in bases if t[2]._spec.layout == root._spec.layout]
             with local_ops():
                 equal = [t for t in alike if part_of(t[2]) == part_of(root)]
+            is_made = all(source == "output" for source, _, _ in sharing)
+            is_even = padding_boundary(_untraced_spec(root._spec)) is None
+            if sharing and not equal and is_made and is_even:
+                self._add_tensor("base", root)
+                bases = equal = [("output", self.all[-1].tensor, root)]
+                tensors += bases
             if sharing and not bases:
                 raise not_captured(
                     "two outputs of the step are views of one tensor, which is no output",

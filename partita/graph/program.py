@@ -225,9 +225,10 @@ class Output:
 
     Attributes:
         kind: "result" of the step, "slot" (the new value of a slot), "gradient" (the `.grad` of an
-            input), "left gradient" (the `.grad` of a tensor that the step made), "cotangent" (a
-            gradient that backward returns), "saved" (for backward) or "answers" (the results of
-            torch's own branches on values in this run, to compare with those at capture).
+            input), "left gradient" (the `.grad` of a tensor that the step made), "base" (what other
+            outputs are views of), "cotangent" (a gradient that backward returns), "saved" (for
+            backward) or "answers" (the results of torch's own branches on values in this run, to
+            compare with those at capture).
         spec: the spec of a DTensor; None for a plain tensor.
         slot: the slot whose new value the output is.
         index: for a gradient, the index of its tensor among the leaves of a call; for a left

@@ -150,3 +150,35 @@ def test_what_a_step_hangs_on_a_result_is_an_error(mark):
 
     with pytest.raises(pt.CaptureError, match=mark.replace("an ", "the ")):
         compiled(step)(torch.ones(2))
+
+
+def test_parts_of_what_a_rematerialized_block_gathered_are_results():
+    """Backward reads views of the gathered tensor: it must not wait for the gather again."""
+    value = torch.arange(24, dtype=torch.float64).view(6, 4) / 7
+
+    def lines(x, compile_):
+        def halves(x):
+            y = x * 2
+            if isinstance(x, pt.DTensor):
+                y = y.redistribute(x.device_mesh, [pt.Replicate()])
+            return y[:3], y[3:]
+
+        block = pt.remat(halves)
+
+        def step(x):
+            first, second = block(x)
+            return first * second
+
+        x.requires_grad_()
+        step = compile_(step)
+        (step(x) ** 2).sum().backward()
+        return x.grad
+
+    truth = lines(value.clone(), lambda f: f)
+
+    def run(mesh):
+        return lines(pt.distribute_tensor(value, mesh, [pt.Shard(0)]), compiled).full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth)

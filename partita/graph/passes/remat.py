@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import (
@@ -188,8 +189,9 @@ def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
             kept.update(storages.made_by(node))
         if any(_is_read_by_others(node, user) for user in node.users):
             kept.update(storages.of[node])
-    # A view of what is kept is recomputed: it is free.
-    return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
+    # A view of what is kept is recomputed: it is free. A wait is not, without its collective.
+    again = {n for n in inside if kept.isdisjoint(storages.made_by(n))}
+    return {n for n in again if n.target is not WAIT or n.args[0] in again}
 
 
 def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:

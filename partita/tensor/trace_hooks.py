@@ -58,8 +58,12 @@ class TraceHooks:
         """
         run()
 
-    def take_step(self, run: Callable[[], Any]) -> Any:
-        """Returns `run()`, a step that partita makes; None: torch does, or ZeRO in place."""
+    def take_step(self, run: Callable[[], Any], has_dtensors: bool) -> Any:
+        """Returns `run()`, a step that partita makes; None: torch does, or ZeRO in place.
+
+        Args:
+            has_dtensors: True if the optimizer has DTensors to update.
+        """
         return None
 
     def limit_bucket(self, nbytes: int) -> int:

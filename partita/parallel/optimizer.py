@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     Optimizer,
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -144,7 +145,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     spread = [p for p in params if isinstance(p, DTensor)]
     # A closure computes new gradients inside the step, after this hook.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    plain = type(optimizer) in _ELEMENTWISE and closure is None
+    plain = type(optimizer) in _ELEMENTWISE and closure is None and not _has_later_hooks()
     if spread:
         _agree_settings(optimizer, spread)
     owners = HERE.trace.run_without_profiling(_find_reducers, spread)
@@ -216,6 +217,18 @@ def _lay_out_states(optimizer: Optimizer, params: list[DTensor]) -> None:
     for p in params:
         if p in optimizer.state:
             lay_out_state(p, optimizer.state[p])
+
+
+def _has_later_hooks() -> bool:
+    """True if the user has registered hooks of all optimizers, which run after ours. The step must
+    not be over by then.
+
+    Private torch: `_global_optimizer_pre_hooks` shows the order of these hooks.
+    """
+    ids = [*_global_optimizer_pre_hooks]
+    later = ids[ids.index(_hook.id) + 1 :]
+    modules = (getattr(_global_optimizer_pre_hooks[i], "__module__", None) for i in later)
+    return any(not str(module).startswith("partita.") for module in modules)
 
 
 def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
@@ -441,5 +454,5 @@ def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
                 p.data = whole
 
 
-register_optimizer_step_pre_hook(_before_step)
+_hook = register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

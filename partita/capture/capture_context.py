@@ -63,10 +63,8 @@ class FakeRunHooks(TraceHooks):
     def limit_bucket(self, nbytes: int) -> int:
         return -1  # each gradient by itself: a graph pass makes the buckets
 
-    updates_blocks = False  # the recorder sets it if it updates one block after the other
-
-    def take_step(self, run: Callable[[], Any], has_dtensors: bool) -> Any:
-        return run() if has_dtensors or self.updates_blocks else None
+    def take_step(self, run: Callable[[], Any]) -> Any:
+        return run()
 
     def begin_block(self, gather: Any) -> bool:
         HERE.unfinished.append(gather.end)

@@ -316,7 +316,7 @@ class CapturedOptimizers:
                         group.update(self._stand_in_group(name, i, group, stand_in, number))
             updates.note_parameters()
             if updates.has_blocks:
-                recorder.step, recorder.updates_blocks = step_in_blocks, True  # type: ignore[method-assign]
+                recorder.step = step_in_blocks  # type: ignore[method-assign]
             yield
         finally:
             for hook in hooks:

@@ -151,9 +151,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     owners = HERE.trace.run_without_profiling(_find_reducers, spread)
     taken: _StepCall | None = None
     if plain and (owners or not spread):
-        taken = HERE.trace.take_step(
-            lambda: _step_in_graph(optimizer, spread, args, kwargs), bool(spread)
-        )
+        taken = HERE.trace.take_step(lambda: _step_in_graph(optimizer, spread, args, kwargs))
     if taken is not None or not spread:
         return taken
     alike = not owners and HERE.trace.run_without_profiling(_lie_alike, optimizer, spread)

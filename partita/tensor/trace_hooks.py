@@ -58,12 +58,8 @@ class TraceHooks:
         """
         run()
 
-    def take_step(self, run: Callable[[], Any], has_dtensors: bool) -> Any:
-        """Returns `run()`, a step that partita makes; None: torch does, or ZeRO in place.
-
-        Args:
-            has_dtensors: True if the optimizer has DTensors to update.
-        """
+    def take_step(self, run: Callable[[], Any]) -> Any:
+        """Returns `run()`, a step that partita makes; None: torch does, or ZeRO in place."""
         return None
 
     def limit_bucket(self, nbytes: int) -> int:

@@ -127,7 +127,7 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Do not fold any block.
+        """Leave all blocks in the graph, node by node.
 
         Args:
             reason: why, for reports.

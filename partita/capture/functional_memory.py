@@ -62,7 +62,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the tensor of which a node is a view, if that is its only operand; otherwise None."""
+    """Returns the base of a view whose only operand is its base; None for other nodes."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None

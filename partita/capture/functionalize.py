@@ -531,7 +531,7 @@ class _Rewrite:
         """Yields each tensor that `node` is a view of, nearest first, with its value after a write.
 
         Stops at a view that cannot be inverted. Tensors beyond it are made again, or refused, when
-        read. So are tensors of which elements share memory.
+        read. A tensor whose own elements share memory is made again when it is read, too.
         """
         views: list[fx.Node] = []
         while (source := view_of(node)) is not None and self.memory.get(source) == memory:

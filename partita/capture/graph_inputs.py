@@ -51,7 +51,7 @@ class GraphInputs:
         identities: the ids of the fakes.
         leaves: the leaves of the call, as `tensors_of_call` returns them.
         marked: the indices of the leaves that have a mark.
-        asked_gradients: the indices of the leaves of which the step reads whether `.grad` is None.
+        asked_gradients: the indices of the leaves whose `.grad` the step compares with None.
 
     Args:
         names: the (name, kind) of each leaf.

@@ -28,7 +28,7 @@ KIND = "__kind__"
 @message
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint's metadata says about one entry.
+    """The metadata of one entry of a checkpoint.
 
     Attributes:
         path: the keys that lead to the entry.

@@ -131,12 +131,12 @@ class AgreedKeys:
         # As text, in which C finds the longest end that occurs before.
         text = "".join(map(chr, self._keys[-_REMEMBERED - _COMPARED :]))
 
-        def find(n: int) -> int:
+        def find_earlier(n: int) -> int:
             return text.rfind(text[-n:], 0, -1)
 
         most = range(1, min(_COMPARED, len(text) - 1) + 1)
-        if longest := bisect_left(most, True, key=lambda n: find(n) < 0):
-            self._distance = len(text) - longest - find(longest)
+        if longest := bisect_left(most, True, key=lambda n: find_earlier(n) < 0):
+            self._distance = len(text) - longest - find_earlier(longest)
 
     def _append(self, number: int) -> None:
         self._keys.append(number)
@@ -145,7 +145,7 @@ class AgreedKeys:
 
 
 _REMEMBERED, _COMPARED = 1024, 256
-"""The number of keys among which the time is looked for, and of those compared before it."""
+"""The least number of keys that are searched, and the most that are compared at one place."""
 _KEPT = 1 << 16
 _SHOWN = 200
 """Characters of a text in the error of ranks that do not all compare it."""

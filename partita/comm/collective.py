@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """What a collective is to do, and why, without its tensors.
+    """The parameters of a collective, and its reason, without its tensors.
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; for an
@@ -61,8 +61,7 @@ class Request(NamedTuple):
 
 
 class Splits:
-    """How a flat buffer is divided into segments, one for each rank of a group, in the group's
-    order.
+    """The segments of a flat buffer, one for each rank of a group, in the group's order.
 
     A list of all sizes is made only if a backend needs it.
 

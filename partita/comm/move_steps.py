@@ -370,7 +370,7 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class PieceLayout:
-    """How a local tensor is cut into a piece for each rank of a group, before or after a move.
+    """The pieces of a local tensor, one for each rank of a group, before or after a move.
 
     A collective needs the pieces end to end in a buffer, in the group's order. If that differs from
     the order in which the pieces lie in the tensor, the tensor itself cannot be the buffer.
@@ -518,7 +518,7 @@ Number = Any
 
 @dataclass(frozen=True)
 class DimChange:
-    """How a move changes the sharding of one dimension. Axes of one rank are left out.
+    """The change of one dimension's sharding by a move. Axes of one rank are left out.
 
     Attributes:
         dim, size: the dimension, and its global size.

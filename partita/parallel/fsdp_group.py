@@ -728,7 +728,7 @@ class BackwardPass:
     frozen: list[Any] = field(default_factory=list)
     unwatched: Any = None
 
-    def end(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks that this backward pass has registered. Called when it ends, also by an
         error.
         """
@@ -1022,7 +1022,7 @@ class ZeroState(ShardedState):
     def _end_backward(self, number: int) -> None:
         # An enclosing backward pass releases the groups that it uses itself.
         ended = self._passes.pop(number, BackwardPass())
-        ended.end()
+        ended.remove_hooks()
         # Not sets, whose order differs between ranks: all must gather the same first one.
         around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
         with local_ops(), torch.no_grad():
@@ -1260,7 +1260,7 @@ class ZeroState(ShardedState):
         error.
         """
         while self._passes:
-            self._passes.popitem()[1].end()
+            self._passes.popitem()[1].remove_hooks()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.finish()
@@ -1299,7 +1299,7 @@ def _add_to_frozen(p: DTensor) -> list[Any]:
     p.requires_grad_(False)
     before: list[bool] = []
 
-    def unfreeze(_: Any) -> None:
+    def unfreeze_parameter(_: Any) -> None:
         before.append(_requires_grad(p))
         with local_ops():
             p.requires_grad_(True)
@@ -1308,7 +1308,7 @@ def _add_to_frozen(p: DTensor) -> list[Any]:
         with local_ops():
             p.requires_grad_(before.pop())
 
-    return [node.register_prehook(unfreeze), node.register_hook(freeze_again)]
+    return [node.register_prehook(unfreeze_parameter), node.register_hook(freeze_again)]
 
 
 class _ShardsToToken(torch.autograd.Function):

@@ -147,7 +147,7 @@ def _before_overlap(copy: DTensor, copied: CopiedView) -> CopiedView:
     if is_without_overlap(make_meta_twin(source, dense=True)):
         return copied
     base, views = _list_views(copy)
-    return CopiedView(base, _compose(views), (), {}, None, 0)
+    return CopiedView(base, _compose_views(views), (), {}, None, 0)
 
 
 def _refuse_overlapping_pieces(copy: DTensor) -> None:
@@ -198,7 +198,7 @@ def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, 
     """
     base, views = _list_views(copy)
     given = tree_leaves([(one.args, one.kwargs) for one in views])
-    view = None if any(isinstance(a, torch.Tensor) for a in given) else _compose(views)
+    view = None if any(isinstance(a, torch.Tensor) for a in given) else _compose_views(views)
     return base, view, all(one.graded for one in views)
 
 
@@ -210,7 +210,7 @@ def _list_views(copy: DTensor) -> tuple[DTensor, list[CopiedView]]:
     return copy, views
 
 
-def _compose(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
+def _compose_views(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
     # Without the sources: a program keeps the function.
     calls = [(one.view, one.args, one.kwargs, one.index) for one in views]
 
@@ -237,7 +237,7 @@ def connect_copy(
     """
     line, meta = user_line(), _make_meta_of_shape(copy)
 
-    def refuse(x: Any) -> Any:
+    def refuse_reading(x: Any) -> Any:
         if x.is_meta:
             return meta
         raise LayoutError(
@@ -252,7 +252,7 @@ def connect_copy(
     seen = count_writes(alias)
     graded = graded and torch.is_grad_enabled()
     own_state(copy).copied_view = CopiedView(
-        alias, view or refuse, (), {}, None, seen, graded=graded
+        alias, view or refuse_reading, (), {}, None, seen, graded=graded
     )
     copy._spec = copy._spec.as_copy
 

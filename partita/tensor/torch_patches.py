@@ -639,13 +639,13 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
         again = Rerunnable(function, has_run=False)
         return super(torchs.CheckpointFunction, cls).apply(again, preserve, *args)
 
-    def mark() -> Any:
+    def mark_region() -> Any:
         # One that runs its forward without gradients has some where an argument has.
         trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with HERE.trace.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             return function(*args)
 
-    return HERE.trace.run_region(run_again, mark)
+    return HERE.trace.run_region(run_again, mark_region)
 
 
 setattr(torchs, BEGINS, _begin_or_mark)

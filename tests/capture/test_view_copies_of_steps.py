@@ -76,6 +76,12 @@ def whole(t):
     return t.full_tensor() if isinstance(t, pt.DTensor) else t
 
 
+def assert_ranks_give(truth, run):
+    with pt.ranks(a=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
 def value():
     return torch.arange(24, dtype=F64).view(6, 4) / 7
 
@@ -103,9 +109,7 @@ def test_a_returned_view_changes_with_its_base(step, dim):
             found = after_writes(captured, pt.distribute_tensor(value(), mesh, [pt.Shard(dim)]))
         return found
 
-    with pt.ranks(a=2) as world:
-        for found in world.run(run):
-            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    assert_ranks_give(truth, run)
 
 
 def gradients_of_views(function, x):
@@ -123,9 +127,7 @@ def test_a_returned_view_has_its_gradient(step):
         x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
         return gradients_of_views(pt.compile(step, backend="graph"), x)
 
-    with pt.ranks(a=2) as world:
-        for found in world.run(run):
-            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    assert_ranks_give(truth, run)
 
 
 def test_a_view_that_only_the_step_can_make_is_refused_once_it_is_out_of_date():
@@ -181,9 +183,7 @@ def test_a_captured_step_reads_what_was_written_to_the_base_of_a_view(place):
         x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
         return run_lines(x, lambda f: pt.compile(f, backend="graph"))
 
-    with pt.ranks(a=2) as world:
-        for found in world.run(run):
-            torch.testing.assert_close(found, truth, rtol=0, atol=0)
+    assert_ranks_give(truth, run)
 
 
 def test_gradients_of_a_view_reach_its_base_through_a_captured_step():
@@ -202,9 +202,7 @@ def test_gradients_of_a_view_reach_its_base_through_a_captured_step():
         x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
         return lines(x, pt.compile(lambda v: v * v, backend="graph"))
 
-    with pt.ranks(a=2) as world:
-        for found in world.run(run):
-            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    assert_ranks_give(truth, run)
 
 
 def test_a_write_to_a_view_that_was_made_before_the_step_is_refused():
@@ -296,9 +294,7 @@ def test_views_of_gradients_and_of_given_views_are_those_of_eager(lines):
         x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
         return [whole(t) for t in lines(x, lambda f: pt.compile(f, backend="graph"))]
 
-    with pt.ranks(a=2) as world:
-        for found in world.run(run):
-            torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    assert_ranks_give(truth, run)
 
 
 @pytest.mark.parametrize("first", ["a view of the base", "another view"])

@@ -12,6 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._composable import checkpoint
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import partita as pt
 from partita.parallel import flat_buffer
@@ -43,6 +47,48 @@ def test_an_optimizer_steps_between_the_forward_and_the_backward_of_another_loss
         return parameters_of(model)
 
     run(program, stage)
+
+
+def halve_parameters(optimizer, *_):
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.mul_(0.5)
+
+
+def halve_gradients(optimizer, *_):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hook", [halve_parameters, halve_gradients])
+@pytest.mark.parametrize(
+    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+)
+@pytest.mark.parametrize("captured", [False, True])
+def test_hooks_of_all_optimizers_run_before_and_behind_the_step(stage, hook, register, captured):
+    def program(model, spread, _):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+
+        if captured and isinstance(next(model.parameters()), pt.DTensor):
+            step = pt.compile(step, backend="graph")
+        for x in (X, Y, X):
+            step(spread(x))
+        return parameters_of(model)
+
+    handle = register(hook)
+    try:
+        run(program, stage)
+    finally:
+        handle.remove()
 
 
 def test_a_step_of_some_parameters_gathers_these_alone():

@@ -123,41 +123,50 @@ class GraphOutputs:
         Raises:
             CaptureError: such a base has uneven pieces, whose padding an output cannot have.
         """
+        pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
         tensors: list[tuple[str, int, Any]] = [
             ("gradient" if given.kind == "gradient" else "input", given.index, fake)
-            for given, fake in zip(self._inputs.all, self._inputs.fakes, strict=True)
+            for given, fake in pairs
             if given.kind != "mark"
         ]
         tensors += [("output", o.tensor, t) for o, t in zip(self.all, self.values, strict=True)]
         tensors = [one for one in tensors if isinstance(one[2], DTensor)]
-        for i, (output, value) in enumerate([*zip(self.all, self.values, strict=True)]):
+        for i, value in enumerate(list(self.values)):
             copied = state_of(value).copied_view if isinstance(value, DTensor) else None
-            if copied is None or self._inputs.input_of(value) is not None:
-                continue
-            root, view, graded = first_base_of(value)
-            place = _memory_of(root)
-            sharing = [t for t in tensors if t[2] is not value and _memory_of(t[2]) == place]
-            bases = [t for t in sharing if state_of(t[2]).copied_view is None]
-            alike = [t for t in bases if t[2]._spec.layout == root._spec.layout]
-            with local_ops():
-                equal = [t for t in alike if part_of(t[2]) == part_of(root)]
-            is_made = all(source == "output" for source, _, _ in sharing)
-            is_even = padding_boundary(_untraced_spec(root._spec)) is None
-            if sharing and not equal and is_made and is_even:
-                self._add_tensor("base", root)
-                bases = equal = [("output", self.all[-1].tensor, root)]
-                tensors += bases
-            if sharing and not bases:
-                raise not_captured(
-                    "two outputs of the step are views of one tensor, which is no output",
-                    "a view that has another layout than its base has its own memory, so a later "
-                    "write to one would not change the other",
-                    Fix("x.clone()", "of the outputs, or return the tensor as well"),
-                )
-            if bases:
-                source, index, _ = (equal or bases)[0]
-                found = ViewOf(source, index, view if equal else None, graded)
-                self.all[i] = replace(output, view_of=found)
+            if copied is not None and self._inputs.input_of(value) is None:
+                self.all[i] = replace(self.all[i], view_of=self._find_base(value, tensors))
+
+    def _find_base(self, copy: DTensor, tensors: list[tuple[str, int, Any]]) -> ViewOf | None:
+        """Returns the base of a view copy, or None if nothing else shares its memory.
+
+        Args:
+            tensors: (`ViewOf.source`, `ViewOf.place`, tensor) of all inputs and outputs. A base that
+                becomes an output is added.
+        """
+        base, view, graded = first_base_of(copy)
+        memory, layout = _memory_of(base), base._spec.layout
+        sharing = [t for t in tensors if t[2] is not copy and _memory_of(t[2]) == memory]
+        bases = [t for t in sharing if state_of(t[2]).copied_view is None]
+        with local_ops():
+            alike = [t for t in bases if t[2]._spec.layout == layout]
+            equal = [t for t in alike if part_of(t[2]) == part_of(base)]
+        is_made = all(source == "output" for source, _, _ in sharing)
+        is_even = padding_boundary(_untraced_spec(base._spec)) is None
+        if sharing and not equal and is_made and is_even:
+            self._add_tensor("base", base)
+            bases = equal = [("output", self.all[-1].tensor, base)]
+            tensors += bases
+        if sharing and not bases:
+            raise not_captured(
+                "two outputs of the step are views of one tensor, which is no output",
+                "a view that has another layout than its base has its own memory, so a later "
+                "write to one would not change the other",
+                Fix("x.clone()", "of the outputs, or return the tensor as well"),
+            )
+        if not bases:
+            return None
+        source, place, _ = (equal or bases)[0]
+        return ViewOf(source, place, view if equal else None, graded)
 
     def add_left_gradients(self) -> None:
         """Add the gradients that the step leaves in `.grad`, of inputs and of tensors that it

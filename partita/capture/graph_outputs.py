@@ -140,7 +140,7 @@ class GraphOutputs:
         """Returns the base of a view copy, or None if nothing else shares its memory.
 
         Args:
-            tensors: (`ViewOf.source`, `ViewOf.place`, tensor) of all inputs and outputs. A base that
+            tensors: (`ViewOf.source`, `ViewOf.place`, tensor) of inputs and outputs. A base that
                 becomes an output is added.
         """
         base, view, graded = first_base_of(copy)

@@ -24,12 +24,12 @@ _LEAST_BY_DEFAULT = 6
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """All calls of blocks with equal structure in a step, or all equal updates of their parameters.
+    """All calls of equal blocks (such as transformer layers) in a step, or all their equal updates.
 
     Attributes:
         kind: the name of the block's class; for an update "AdamW of Block".
         count: the number of equal calls.
-        reason: why the calls were left flat; "" if they were folded.
+        reason: why the calls were left flat (not folded); "" if they were folded.
     """
 
     kind: str
@@ -44,10 +44,10 @@ class BlockCalls:
 
 @dataclass(frozen=True)
 class BlocksTraced:
-    """The blocks of a step that were folded into calls of one subgraph, and why others were not.
+    """Which blocks of a step were folded into calls of one subgraph, and why others were not.
 
     Attributes:
-        calls: an entry for each structure of block calls and each reason to leave them flat.
+        calls: an entry for each group of equal block calls and each reason to leave them flat.
         updates: the same for the optimizer updates of blocks.
     """
 
@@ -56,19 +56,19 @@ class BlocksTraced:
 
     @property
     def structures(self) -> tuple[tuple[str, int], ...]:
-        """`(class name, number of equal calls)` of each structure of blocks, folded or not."""
+        """`(class name, number of equal calls)` of each group of equal blocks, folded or not."""
         return tuple((calls.kind, calls.count) for calls in self.calls)
 
     @property
     def folded(self) -> tuple[tuple[str, int], ...]:
-        """`(class name, number of equal calls)` of each structure of blocks that was folded."""
+        """`(class name, number of equal calls)` of each group of equal blocks that was folded."""
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns a copy that says that no block is folded any more, because all were inlined.
+        """Returns a copy in which no block is folded, because all calls of subgraphs were inlined.
 
         Args:
-            reason: the reason for blocks that were folded until now.
+            reason: why, for blocks that were folded until now.
         """
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
@@ -82,7 +82,8 @@ class BlocksTraced:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The rule that decides which modules of a step are blocks.
+    """Decides which modules of a step are blocks: repeated modules, whose graphs may be folded into
+    one.
 
     Attributes:
         named: the modules and classes that the user names. If None, `find` searches for the

@@ -35,7 +35,8 @@ Run = Callable[[], Any]
 
 
 class BlockUpdates:
-    """The optimizer updates of a step that is being captured, made separately for each block.
+    """Lets an optimizer update the parameters of each block separately, so that equal updates can
+    fold.
 
     Args:
         recorder: stores the block of each node.
@@ -58,8 +59,7 @@ class BlockUpdates:
         return bool(self._blocks)
 
     def note_parameters(self) -> None:
-        """Record to which block each fake parameter belongs. Call it while the modules have the
-        fakes.
+        """Record to which block each parameter belongs. Call it while fakes replace the parameters.
 
         A parameter that several blocks share belongs to the first of them.
         """
@@ -198,9 +198,9 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
 
 def narrow_counts(widened: WidenedCounts) -> None:
-    """Write the float64 step counts back into the original tensors, after an optimizer's step.
+    """Undo `widen_counts`: write the float64 step counts back into the original tensors.
 
-    Counts that were not written are restored without a write, so that they do not become inputs.
+    Counts that were not changed are put back without a write, so that they do not become inputs.
     """
     for entries, number, wide, writes in widened:
         now = entries["step"]

@@ -44,7 +44,9 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FakeRunHooks(TraceHooks):
-    """The trace hooks of a capture, in which the program runs over fake tensors."""
+    """What a capture does at events of other rooms: the methods of `TraceHooks`, for a run over
+    fakes.
+    """
 
     def is_compiling(self) -> bool:
         return False  # `torch.compile` is off
@@ -148,9 +150,7 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
-    """Inside the block, remat regions and saved-tensor hooks do not intercept calls on fake
-    tensors.
-    """
+    """Inside the block, remat regions and saved-tensor hooks do not see calls on fake tensors."""
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
@@ -213,7 +213,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Inside the block, no other thread captures, and the user's dispatch modes are disabled."""
+    """Inside the block, this thread alone captures, and the user's dispatch modes are disabled."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
@@ -234,9 +234,10 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Replace the values of slots (places of a step's state) inside the block, then restore them.
+    """Replace the tensors of a step's state by others inside the block, then restore them.
 
     Args:
+        slots: the places of the state, such as `module._parameters["weight"]`.
         stand_in: a function that returns the replacement of a tensor.
 
     Yields:
@@ -305,8 +306,9 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls a function that may run user code from inside `unprofiled`: the profile function is
-    active.
+    """Calls a function that may run user code, from inside `unprofiled`.
+
+    The profile function that watches the user's calls is active again during the call.
     """
     event = _profiling.silenced
     if event is None:
@@ -326,7 +328,8 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 def dispatch_listeners() -> tuple[Any, ...]:
     """Returns what intercepts ATen calls now: the number of dispatch modes, and saved-tensor hooks.
 
-    Two results are compared. Private torch: the number of dispatch modes.
+    To find out if user code may run in a call, the result is compared with an earlier one. Private
+    torch: the number of dispatch modes.
     """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 

@@ -75,7 +75,7 @@ def _is_same_number(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientCondition:
-    """A condition on an input's gradient: it has the same metadata as at capture.
+    """A condition on the `.grad` of an input: it has the same metadata as at capture.
 
     Attributes:
         name: the name of the tensor.
@@ -100,7 +100,7 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """A condition that several one-element tensors (step counts) hold the same number.
+    """A condition that several one-element tensors, such as optimizer step counts, hold one number.
 
     Attributes:
         names: the names of the tensors.
@@ -158,7 +158,7 @@ FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:
-    """Returns a fact of a tensor, such as the value of `is_leaf`.
+    """Returns a property of a tensor by its name, such as the value of `is_leaf`.
 
     For names in `FACTS_OF_OBJECTS`, returns True if the attribute is not None.
     """
@@ -173,14 +173,14 @@ def read_fact(t: torch.Tensor, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FactCondition:
-    """A condition on a fact of an input tensor, such as `is_leaf`, which the step has read.
+    """A condition on a property of an input tensor, such as `is_leaf`, which the step has read.
 
     Attributes:
         name: the name of the tensor.
         index: the tensor's index among the leaves of a call.
-        fact: the name of the fact, such as "is_leaf".
-        value: the fact's value at capture.
-        line: the user's line that reads the fact.
+        fact: the name of the property, such as "is_leaf".
+        value: the property's value at capture.
+        line: the user's line that reads it.
     """
 
     name: str
@@ -213,16 +213,15 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on Python numbers.
-
-        Two captured programs with equal hashes have equal conditions on numbers.
+        """Returns a hash of the conditions on Python numbers, to compare the conditions of two
+        programs.
         """
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if optimizer step counts that the program assumes to be equal differ in this
-        call.
+        """True if optimizer step counts differ in this call that the program assumes to be
+        equal.
         """
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
@@ -233,10 +232,11 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
 class Sharing:
-    """The check that no input which a program writes overlaps another input in memory.
+    """The check that the program writes no input that shares memory with another input.
 
     Inputs may be views of one storage if none of them is written, or if they do not overlap. A view
-    copy has its own memory, but may not be an input if its base's storage is written.
+    copy (a view in plain PyTorch, a copy here) may not be an input if its base's storage is
+    written.
     """
 
     def __init__(self, program: Program):
@@ -258,10 +258,10 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """True if an argument or gradient of a call may overlap an input that the program writes.
+        """Fast check: True if a call's argument or gradient may overlap an input that the program
+        writes.
 
-        This fast check may be True without an overlap; `find_error` decides. `note_held` checks the
-        state.
+        It may be True without an overlap; `find_error` then decides. `note_held` checks the state.
         """
         if self._gradients:
             gradients = {*self._storages_of_gradients(tensors)}
@@ -304,9 +304,7 @@ class Sharing:
                     yield grad.untyped_storage()._cdata
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """Returns the error for an input that is written and overlaps another one; None if there is
-        none.
-        """
+        """Returns the error if an input that is written overlaps another one; None otherwise."""
         program = self.program
         written = {id(program.inputs[i]) for i in self._written}
         added_to = {o.index for o in program.outputs if o.kind == "gradient"}

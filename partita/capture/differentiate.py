@@ -40,8 +40,7 @@ _SPENT = (
 
 @dataclass(frozen=True)
 class Seed:
-    """A node that stands for the gradient of a result in the traced graph, until it becomes an
-    input.
+    """A node for the gradient of a result, with which the traced backward begins. Becomes an input.
 
     Attributes:
         node: the name of the node.
@@ -63,14 +62,15 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """True if `value` requires grad but was not computed: it is a leaf, or a view made under
-    `no_grad`.
+    """True if `value` requires grad but has no computation to go backward through.
+
+    It is a leaf, or a view made under `no_grad`.
     """
     return requires_grad(value) and not _is_computed(value)
 
 
 def requires_grad(value: torch.Tensor) -> bool:
-    """True if the local tensor of `value` requires grad."""
+    """True if `value` requires grad. For a DTensor, its local tensor counts."""
     with local_ops():
         return value.requires_grad
 
@@ -119,7 +119,7 @@ def differentiate(
 
 
 def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
-    """Turn the nodes that stand for the gradients of results into inputs of the graph."""
+    """Turn the nodes of `seeds` (gradients of results) into inputs of the graph."""
     if not seeds:
         return
     nodes = {n.name: n for n in graph.nodes}
@@ -148,7 +148,8 @@ _Edge = tuple[Any, int]
 
 @dataclass
 class ResultPart:
-    """Results whose gradients go through backward together, because they share autograd history.
+    """Results whose gradients must go through backward together, because they share autograd
+    history.
 
     Attributes:
         results: the indices of the results.
@@ -163,7 +164,7 @@ class ResultPart:
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
-    """Group `results` into parts that go backward together, each before the parts of its ancestors.
+    """Groups results into parts that go backward together. A part comes before its ancestors.
 
     A result and an ancestor are one part if they share the history of a value that is not a result.
     In two parts, that history would be traversed twice, each time with a part of the gradient.

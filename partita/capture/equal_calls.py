@@ -41,15 +41,15 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node of a fake tensor in the graph that is being traced, or None."""
+    """Returns the node that computes a fake tensor in the graph that is being traced, or None."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node of a fake tensor, like `node_of`, but None for a traced constant.
+    """Returns the node that computes a fake tensor, like `node_of`, but None for a constant.
 
-    The tracer uses a constant's values, so calls with it must be traced.
+    The tracer needs the value of a constant, so calls with it must be traced.
     """
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None or slot.constant is not None else slot.proxy.node
@@ -62,7 +62,7 @@ def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx
 
 
 def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
-    """Record `node` as the node whose value the fake tensor `t` is."""
+    """Record `node` as the one that computes the fake tensor `t`."""
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
 
@@ -70,7 +70,9 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Returns a new fake tensor for each node, with the metadata of a tensor in `likes`."""
+    """Returns a new fake tensor for each node, with the metadata of the tensor at its place in
+    `likes`.
+    """
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
@@ -95,7 +97,7 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls that one capture has traced, to add nodes for equal calls without tracing.
+    """The calls that a capture has traced; an equal call gets a node without another trace.
 
     Attributes:
         shared: nodes whose result is several tensor objects: a tensor and its detached copies,
@@ -118,9 +120,9 @@ class RepeatedCalls:
             return key_of_call(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Add a node for a call that equals an earlier one, without tracing it.
+        """Adds a node for a call that equals an earlier one, without tracing it.
 
-        Returns its value; None if no equal call was traced.
+        Returns the call's fake value; None if no equal call was traced.
 
         Args:
             key: the result of `key` for this call.

@@ -58,7 +58,7 @@ def is_symbolic(value: Any) -> bool:
 
 
 class NumberEnv(ShapeEnv):
-    """A shape environment that records how a step branches on its numbers, and on which line.
+    """A shape environment for Python numbers that records on which line the step branches on them.
 
     Attributes:
         lines: the user's line of each guard of the shape environment, by the guard's index.
@@ -96,17 +96,15 @@ class NumberEnv(ShapeEnv):
         return super().evaluate_sym_node(sym_node, *args, **kwargs)
 
     def forget(self) -> None:
-        """Drop all symbols after capture: the graph has tensors instead, and Inductor must not find
-        any.
+        """Drop all symbols, after a capture: Inductor must not find any, as numbers are tensors by
+        then.
         """
         for symbol in self._made:
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
 
     def drop_answer(self) -> None:
-        """After a capture, drop the reference to `answer`, which supplies values of unknown
-        numbers.
-        """
+        """Drop the reference to `answer`, after a capture, so that its objects are freed."""
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
@@ -248,7 +246,8 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Put the replacement of a builtin into a module's globals, unless they define this name.
+        """Put our `type`, `id` or `hash` into a module's globals, unless these define the name
+        themselves.
 
         Args:
             variables: the globals.
@@ -259,7 +258,7 @@ class Substitutes:
             self._put.append((variables, name))
 
     def take_away(self) -> None:
-        """Remove all replacements that this object has put into globals."""
+        """Remove from all globals what `put` has put there."""
         for variables, name in self._put:
             if self.has(variables.get(name)):
                 del variables[name]
@@ -339,7 +338,7 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """Returns the value of a symbolic number without a known value, if the capture can supply it.
+    """Returns the value of a symbolic number that has no hint, if the capture can supply one.
 
     Otherwise returns `value` unchanged.
     """
@@ -417,9 +416,7 @@ _DIVMOD = {
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """True for a string that contains a printed fake tensor, so that it differs from the eager
-    text.
-    """
+    """True for a string made by printing a fake tensor, whose eager text would be another one."""
     return issubclass(type(value), str) and "FakeTensor(" in value
 
 
@@ -474,8 +471,8 @@ for _ours, _torchs in _OF_TORCH.items():
 
 
 class FakeDTensor(DTensor, FakeTensor):
-    """The fake of a DTensor during capture. It is never constructed: the class of a FakeTensor is
-    replaced.
+    """The fake of a DTensor during capture. A FakeTensor gets this class by assignment of
+    `__class__`.
     """
 
     __torch_dispatch__ = FakeTensor.__torch_dispatch__
@@ -516,7 +513,7 @@ class FakeMaker:
         self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
 
     def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
-        """Returns a fake of the local tensor, and another one that no call changes (its snapshot).
+        """Returns a fake of the local tensor, and its snapshot: a second fake that no call changes.
 
         Fakes share storage as the tensors do.
         """

@@ -112,9 +112,7 @@ class StepBlocks:
 
     @property
     def traced(self) -> BlocksTraced:
-        """The blocks that were found, by structure, and why some were not folded. Reports
-        show it.
-        """
+        """A report: the blocks that were found, by structure, and why some were not folded."""
         found: Counter[tuple[Any, tuple[type, ...], str]] = Counter()
         for key, runs in self._by_key.items():
             found.update((key, run.kinds, run.reason) for run in runs)
@@ -127,7 +125,7 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Leave all blocks in the graph, node by node.
+        """Decide that no block is folded: their nodes stay in the step's graph.
 
         Args:
             reason: why, for reports.

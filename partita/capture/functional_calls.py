@@ -41,7 +41,9 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Scalar:
-    """A Python number in the graph, as a 0-d tensor: float64, int64 or bool."""
+    """A Python number that is computed in the graph, held as a 0-d tensor: float64, int64
+    or bool.
+    """
 
     tensor: torch.Tensor
 
@@ -50,10 +52,10 @@ class Scalar:
 
 
 def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a call, with symbolic numbers read if `func` needs Python numbers.
+    """Returns the arguments of a call; symbolic numbers are replaced by values if `func` needs
+    these.
 
-    A value that is read becomes a condition of the program. Raises an error if there is no value
-    yet.
+    The value becomes a condition of the program. Raises an error if it has no value yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -65,9 +67,9 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
     """Returns the arguments of an optimizer's call, with scalar tensors as exact as Python floats.
 
-    A scalar tensor that the call makes becomes float64. If the optimizer keeps a scalar tensor as
-    float32, it is read as float64, as `.item()` does. Values written into it are first rounded to
-    float32.
+    A scalar tensor that the call makes becomes float64. A scalar that the optimizer keeps in
+    float32 is converted to float64 when it is read, as `.item()` does. Values written into it are
+    first rounded to float32.
 
     Args:
         held: the ids of the scalar tensors that the optimizer keeps as float32.
@@ -149,7 +151,7 @@ def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
 
 
 def unwrap_scalar(value: Any) -> Any:
-    """Returns the tensor in a `Scalar` (a number as a tensor). Returns other values unchanged."""
+    """Returns the 0-d tensor in a `Scalar`; other values unchanged."""
     return value.tensor if isinstance(value, Scalar) else value
 
 
@@ -182,7 +184,9 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if a call gives the same bits when a number among its operands is passed as a tensor."""
+    """True if the call of `node` gives the same bits with a 0-d tensor in place of a Python
+    number.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -346,7 +350,7 @@ def _find_call(base: str) -> _RunCall | None:
 
 @lru_cache(maxsize=4096)
 def takes_number(name: str) -> bool:
-    """True if a number that is passed to this torch function may be a tensor in the graph.
+    """True if this torch function accepts, in a graph, a 0-d tensor in place of a Python number.
 
     Args:
         name: the function's name, such as "__radd__".
@@ -367,7 +371,7 @@ _PATTERNS_KEPT = 4096
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """A cached trace: the calls that replace one kind of call in a graph without writes.
+    """The calls without in-place writes that replace one kind of call; traced once and cached.
 
     Attributes:
         operands: the input nodes for the tensor operands of the original call, in order.
@@ -388,7 +392,7 @@ _patterns: dict[Any, Pattern] = {}
 def pattern_of(
     call: Callable[..., Any], what: Any, args: Any, kwargs: Any, like: Any, mode: Any
 ) -> Pattern:
-    """Returns the calls that replace a call, traced over fake tensors or from a cache.
+    """Returns the calls without in-place writes that replace a call: from a cache, or newly traced.
 
     Args:
         what: identifies `call` in the cache.
@@ -433,11 +437,10 @@ def _trace_pattern(
 
 
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Trace `run` over fake tensors with torch's functionalization. The graph has an input for
-    each.
+    """Traces `run` over fake tensors with torch's functionalization, and returns the graph.
 
-    The tracer identifies an input by its fake. Equal calls share one fake (`equal_calls`), so a
-    fake that occurs twice is replaced by a copy.
+    The graph has an input for each value. The tracer identifies an input by its fake. Equal calls
+    share one fake (`equal_calls`), so a fake that occurs twice is replaced by a copy.
 
     Args:
         run: the function.
@@ -534,8 +537,9 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
 
 
 def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call must be replaced in a graph without writes. Calls over lists are not
-    considered.
+    """True if a call cannot stay as it is in a graph without in-place writes.
+
+    Calls over lists are not considered; `calls_of_list` replaces these.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
@@ -544,7 +548,7 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
 
 
 def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
-    """Make a call of the traced graph again in a form that functionalization can handle.
+    """Makes a traced call again, in a form that torch's functionalization can handle.
 
     Args:
         like: the value that the call had when it was traced.
@@ -592,7 +596,7 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
 
 
 def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Make one of the single calls that `calls_of_list` yields, and return its result."""
+    """Makes one of the single calls that `calls_of_list` yields, and returns its result."""
     if has_scalars(args, kwargs):
         return call_with_scalars(name, args, kwargs, like)
     return _find_single_op(name)(*args, **kwargs)

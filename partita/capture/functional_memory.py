@@ -40,15 +40,14 @@ _aten = torch.ops.aten
 
 
 def is_plain_write(target: Any) -> bool:
-    """True if an in-place op changes only the values of a tensor, and no shape, stride or
+    """True if an in-place op changes the values of a tensor, but not its shape, strides or
     storage.
     """
     return target.namespace == "aten" and not facts_of(target).changes_metadata
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Returns the calls that allocate memory which is written later and which several results
-    share.
+    """Returns the calls that allocate memory that is written later and that several results share.
 
     Args:
         memory: the number of the memory of each node whose memory is written.
@@ -62,7 +61,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the base of a view whose only operand is its base; None for other nodes."""
+    """Returns the tensor that a node is a view of, if that is its only operand; None otherwise."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
@@ -132,7 +131,7 @@ def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def is_reshaped(part: Any, other: Any) -> bool:
-    """True if two views show the same elements in the same order, without gaps.
+    """True if two views show the same elements in the same order, without gaps, like a reshape.
 
     Args:
         part, other: the results of `part_of` for the views.
@@ -296,7 +295,7 @@ def share_memory_of_results(
 
 
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
-    """Raise CaptureError if a result whose padding is removed must be a view.
+    """Raise CaptureError if a result must be a view of an input, but its padding is removed.
 
     Removing padding makes a copy. A result that is all of an input is replaced by that input.
 
@@ -385,7 +384,10 @@ _GATHERS = ("gather", "persistent")
 
 
 class ReplacedData(NamedTuple):
-    """An assignment `p.data = y` in the step: the nodes of p and y, and the user's line."""
+    """An assignment `p.data = y` in the step.
+
+    It holds the nodes of p and y, and the user's line.
+    """
 
     old: fx.Node
     new: fx.Node
@@ -393,10 +395,10 @@ class ReplacedData(NamedTuple):
 
 
 def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[ReplacedData]]) -> None:
-    """Gather parameters again that were written after their gather and are read later.
+    """Gather parameters again that the step writes after their gather and reads later.
 
     In one process there is only one memory: backward reads what was written through `.data`. A
-    gathered value has its own memory, so it is gathered again before the next read.
+    gathered value is a copy, so it is gathered again before the next read.
 
     Args:
         replaced: each `p.data = y`, by the last node before it.

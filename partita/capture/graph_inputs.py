@@ -43,7 +43,7 @@ WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 
 
 class GraphInputs:
-    """The inputs of one captured graph, each with the fake tensor that replaces it.
+    """The inputs of a captured graph, each with the fake tensor that replaces it during capture.
 
     Attributes:
         all: the inputs in the graph's order: coordinates, tensors, gradients, numbers.
@@ -134,9 +134,10 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Remove those marks from the inputs and the graph which no node reads.
+        """Remove marks that no node reads from the inputs and the graph.
 
-        A mark is a fake gradient of an input that has none.
+        A mark is a fake gradient of an input without a gradient, which shows if the step reads
+        `.grad`.
         """
         kept: list[tuple[Input, torch.Tensor]] = []
         nodes = graph.find_nodes(op="placeholder")
@@ -199,14 +200,14 @@ class GraphInputs:
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """Returns the input that a fake replaces, if that is a tensor of the state or an argument,
-        or None.
+        """Returns the input that a fake replaces; None if it replaces no tensor of the state or
+        arguments.
         """
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns fake tensors of this rank's coordinate on each mesh axis with more than one
-        rank.
+        """Returns fake tensors of this rank's coordinates, for mesh axes with more than
+        one rank.
         """
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
@@ -240,7 +241,7 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Handles reads of an input's facts (such as `is_leaf`) by the step, and makes them
+    """Answers a step's reads of an input's properties (such as `is_leaf`), and makes them
     conditions.
     """
 
@@ -258,10 +259,8 @@ class TensorFacts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """Returns the result of a torch function call, as `(value,)`, if it reads a fact of an
-        input.
-
-        Returns () for other calls.
+        """Returns `(value,)` if a torch function call reads a property of an input; () for other
+        calls.
 
         Args:
             caller: the frame that calls the function.
@@ -317,7 +316,7 @@ class TensorFacts:
 
 
 def is_fact(func: Any) -> bool:
-    """True if a torch function only reads a fact of a tensor, such as `is_leaf`."""
+    """True if a torch function only reads a property of a tensor, such as `is_leaf`."""
     asked = getattr(func, "__self__", func)
     reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
     return reads and (asked in _HELD or asked in _LOST)

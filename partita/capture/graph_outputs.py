@@ -110,18 +110,24 @@ class GraphOutputs:
                     self._add_value("result", _read_again(leaf))
 
     def add_slot(self, slot: Slot, value: Any) -> None:
-        """Add the value that a place of the state has after the step to the outputs."""
+        """Add to the outputs the value that a tensor of the state has after the step.
+
+        Args:
+            slot: the place of that tensor.
+        """
         given = self._inputs.input_of(value)
         index = -1 if given is None else given.index
         self._add_value("slot", _read_again(value), slot=slot, index=index)
 
     def find_bases(self) -> None:
-        """Find the base of each output that is a view copy, among the inputs and the outputs.
+        """Find, for each output that is a view copy, the input or output that it is a view of.
 
-        A base that is neither becomes an output, if others share its memory.
+        A view copy is a view on one device that has its own memory here. A base that is neither
+        input nor output becomes an output, if others share its memory.
 
         Raises:
-            CaptureError: such a base has uneven pieces, whose padding an output cannot have.
+            CaptureError: such a base has shards of different sizes, and an output can have no
+                padding.
         """
         pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
         tensors: list[tuple[str, int, Any]] = [
@@ -169,7 +175,7 @@ class GraphOutputs:
         return ViewOf(source, place, view if equal else None, graded)
 
     def add_left_gradients(self) -> None:
-        """Add the gradients that the step leaves in `.grad`, of inputs and of tensors that it
+        """Add to the outputs what `.grad` holds after the step, of inputs and of tensors that it
         made.
         """
         for i, output in enumerate([*self.all]):
@@ -233,10 +239,12 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """Add outputs that serve only checks and that the step does not return.
+        """Add outputs that the step does not return, because a check needs them.
 
         Args:
-            kind: "admitted" (an output for each value) or "answers" (one output for all).
+            kind: "admitted" (plain tensors that ranks compare; an output for each value) or
+                "answers"
+                (results of branches; one output for all).
         """
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]

@@ -105,7 +105,7 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 
 def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """Returns the strides of a tensor without gaps, given the order of its dimensions.
+    """Returns the strides of a dense tensor whose dimensions have this order in memory.
 
     Args:
         order: the dimensions, the one that varies slowest in memory first.
@@ -118,7 +118,9 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two strides are the same for a tensor of `shape`, except in dimensions of size 1."""
+    """True if two tuples of strides are equal for a tensor of `shape`. Dimensions of size 1 are
+    ignored.
+    """
     return 0 in shape or all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 

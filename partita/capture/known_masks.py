@@ -66,7 +66,7 @@ _aten = torch.ops.aten
 class NotKnown(Exception):
     """Raised if a value cannot be computed at capture.
 
-    It depends on more than constants, or its computation is not supported.
+    It depends on more than constants, or computing it is not supported.
     """
 
 
@@ -244,14 +244,12 @@ class KnownNode:
 
     @property
     def key(self) -> tuple[fx.Node, ...]:
-        """A key that is equal for nodes with the same value: the nodes from which it is
-        computed.
-        """
+        """The nodes from which the value is computed: equal for nodes with the same value."""
         return (*self._order,)
 
     @property
     def large_count(self) -> int:
-        """The number of nodes that are too large to compute as a whole, so that blocks are
+        """The number of nodes that are too large to be computed whole, so that blocks are
         computed.
         """
         return sum(node not in self._values for node in self._order)

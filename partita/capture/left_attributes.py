@@ -66,7 +66,11 @@ def attributes_restored(
 
 
 def find_filled_keys(home: dict[str, Any], is_filled: Callable[[Any], bool]) -> list[str]:
-    """Returns the names of the attributes in `home` for which `is_filled` is true."""
+    """Returns the names of the attributes in `home` whose value is, or holds, a fake.
+
+    Args:
+        is_filled: the predicate that decides this.
+    """
     return [key for key, value in home.items() if key not in HOMES_OF_SLOTS and is_filled(value)]
 
 

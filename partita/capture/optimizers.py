@@ -196,7 +196,8 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete optimizer state that was created before capture and that the step does not use.
+    """Delete optimizer state that `make_optimizer_state` created and the captured step does not
+    use.
 
     Args:
         made_state: the result of `make_optimizer_state`.
@@ -216,8 +217,8 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
 
 
 class CapturedOptimizers:
-    """The optimizers of a step during its capture: their parameters and floats are replaced by
-    fakes.
+    """The optimizers of a step during its capture, while fakes replace their parameters and
+    floats.
     """
 
     def __init__(self, optimizers: dict[str, Optimizer]):
@@ -369,8 +370,9 @@ class CapturedOptimizers:
     def list_new_state(
         self, find_slot: Callable[[torch.Tensor], Slot | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
-        """Returns the state that the optimizers have created in the step, as pairs of slot and
-        value.
+        """Returns the tensors that the optimizers have added to their state in the step.
+
+        Each comes with a slot: the place of the state.
 
         Args:
             find_slot: a function that returns the slot of the input that a fake replaces.
@@ -412,8 +414,8 @@ def find_equal_counts(
 ) -> list[EqualInputs]:
     """Returns a condition for each group of optimizer step counts that are equal now.
 
-    Only counts on the host: to compare others in each call, the host would wait for their device.
-    And only counts of torch's optimizers: a user's counts may be equal on some ranks only.
+    Only counts on the host: to compare counts on a device, each call would wait for the device. And
+    only counts of torch's optimizers: a user's counts may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)
@@ -438,7 +440,7 @@ def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> li
 
 
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Make an optimizer's update compute values that depend on equal step counts only once.
+    """Rewrite an update, so that what depends on equal step counts only is computed once.
 
     The graph writes only into inputs, at its end; each input is still written. Two results may
     become one node: see `functional_memory.keep_apart`.

@@ -359,7 +359,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Returns a context manager: nodes that are made inside belong to a redistribution.
+        """Returns a context manager: nodes that are made inside are noted as parts of a
+        redistribution.
 
         Args:
             move: the redistribution.
@@ -383,18 +384,19 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager: nodes that are made inside belong to a remat region.
+        """Returns a context manager: nodes that are made inside are noted as parts of a remat
+        region.
 
-        Of nested regions, they belong to the outermost.
+        If regions are nested, they belong to the outermost.
         """
         if not self._within.region:
             self.regions_begun += 1
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise CaptureError, because a remat region in a captured step cannot have its own budget.
+        """Raise CaptureError, because a remat region with a budget of its own cannot be captured.
 
-        Only the whole step has one.
+        Only the whole step has a budget.
         """
         if HERE.watcher is not None:  # inside another region, whose policy applies
             return
@@ -413,8 +415,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Mark the nodes that made the memory of `x`, so that it is saved for backward and not
-        recomputed.
+        """Mark the nodes that made the memory of `x`: backward gets it from forward, without
+        recomputation.
         """
         with local_ops():
             wanted = x.untyped_storage()._cdata
@@ -423,9 +425,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into `x` in place. Eager code would set `x.data`.
+        """Write `value` into `x` in place, where eager code would assign `x.data`.
 
-        The tracer identifies a tensor by the Python object.
+        The tracer identifies a tensor by its Python object, which must stay.
         """
         x.copy_(value)
 
@@ -458,7 +460,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:
-        """Returns a context manager: nodes that are made inside get the phase "backward"."""
+        """Returns a context manager: nodes that are made inside count as part of backward."""
         return attribute_set(self, "_is_behind_forward", True)
 
     def is_behind_forward(self) -> bool:
@@ -493,8 +495,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._note
 
     def note_made(self, *nodes: fx.Node) -> None:
-        """Write notes (user's line, phase) on nodes that were added to the graph directly, without
-        a call.
+        """Write notes (user's line, phase) on nodes that were added to the graph without a traced
+        call.
         """
         self._note_nodes(nodes, unprofiled(self._make_note))
         self._note_new_nodes()
@@ -516,7 +518,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._made.append((made, out))
 
     def add_alias(self, made: torch.Tensor) -> fx.Node:
-        """Add a node for an alias of the tensor `made`; from now on it is the node of `made`."""
+        """Adds an alias node for the tensor `made`, which from now on is the node of `made`."""
         shown = node_of(made)
         assert shown is not None
         node = add_call(self.graph, DETACH, (shown,))
@@ -532,9 +534,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     @contextmanager
     def block(self, *kinds: type) -> Iterator[None]:
         """Inside the `with` block, nodes and their later backward nodes belong to one call of a
-        model block.
+        block.
 
-        A block within a block belongs to the outer one.
+        A block is a repeated module, such as a layer. A block within a block belongs to the outer
+        one.
 
         Args:
             kinds: the class of the block; for an update the optimizer's class and the block's
@@ -600,8 +603,8 @@ class _Traced:
 
 
 class RepeatedMoves:
-    """The redistributions that one capture has traced, so that equal ones are copied and not
-    traced.
+    """The redistributions that a capture has traced; an equal one is copied and not traced
+    again.
     """
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode):
@@ -611,7 +614,8 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns `x` redistributed by `move`, with nodes copied from an equal redistribution.
+        """Returns `x` redistributed by `move`; the nodes are copied if an equal one was traced
+        before.
 
         Args:
             run: traces the redistribution, if there was no equal one.
@@ -656,7 +660,8 @@ class RepeatedMoves:
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
-"""Attributes that must not be read from a real tensor in place of its fake, which may have others.
+"""Attributes that must not be read from a real tensor in place of its fake, which may have
+others.
 """
 _READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
@@ -732,8 +737,8 @@ class StepFunctionMode(TorchFunctionMode):
         HERE.trace.replace_value(x, value)
 
     def copy_back(self) -> None:
-        """At the end of the trace, write values that the step has assigned to `x.data` into
-        inputs.
+        """Write values that the step has assigned to `x.data` into inputs. Called at the end of the
+        trace.
         """
         with local_ops(), torch.no_grad():
             for x, memory in self._memory:

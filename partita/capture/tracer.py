@@ -185,9 +185,7 @@ def _capture(
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
-    """Returns the places of the state: of modules' parameters and buffers, and of optimizer
-    state.
-    """
+    """Returns the places (`home[key]`) of all parameters, buffers and optimizer state tensors."""
     found = []
     for i, module in enumerate(modules):
         for prefix, part in module.named_modules():
@@ -281,8 +279,10 @@ class Tracer:
     # -- the run -----------------------------------------------------------------------------------
 
     def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
-        """Runs `run()` within `tracing`, and returns the graph of its calls. `run` returns the
-        outputs.
+        """Runs `run()` within `tracing`, and returns the graph of its calls.
+
+        Args:
+            run: a function that returns the outputs.
         """
         with self.inputs.mode, lazy_graph_modules():
             try:
@@ -418,8 +418,8 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raise CaptureError if the graph would not do what the run did, and remove what it does
-        not use.
+        """Raise CaptureError if the graph would not do what the run did. Also remove unused
+        nodes.
         """
         _check_constants(made.graph)
         _check_operators(made.graph)
@@ -452,16 +452,17 @@ class Tracer:
         return blocks
 
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
-        """Inline all calls of blocks again, because functionalization cannot handle the graph with
-        them.
+        """Replace the calls of folded blocks by the blocks' nodes again.
+
+        This is needed if functionalization cannot handle the graph with the calls.
         """
         inline_subgraphs(made.graph)
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
 
     def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:
-        """Returns the inputs that the graph really reads.
+        """Returns the inputs that nodes of the graph read.
 
-        First, the nodes of results' gradients become inputs, too.
+        First, the gradients of results become inputs, too.
         """
         make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
@@ -472,7 +473,7 @@ class Tracer:
         """Returns the graph without in-place writes, except `copy_` into inputs at its end.
 
         Raises:
-            UnsureOfWrites: blocks that are calls in it must be inlined.
+            UnsureOfWrites: calls of folded blocks in the graph must be inlined first.
         """
         with self.inputs.mode:
             return functionalize_graph(made, self._places_of_equal())
@@ -485,7 +486,7 @@ class Tracer:
         runs.
 
         Raises:
-            UnsureOfWrites: blocks that are calls in it must be inlined.
+            UnsureOfWrites: calls of folded blocks in the graph must be inlined first.
         """
         self.list_read_inputs(made)
         made = self.functionalize(made)
@@ -498,7 +499,7 @@ class Tracer:
         return program, admitted
 
     def forget(self) -> None:
-        """After a capture, remove plans and other data of the wires that existed only during it."""
+        """Free plans and other data of the wires that existed only during a capture."""
         forget_plans_on(set(self.wires.values()))
         for wire in self.wires.values():
             wire.forget()

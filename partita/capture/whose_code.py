@@ -1,4 +1,4 @@
-"""Tells the user's code, which a capture follows, from the code of libraries, by file."""
+"""Tells, by file name, code of the user, which a capture follows, from code of libraries."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ _LIBRARY_MODULES = (
 
 @functools.cache
 def is_recorded(filename: str) -> bool:
-    """True if a capture follows the code of a file: the user's, or a library's that is like it.
-
-    Code of torch, partita and Python is not followed.
-    """
+    """True if a capture follows the code in a file: not torch's, partita's or Python's own."""
     if filename.startswith("<frozen"):
         return False
     path = os.path.abspath(filename)
@@ -58,8 +55,8 @@ def is_of_partita(error: BaseException) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """True if a module's code is followed by a capture: it is the user's, or a recorded
-    library's.
+    """True if a capture follows the code of a module: it is not torch's, partita's or
+    Python's own.
     """
     root = str(module).split(".")[0]
     return (

@@ -60,7 +60,7 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
 
 
 def is_alone(wire: Wire) -> bool:
-    """True if this rank has no other ranks to compare with.
+    """True if there are no other ranks with which this rank could compare.
 
     Also True while a step is captured: ranks compare the keys of captured steps instead.
     """
@@ -87,7 +87,8 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
-    """Record that all ranks have compared `key` and that it was equal.
+    """Record that all ranks have compared `key` and that it was equal, so that `is_agreed` can
+    predict.
 
     Args:
         series: the repeated decision to which the key belongs.
@@ -101,12 +102,11 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
 
 
 class AgreedKeys:
-    """The last keys that the ranks have agreed on for one repeated decision, to predict the next
-    key.
+    """The history of keys that ranks have compared at one line of a loop, to predict the next key.
 
-    The next key is expected to be the one `distance` keys ago: 1 for a key that stays, n for a loop
-    over n keys. The keys themselves are kept: another object could get the hash of one that was
-    freed.
+    A predicted key needs no comparison. The next key is expected to be the one `distance` keys ago:
+    1 for a key that stays, n for a loop over n keys. The keys themselves are kept: another object
+    could get the hash of one that was freed.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class AgreedKeys:
         self._distance = 1
 
     def predicts(self, key: object) -> bool:
-        """True if `key` is the predicted next key. It is then added to the history."""
+        """True if `key` is the predicted one. It is then added to the history."""
         keys, number = self._keys, self._numbers.get(key)
         if number is None or len(keys) < self._distance or keys[-self._distance] != number:
             return False
@@ -152,9 +152,10 @@ _SHOWN = 200
 
 
 def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:
-    """Exchanges a text of any length between ranks. Returns every rank's, in mesh order.
+    """Sends a text to all ranks, and returns every rank's text, in mesh order.
 
     Args:
+        mine: this rank's text, of any length.
         why: why a rank waits for the others, for warnings and errors.
     """
     return [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
@@ -202,7 +203,7 @@ _declared: dict[str, type] = {}
 
 
 def message(kind: type[T]) -> type[T]:
-    """Decorate a dataclass so that `pack` can convert its instances to bytes for other ranks."""
+    """Registers a dataclass, so that `pack` can convert its instances to bytes for other ranks."""
     _declared[kind.__name__] = kind
     return kind
 
@@ -409,9 +410,10 @@ class ControlPlane:
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
-        """Send `mine` to rank 0, which answers each rank. Returns this rank's answer.
+        """Sends `mine` to rank 0, which computes an answer for each rank. Returns this rank's
+        answer.
 
-        Must be called on all ranks.
+        All ranks must call it.
 
         Args:
             why: what the ranks do, equal on all ranks: "saves a checkpoint (pt.save)".
@@ -429,23 +431,25 @@ class ControlPlane:
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """Returns `decide` as a function of `mine` and `answer`, with `why` and `shown` already
-        given.
+        """Returns `decide` with the arguments `why` and `shown` bound: a function of `mine` and
+        `answer`.
         """
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
-        """Wait until all ranks have called this with the same `why`. Raises like `decide`."""
+        """Wait until all ranks have called this with the same `why`: a barrier. Raises like
+        `decide`.
+        """
         self.decide(why, None, lambda gathered: gathered, shown)
 
     def run_in_background(
         self, prepare: Callable[[], Callable[[Decide], Any]], why: str, shown: str = ""
     ) -> BackgroundResult:
-        """Call `prepare()` now, and the function that it returns in a background thread.
+        """Calls `prepare()` now, and the function that it returns in a background thread.
 
-        Must be called on all ranks. Each rank first waits for the others, and for earlier
-        background work. The background function gets `decide` as its argument, and may communicate
-        only by that. All calls share one thread, because starting a new one blocks until it runs.
+        All ranks must call it. Each rank first waits for the others, and for earlier background
+        work. The background function gets `decide` as its argument, and may communicate only by
+        that. All calls share one thread, because starting a new one blocks until it runs.
 
         Args:
             prepare: a function that runs after the ranks have met, so no rank waits for another
@@ -487,7 +491,8 @@ class ControlPlane:
 
     def _wait_until_all_started(self) -> None:
         """From now on a rank may block until its thread ends, though in-process ranks take
-        turns."""
+        turns.
+        """
 
 
 def _run_into_future(

@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 class Splits:
-    """The segments of a flat buffer, one for each rank of a group, in the group's order.
+    """How a flat buffer is divided into a segment for each rank of a group, in the group's order.
 
     A list of all sizes is made only if a backend needs it.
 
@@ -89,7 +89,7 @@ class Splits:
         return [self.place(i)[1] for i in range(self.count)]
 
     def times(self, k: int) -> Splits:
-        """Returns the same splits, counted in a smaller unit.
+        """Returns the same splits counted in a smaller unit, such as bytes instead of elements.
 
         Args:
             k: the number of units per element, such as the bytes of an element.
@@ -125,16 +125,16 @@ class PendingList:
 
 @dataclass
 class PendingCall:
-    """A running collective for which the function `wait` waits."""
+    """A running collective whose `wait` is the given function."""
 
     wait: Callable[[], object]
 
 
 class PendingSum:
-    """A running exchange of addends. When they have arrived, `wait` sums them.
+    """A running exchange of addends, which `wait` sums when they have arrived.
 
-    Each rank gets its piece of every rank's share. It adds them in rank order, in the dtype of
-    `out` but in at least 32 bits.
+    Each rank gets its part of every rank's Partial value. It adds these in rank order, in the dtype
+    of `out` but in at least 32 bits.
     """
 
     def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):
@@ -156,10 +156,10 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def reduce_in_rank_order(
     shares: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str = "sum"
 ) -> torch.Tensor:
-    """Reduce the ranks' shares (addends of a Partial value) into `out`, in their order.
+    """Reduces the ranks' local parts of a Partial value into `out`, in rank order, and returns it.
 
-    `out` may be the first share. Floats of less than 32 bits are reduced in float32, and rounded
-    once at the end.
+    `out` may be the first of `shares`. Floats of less than 32 bits are reduced in float32, and
+    rounded once at the end.
     """
     narrow = out.is_floating_point() and out.element_size() < 4
     total = shares[0].to(torch.float32 if narrow else out.dtype, copy=narrow)
@@ -193,7 +193,9 @@ _WIDER = {
 
 
 class Transport:
-    """A rank's place in a mesh, from which it runs collectives. Subclasses implement these.
+    """The base of a rank's connection to a mesh: it runs collectives along mesh axes.
+
+    Subclasses implement them over process groups, threads, or without other ranks.
 
     Attributes:
         mesh: the axes and their sizes.
@@ -218,17 +220,14 @@ class Transport:
         return self.index(self.mesh.names)
 
     def index(self, axes: Axes | str) -> int:
-        """Returns this rank's index along `axes`, counted over all of them together.
-
-        The first axis varies slowest.
-        """
+        """Returns this rank's index among the ranks along `axes`. The first axis varies slowest."""
         n = 0
         for axis in (axes,) if isinstance(axes, str) else axes:
             n = n * self.mesh.size(axis) + self.at[self.mesh.index(axis)]
         return n
 
     def mesh_size(self, axes: Axes) -> int:
-        """Returns the number of ranks along `axes`, that is, the product of their sizes."""
+        """Returns the number of ranks along `axes`: the product of their sizes."""
         n = 1
         for axis in axes:
             n *= self.mesh.size(axis)
@@ -249,8 +248,8 @@ class Transport:
         return found
 
     def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
-        """Returns `axes` in mesh order, and each group member's index along `axes` in the given
-        order.
+        """Returns `axes` in mesh order, and for each member of the process group its index along
+        `axes`.
 
         The second is None if these indices ascend, so that the orders are the same.
         """
@@ -265,10 +264,11 @@ class Transport:
     def run_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> None:
-        """Run the collective `request` over `axes`, from `x` into `out`. Both are contiguous.
+        """Runs the collective `request` along `axes`, from `x` into `out`, and waits. Both are
+        contiguous.
 
         Any dtype works: it is converted to one that the backend has. Members are in the group's
-        order. `all_gather` concatenates their `x`. `reduce_scatter` gives each member its piece of
+        order. `all_gather` concatenates their `x`. `reduce_scatter` gives each member its part of
         the reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and `broadcast`,
         `out` is `x`.
         """
@@ -318,7 +318,7 @@ class Transport:
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        """Begin a collective like `run_collective`, without waiting. The backend must support the
+        """Begins a collective like `run_collective`, without waiting. The backend must support the
         dtype.
 
         `x` may be a part of `out`. If the dtype of `out` is wider, a reduce_scatter adds in that.

@@ -1,8 +1,8 @@
-"""Devices: where ranks compute, and everything that depends on the kind of device, including
-autocast state and the bytes of host memory.
+"""Devices: everything that depends on the kind of device (CPU, CUDA) is in this file.
 
-No other file compares the kind of a device. Each property below is one difference that occurred.
-A device of an unknown kind behaves like an accelerator.
+This includes autocast state and the bytes of host memory. No other file compares the kind of a
+device. Each property below is one difference that occurred. A device of an unknown kind behaves
+like an accelerator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """True for the CPU."""
+        """True for the CPU, which is called the host."""
         return self.type == HOST.type
 
     # -- memory ------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Device:
 
     @property
     def workspace_is_fixed(self) -> bool:
-        """True if kernels allocate the same workspace every time.
+        """True if a kernel allocates the same temporary memory (workspace) every time.
 
         The workspace of cuDNN depends on which kernel it measures as fastest.
         """
@@ -75,7 +75,7 @@ class Device:
 
     @property
     def copies_beside_python(self) -> bool:
-        """True if a copy to pinned memory runs while Python continues."""
+        """True if copies to pinned memory are asynchronous: Python continues while they run."""
         return self.type == "cuda"
 
     @property
@@ -84,9 +84,7 @@ class Device:
         return self.type == "cuda"
 
     def make_recording_pool(self) -> Any:
-        """Returns a memory pool for CUDA graphs. Only one of its recordings may be replayed at a
-        time.
-        """
+        """Returns a memory pool for CUDA graphs that are replayed one at a time."""
         return torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> KernelRecording:
@@ -105,7 +103,7 @@ class Device:
         return KernelRecording(call, device, pool)
 
     def peak_memory(self) -> int:
-        """Returns the most bytes that this process has held at once; 0 if unknown.
+        """Returns the most bytes that this process has allocated at once; 0 if unknown.
 
         On an accelerator its allocator counts them. On the host the system does, including Python
         and torch themselves.
@@ -162,7 +160,7 @@ class Device:
         torch.accelerator.set_device_index(rank)
 
     def finish(self) -> None:
-        """Wait until all kernels that this process has queued on its device have run."""
+        """Wait until all kernels that this process has launched on its device have run."""
         if not self.is_host:
             torch.accelerator.synchronize()
 
@@ -234,7 +232,7 @@ def _kinds_that_cast() -> tuple[str, ...]:
 
 
 def keys_of_kernels() -> list[str]:
-    """Returns torch's dispatch key ("CPU", "CUDA") for each kind of device on this machine.
+    """Returns torch's dispatch keys ("CPU", "CUDA") for the kinds of device on this machine.
 
     Private torch: `_dispatch_key_for_device`.
     """
@@ -252,8 +250,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def generators_in_use(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
-    """Returns torch's default generators: of the host, of the current CUDA device, and of
-    `devices`.
+    """Returns torch's default generators: of the CPU, the current CUDA device, and `devices`.
 
     CUDA generators are included only if CUDA is initialized, because reading them would initialize
     it.
@@ -282,7 +279,7 @@ def accelerator_names() -> list[str]:
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """True if writes to this memory are visible to other processes.
+    """True if this memory is shared with other processes, so that they see writes to it.
 
     `is_shared()` is not sufficient, because it is True for all GPU memory.
     """

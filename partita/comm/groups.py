@@ -74,7 +74,8 @@ def _give_threads_time_at_exit() -> None:
 
 
 class GroupWire(Wire):
-    """The connection of this process to the others of a `DeviceMesh`, by process groups.
+    """A wire over torch's process groups: this process's connection to the others of a
+    `DeviceMesh`.
 
     The process group of one axis is the mesh's. A group over several axes is made at the first move
     over these axes, by only its members: all of them take part in that move.
@@ -195,7 +196,7 @@ class GroupWire(Wire):
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """Returns the process group of all ranks of the mesh; None if there are no others.
+        """Returns a process group of all ranks of the mesh; None if there are no others.
 
         Other meshes with the same ranks may share its store.
         """
@@ -311,7 +312,7 @@ class ControlGroup:
         *,
         warns: bool = True,
     ) -> list[bytes]:
-        """Send bytes to all ranks, and return every rank's bytes, as `Wire.exchange` does.
+        """Sends bytes to all ranks, and returns every rank's bytes, as `Wire.exchange` does.
 
         An error names two ranks with different reasons, or the ranks that did not arrive before the
         deadline, in seconds. The default is the timeout of `init_process_group`.
@@ -343,7 +344,7 @@ class ControlGroup:
         *,
         watched: bool = True,
     ) -> bytes:
-        """Send `mine` to the first rank, which computes an answer for each rank.
+        """Sends `mine` to the first rank, which computes an answer for each rank.
 
         Args:
             answer: a function that the first rank calls with every rank's `mine`. It returns an
@@ -482,9 +483,9 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Wait until all ranks of the mesh are at this point, before a capture begins.
+    """Wait until all ranks of the mesh have called this equally often: a barrier before a capture.
 
-    Calls are counted: each rank waits until the others have called this as often.
+    It uses no collective (see `barrier_in_store`).
 
     Args:
         why: what this rank does, for errors of other ranks.
@@ -498,13 +499,12 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
 
 
 def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
-    """Wait until all ranks of `group` have made this call as often as this rank, without a
-    collective.
+    """Wait until all ranks of `group` have called this equally often, without a collective.
 
     The ranks write keys into the job's store.
 
     Args:
-        kind: the name of the meeting; calls of each name are counted separately.
+        kind: the name of the barrier; calls of each name are counted separately.
         why: what this rank does, for errors of other ranks.
 
     Raises:
@@ -543,8 +543,8 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """Returns an error that says why a collective of this rank failed, or None if no cause is
-    found.
+    """Returns an error that says why a collective of this rank failed, or None if the cause is
+    unknown.
 
     Possible causes: other ranks wait in `barrier_in_store`, they have found a deadlock, or a rank
     has ended.

@@ -38,7 +38,7 @@ _WORTH_SAYING = 0.01
 
 @dataclass(frozen=True)
 class Record:
-    """One move (step of a redistribution) of one rank, as a row of a ledger.
+    """One row of a ledger: a move (one step of a redistribution) that a rank made.
 
     Attributes:
         kind: the kind of the move, such as "all_gather".
@@ -97,7 +97,7 @@ class Ledger:
     def note_work(
         self, rank: int, op: str, source: str, axes: tuple[str, ...], operations: float
     ) -> None:
-        """Add matrix products that a rank has computed.
+        """Add the flops of matrix products that a rank has computed.
 
         Args:
             axes: the axes along which all ranks repeat the same products.
@@ -134,9 +134,7 @@ class Ledger:
 
     @property
     def bytes(self) -> int:
-        """The bytes sent in all recorded moves: by one rank, or by all ranks of a `pt.ranks`
-        world.
-        """
+        """The bytes of all recorded moves: of one rank, or of all ranks of a `pt.ranks` world."""
         return sum(m.nbytes for m in self.moves)
 
     def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
@@ -150,7 +148,8 @@ class Ledger:
         """Returns the ledger as JSON.
 
         `{"bytes": int, "moves": [{"kind": ..., "axes": [...], "nbytes": ..., ...}],
-        "repeated": [{"op": ..., "source": ..., "axes": [...], "share": ...}]}`."""
+        "repeated": [{"op": ..., "source": ..., "axes": [...], "share": ...}]}`.
+        """
         moves, repeated = ([asdict(one) for one in all] for all in (self.moves, self.repeated))
         return json.dumps({"bytes": self.bytes, "moves": moves, "repeated": repeated})
 
@@ -188,11 +187,7 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 
 
 class Scope:
-    """The observers of one rank's moves: open ledgers, `strict()` and `check_ranks()`.
-
-    A scope belongs to a rank, not to a thread: with process groups, the autograd engine's threads
-    run moves for the same rank as the main thread does.
-    """
+    """What observes one rank's moves: its open ledgers, `strict()` and `check_ranks()`."""
 
     __slots__ = ("busy", "captured", "check", "ledgers", "listeners", "recomputing", "strict")
 
@@ -218,7 +213,7 @@ class Scope:
 
     @property
     def work_ledgers(self) -> tuple[Ledger, ...]:
-        """The ledgers to which repeated matrix products are added: the open ones.
+        """The ledgers that record matrix products now: the open ones.
 
         During a capture it is the capture's own ledger, from which each run of the step is recorded
         later.
@@ -226,7 +221,7 @@ class Scope:
         return self.ledgers if self.captured is None else (self.captured,)
 
     def add_listener(self, listener: Any) -> None:
-        """Register an object that must know whether any ledger is open.
+        """Registers an object whose `listen` method is called when recording starts and stops.
 
         `listener.listen(True)` is called when the first ledger opens (now, if one is open), and
         `listener.listen(False)` when the last one closes. The listener is held weakly.
@@ -244,7 +239,7 @@ _thread = threading.local()
 
 
 def scope() -> Scope:
-    """Returns the object that observes the current rank's moves (see `Scope`).
+    """Returns the `Scope` of the current rank: its open ledgers and checks.
 
     It belongs to the thread in `pt.ranks`, otherwise to the process.
     """
@@ -355,7 +350,7 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Tell other ranks that this rank leaves the block, so that none waits for it inside.
+        """Report to other ranks that this rank leaves the block, so that none waits for it inside.
 
         Args:
             text: what this rank does, for the error of the others.
@@ -372,8 +367,9 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Enter the context managers in `ON_CHECK`, which other modules have registered for
-    `check_ranks`.
+    """Inside the block, enter the context managers that other modules have put into `ON_CHECK`.
+
+    `check_ranks` uses it, so that other modules compare more under it.
     """
     with ExitStack() as entered:
         for enter in ON_CHECK:
@@ -477,7 +473,7 @@ def user_line_of_error(error: BaseException) -> str:
 
 
 def place_of_user() -> str:
-    """Returns the file, line and bytecode offset of the user's code that is running, as text.
+    """Returns the file, line and bytecode offset of the user's running code, as text.
 
     The offset distinguishes calls on one line. Folders are omitted: they may differ between hosts.
     """
@@ -486,10 +482,11 @@ def place_of_user() -> str:
 
 
 def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
-    """Returns an identifier of the current call in the user's program.
+    """Returns an identifier of the user's current call: equal on all ranks, different for other
+    calls.
 
-    It is equal on all ranks, and different for two calls on one line. It is cheaper than
-    `user_line`, because no text is made.
+    It distinguishes two calls on one line, and is cheaper than `user_line`, because no text is
+    made.
 
     Returns:
         File, line and bytecode offset of the user's frame and of the innermost outside partita.
@@ -510,8 +507,9 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
-    """Returns the innermost frame of the user's code, from `frame` outwards; else the outermost
-    frame.
+    """Returns the innermost frame of the user's code, from `frame` outwards.
+
+    If there is none, returns the outermost frame.
     """
     while frame.f_back is not None:
         kind = _kind_of_file(frame.f_code.co_filename)
@@ -522,10 +520,13 @@ def find_user_frame(frame: FrameType) -> FrameType:
 
 
 def first_instruction(code: CodeType, at: int) -> int:
-    """Returns the first bytecode instruction of the call that runs at instruction `at`.
+    """Returns the offset of the first bytecode instruction of a running call, to identify the call.
 
     A call consists of several instructions. The interpreter reports a different one after it has
     specialized the call, which may happen at different times on different ranks.
+
+    Args:
+        at: the offset that the interpreter reports.
     """
     known = _begins.get((id(code), at))
     if known is None:

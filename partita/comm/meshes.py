@@ -180,7 +180,7 @@ def _are_placements(value: object) -> bool:
 
 
 def wire_of(device_mesh: object) -> Wire:
-    """Returns this rank's wire (connection to the other ranks) on a mesh. Equal meshes share one
+    """Returns this rank's wire (its connection to the ranks of a mesh). Equal meshes share one
     wire.
 
     Args:
@@ -234,7 +234,7 @@ def ranks_of_mesh(wire: Wire) -> list[int]:
 
 
 def is_part_of_mesh(part: object, device_mesh: object) -> bool:
-    """True if `part` is this mesh, or a sub-mesh that was taken from it by axes."""
+    """True if `part` is `device_mesh`, or a sub-mesh such as `device_mesh["dp"]`."""
     if isinstance(device_mesh, MeshHandle):
         return device_mesh.has_part(part)
     if part == device_mesh:
@@ -247,7 +247,7 @@ def is_part_of_mesh(part: object, device_mesh: object) -> bool:
 
 
 def find_root_mesh(part: Any) -> Any:
-    """Returns the mesh from which a sub-mesh was taken by axes; the mesh itself if it is whole.
+    """Returns the mesh of which this is a sub-mesh (`mesh["dp"]`); the mesh itself if it is none.
 
     Private torch: nothing public names the root of a sub-mesh.
     """
@@ -312,7 +312,7 @@ _LOOK_INTO_STORE = 0.02  # seconds between two looks into the store
 
 
 def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Initialize the default process group from the environment variables that torchrun sets.
+    """Initializes torch.distributed from the environment variables that torchrun sets.
 
     Args:
         backend: the same as in torch. None: a backend that works for every device.

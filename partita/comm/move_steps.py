@@ -37,12 +37,12 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def prepare(move: Move, transport: Transport) -> Step:
-    """Returns a function that runs `move` (a step of a redistribution) for one rank.
+    """Returns a function that runs one move (step of a redistribution) on this rank.
 
     The function takes the local tensor, which it does not modify, and returns the new one.
 
     Args:
-        transport: the rank's place in the mesh, with its collectives.
+        transport: this rank's connection to the mesh, which runs collectives.
 
     Raises:
         LayoutError: a move of this kind cannot lead from `before` to `after`.
@@ -253,9 +253,9 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
 
 
 def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
-    """Returns zeros that change nothing when they are added to `x`: they have the signs of `x`.
+    """Returns zeros (of either sign) whose addition changes no bit of `x`.
 
-    They stay neutral if all shares are multiplied by a number, whatever its sign.
+    They stay neutral if all addends are multiplied by a number, whatever its sign.
     """
     if x.is_complex():
         return torch.view_as_complex(zeros_signed_as(torch.view_as_real(x.resolve_conj())))
@@ -265,7 +265,7 @@ def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
 
 
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
-    """Returns the value that changes no result of a reduction: -0.0 for a sum, -inf for a max."""
+    """Returns the neutral value of a reduction: -0.0 for a sum, -inf for a max."""
     if reduce_op == "sum":
         return NEUTRAL_SHARE if dtype.is_floating_point or dtype.is_complex else 0
     least = reduce_op == "max"
@@ -370,7 +370,8 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class PieceLayout:
-    """The pieces of a local tensor, one for each rank of a group, before or after a move.
+    """How a local tensor consists of one piece for each rank of a group, before or after a
+    collective.
 
     A collective needs the pieces end to end in a buffer, in the group's order. If that differs from
     the order in which the pieces lie in the tensor, the tensor itself cannot be the buffer.
@@ -409,15 +410,13 @@ class PieceLayout:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of a tensor that has all pieces in order, each padded to the size of the
-        largest.
-        """
+        """The shape of a tensor of all pieces in order, each padded to the largest one."""
         (cut,) = self._cuts
         length = self.ranks * self.piece[cut.dim]
         return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
 
     def splits(self) -> Splits:
-        """Returns where each rank's piece is in a flat buffer without padding."""
+        """Returns the segment of each rank's piece in a flat buffer without padding."""
         (length,), (cut,) = self._lengths, self._cuts
         if self.even:
             return Splits.evenly(self.ranks, self.pad)
@@ -432,7 +431,7 @@ class PieceLayout:
     # -- copies to and from a collective's buffer --------------------------------------------------
 
     def make_packer(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that copies the pieces of a tensor into a flat buffer, end to end.
+        """Returns a function that copies the pieces of a tensor end to end into a flat buffer.
 
         Args:
             pad: the number of elements to which each piece is padded with zeros. None: pieces that
@@ -518,7 +517,7 @@ Number = Any
 
 @dataclass(frozen=True)
 class DimChange:
-    """The change of one dimension's sharding by a move. Axes of one rank are left out.
+    """How a move changes the sharding of one dimension. Axes of one rank are left out.
 
     Attributes:
         dim, size: the dimension, and its global size.
@@ -548,7 +547,7 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]
     """Returns how a move changes the sharding of each dimension.
 
     Returns:
-        The dimensions whose pieces it concatenates, and those that it splits.
+        The dimensions along which it concatenates shards, and those that it splits.
 
     Raises:
         LayoutError: one such move cannot change the layout `move.before` into `move.after`.
@@ -576,7 +575,7 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]
 def is_restack(
     joined: Sequence[DimChange], divided: Sequence[DimChange], axes: Sequence[str], mesh: Mesh
 ) -> bool:
-    """True if an all-to-all changes which axes split one dimension, or their order.
+    """True if an all-to-all only changes which axes split a dimension, or their order.
 
     The elements that one rank sends to another are then not a regular block.
 
@@ -608,10 +607,12 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[DimChange]:
 
 
 def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tuple[Number, Number]:
-    """Returns `(start, length)` of one piece of a dimension that is split by several axes.
+    """Returns `(start, length)` of one shard of a dimension that several axes split, one after
+    another.
 
-    `length` elements are cut into `parts[0]` pieces, each of these into `parts[1]`, and so on.
-    `places` has the index of the piece on each level."""
+    `length` elements are cut into `parts[0]` shards, each of these into `parts[1]`, and so on.
+    `places` has the index of the shard on each level.
+    """
     start: Number = 0
     for n, place in zip(parts, places, strict=True):
         step = _ceil_div(length, n)
@@ -622,15 +623,15 @@ def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tupl
 
 
 def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Number], Number]:
-    """Returns which piece contains the element `at` of a dimension. The inverse of `span`.
+    """Returns which shard of a dimension contains the element `at`. The inverse of `span`.
 
     Args:
         at: an index, or a tensor of indices, below `length`.
         length: the length of the dimension.
-        parts: the number of pieces on each level.
+        parts: the number of shards on each level.
 
     Returns:
-        The index of the piece on each level, and the offset in it.
+        The index of the shard on each level, and the offset in it.
     """
     places: list[Number] = []
     left = length
@@ -659,11 +660,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def padded_length(size: int, parts: Sequence[int]) -> int:
-    """Returns the length of the first piece of a dimension, to which shorter pieces are padded.
+    """Returns the length of the first and largest shard of a dimension, to which others are padded.
 
     Args:
         size: the length of the dimension.
-        parts: the number of pieces on each level.
+        parts: the number of shards along each axis that splits it.
     """
     for n in parts:
         size = -(-size // n)
@@ -671,11 +672,11 @@ def padded_length(size: int, parts: Sequence[int]) -> int:
 
 
 def ends_last(size: int, parts: Sequence[int]) -> bool:
-    """True if all padding is after all data when padded pieces are placed end to end.
+    """True if padding comes only at the very end when padded shards are concatenated.
 
     Args:
         size: the length of the dimension.
-        parts: the number of pieces on each level.
+        parts: the number of shards along each axis that splits it.
     """
     return _in_row(size, tuple(parts), padded_length(size, parts))
 
@@ -697,10 +698,10 @@ def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
 
 
 def has_empty(size: int, parts: Sequence[int]) -> bool:
-    """True if a dimension of `size` elements is cut into pieces of which any is empty.
+    """True if some shard of a dimension of `size` elements is empty.
 
     Args:
-        parts: the number of pieces on each level, as in `span`.
+        parts: the number of shards along each axis that splits it, as in `span`.
     """
     if not parts or not size:
         return not size

@@ -162,6 +162,7 @@ class World:
 
         Args:
             call: this rank's call, which is compared with those of the others.
+            action: a function, such as the collective itself.
         """
         r = call.rank
         if getattr(_running, "world", None) is not self or _running.rank != r:
@@ -296,7 +297,8 @@ class _Turn:
 
 @dataclass(eq=False)
 class MeetingCall:
-    """What one simulated rank calls when it needs other ranks. The ranks compare their calls.
+    """A call for which a simulated rank needs other ranks, such as a collective. The ranks compare
+    it.
 
     Attributes:
         mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
@@ -386,7 +388,9 @@ def _describe_error(error: BaseException) -> str:
 
 
 def running_wire() -> RankWire | None:
-    """Returns the wire of the simulated rank that this thread is; None outside of `World.run`."""
+    """Returns the wire of the simulated rank that runs in this thread; None outside of
+    `World.run`.
+    """
     world = getattr(_running, "world", None)
     return None if world is None else world.handle(_running.rank).wire
 
@@ -522,7 +526,7 @@ _PERFORM: dict[str, Action] = {
 def run_in_one_process(
     request: Request, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> None:
-    """Run a collective of a group on the tensors of all its members, which are in this process.
+    """Runs a collective on the tensors of all its members, which are in this process.
 
     Args:
         xs, outs: the input and the output of each member, contiguous, in the group's order.

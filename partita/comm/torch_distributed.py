@@ -80,9 +80,9 @@ def local_of_torch_dtensor(
     gradient: Callable[[torch.Tensor], torch.Tensor],
     divisor: int = 1,
 ) -> torch.Tensor:
-    """Returns the local tensor of one of torch's DTensors: an alias, or a quotient by `divisor`.
+    """Returns the local tensor of a DTensor of torch, divided by `divisor`. Differentiable.
 
-    It is differentiable.
+    It is an alias if `divisor` is 1.
 
     Args:
         placements: the placements of the gradient of `x`.
@@ -168,7 +168,7 @@ Region = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a named tensor that one rank holds, as checkpoints save and load it.
+    """The part of a tensor that one rank holds, as checkpoints save and load it.
 
     It is not in `dcp_format`, because importing that takes a second.
 
@@ -199,12 +199,13 @@ COLLECTIVES = (
 ).split()
 """The names of torch's public collectives."""
 _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
-"""Collectives that ranks need not call equally often. Other ranks do not notice while they block.
+"""Collectives that ranks need not call equally often. Other ranks do not notice while they
+block.
 """
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Make `inspect(name, (args, kwargs))` be called before each public collective of torch.
+    """Make torch's public collectives call `inspect(name, (args, kwargs))` first.
 
     The collective gets the arguments that `inspect` returns. Collectives of partita itself are not
     inspected, because they use the process groups directly.
@@ -218,7 +219,7 @@ def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
 
 
 def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Replace what a Python function does by `wrap(original)`, also in modules that imported it.
+    """Changes a Python function to `wrap(original)`, also for modules that have imported it.
 
     Returns:
         `original`: a function that does what `function` did.
@@ -280,7 +281,7 @@ InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]
 
 
 def inspect_wrappers(inspect: InspectWrapper) -> None:
-    """Make `inspect(name, model, ranks, wrapper)` be called before DDP, FSDP and the like wrap a
+    """Make DDP, FSDP and the like call `inspect(name, model, ranks, wrapper)` before they wrap a
     model.
 
     `ranks` are the global ranks of the process group; empty if the wrapper gets a mesh. `wrapper`

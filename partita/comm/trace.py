@@ -70,7 +70,7 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
 
 
 class TraceWire(Wire):
-    """The wire during a capture: it sends nothing, and its moves become nodes of the graph.
+    """A wire for a capture: it sends nothing; collectives become nodes of the graph.
 
     Attributes:
         real: the wire that it replaces.
@@ -103,7 +103,7 @@ class TraceWire(Wire):
         self.data_axes = real.data_axes
 
     def forget(self) -> None:
-        """Drop the tensors and the graph of a capture after its end.
+        """Drop the tensors and the graph of a capture. Called when it ends.
 
         The plan cache may keep this wire alive for longer.
         """
@@ -138,7 +138,8 @@ class TraceWire(Wire):
     # -- what is padded ----------------------------------------------------------------------------
 
     def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """Returns this rank's index along `axes`, counted over all of them, as a 0-d int64 tensor.
+        """Returns this rank's index among the ranks along `axes`, as a 0-d int64 tensor of the
+        graph.
 
         The first axis varies slowest.
         """
@@ -151,7 +152,7 @@ class TraceWire(Wire):
         return place
 
     def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """Returns the sizes of `axes` and this rank's position on each, as tensors of the graph.
+        """Returns the sizes of `axes` and this rank's coordinate on each, as tensors of the graph.
 
         Axes of size 1 are left out.
         """
@@ -251,9 +252,8 @@ class TraceWire(Wire):
         return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
-        """Returns the name of the process group over `axes` in the captured graph.
-
-        The graph's collectives refer to groups by these names.
+        """Returns the name by which the graph's collectives refer to the process group over
+        `axes`.
         """
         name = _name_of(self.real, axes)
         self.groups[name] = axes
@@ -290,11 +290,12 @@ class TraceWire(Wire):
 
 
 class Uneven(LayoutError):
-    """Raised during capture for an operation that is impossible with padded shards."""
+    """Raised during capture for an operation that padded shards (of uneven sizes) do not allow."""
 
 
 def uneven(fact: str) -> Uneven:
-    """Returns the error for an operation that cannot be captured if ranks have uneven pieces.
+    """Returns the error for an operation that cannot be captured if ranks have shards of other
+    sizes.
 
     Capture converts it to a CaptureError.
     """
@@ -306,7 +307,7 @@ def uneven(fact: str) -> Uneven:
 
 
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
-    """True if some ranks have smaller pieces of a tensor with this layout than others."""
+    """True if some ranks have smaller shards than others of a tensor with this layout."""
     return any(
         size % math.prod(mesh.size(a) for a in axes)
         for size, axes in zip(layout.shape, layout.shards, strict=True)
@@ -575,9 +576,7 @@ _making = _Making()
 
 
 def active_wire(wire: Wire) -> Wire:
-    """Returns the wire that replaces `wire` now (during a capture or a rehearsal), or `wire`
-    itself.
-    """
+    """Returns the wire that replaces `wire` during a capture or a rehearsal, else `wire` itself."""
     found = _standing.get(wire, wire) if _standing else wire
     if found is wire and _making.stand_in is not None and wire not in _standing.values():
         found = _standing[wire] = _making.stand_in(wire)

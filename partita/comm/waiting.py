@@ -57,7 +57,7 @@ TIME_SLICE = timedelta(seconds=SLICE)
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank waits for, and which other ranks must take part.
+    """What a waiting rank waits for, and which other ranks must take part.
 
     Attributes:
         text: what the rank does, for errors: "reads a value (item) at train.py:10".
@@ -81,7 +81,7 @@ class Need:
 
 
 class WatchedWork:
-    """A running collective whose `wait` raises an error if the ranks are in a deadlock.
+    """A running collective whose `wait` raises an error if it detects a deadlock of the ranks.
 
     Only for backends whose waits block the Python thread anyway.
     """
@@ -104,8 +104,7 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
-    """Continue to wait for a collective that is not complete after `SLICE` seconds, and look for
-    deadlock.
+    """Waits on for a collective that has not ended after `SLICE` seconds, and looks for a deadlock.
 
     Raises:
         LayoutError: the same as for `wait_with_others`.
@@ -139,7 +138,7 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
 def wait_with_others(
     over: Callable[[float], bool], need: Need, deadline: float | None = None
 ) -> None:
-    """Continue a wait after `SLICE` seconds, and detect whether the ranks are in a deadlock.
+    """Waits on after `SLICE` seconds, and detects if the ranks are in a deadlock.
 
     This rank writes what it waits for into the job's store (a post), and reads other ranks' posts.
 
@@ -189,8 +188,8 @@ def wait_with_others(
 
 
 def timeout_of_job() -> timedelta:
-    """Returns the timeout of the job's process groups: the longest one, if devices have different
-    ones.
+    """Returns the timeout of the job's process groups; the longest if kinds of device have
+    several.
     """
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
@@ -203,10 +202,10 @@ _NO_COUNT = ("", 0)
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """Record that this thread begins to run a compiled graph with collectives among `ranks`.
+    """Announce that this thread runs a compiled graph with collectives among `ranks`.
 
-    If the graph takes longer than `SLICE` seconds, a watcher thread writes a post (a message to
-    other ranks). They see from the number of collectives in it whether the graph waits or computes.
+    If it takes longer than `SLICE` seconds, a watcher thread writes a post (a message to other
+    ranks). They see from the number of collectives in it whether the graph waits or computes.
     """
     # The caller's frame, because the code of the graph means nothing to a user.
     _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
@@ -220,7 +219,7 @@ def end_graph() -> None:
 
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Detect deadlocks while a collective of torch runs inside the block.
+    """Inside the block, a collective of torch runs, for which deadlocks are detected.
 
     If it takes long, this rank writes into the job's store that it waits (a post).
 
@@ -340,7 +339,10 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among a set of ranks: count, hash, and the last few.
+    """The collectives that this rank has begun among some ranks: their number, a hash, the last
+    few.
+
+    Ranks in a deadlock compare them.
 
     Attributes:
         new: collectives that the other fields do not include yet; `add_new` adds them.
@@ -352,9 +354,7 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Add the collectives that are in `new` to the count, the hash and the last few; returns
-        `self`.
-        """
+        """Updates number, hash and last few with the collectives in `new`. Returns `self`."""
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]
@@ -372,7 +372,7 @@ class MoveHistory:
         return self
 
     def describe(self) -> dict[str, str]:
-        """Returns texts that describe the last collectives, by the collectives' numbers."""
+        """Returns a text for each of the last collectives, by the collective's number."""
         # A copy: another thread may add to it.
         return {str(number): request.describe() for number, request in list(self.last)}
 
@@ -450,7 +450,7 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """Returns the post of this rank: a message for other ranks that says what it waits for."""
+    """Returns this rank's post: the message for other ranks that says what it waits for."""
     # Copies: this thread may not be the one that begins collectives.
     groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
@@ -478,14 +478,16 @@ def make_post(need: Need) -> Post:
 
 
 def put_post(store: Any, rank: int, post: Post) -> None:
-    """Write a post (what a rank waits for) into the job's store, when a thread begins to wait."""
+    """Write a post (what this rank waits for) into the job's store. Called when a thread begins to
+    wait.
+    """
     with _posts_lock:
         _own_posts[post["id"]] = post
         _replace_post(store, rank, post)
 
 
 def withdraw_post(store: Any, rank: int, post: Post) -> None:
-    """Remove a post from the job's store, because its thread continues.
+    """Remove a post from the job's store. Called when its thread continues.
 
     If another thread of this rank waits, its post is written instead. The key is overwritten and
     not deleted: a rank that has just seen it may read it next, and reading a missing key blocks
@@ -509,9 +511,10 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """Returns the posts of all ranks on which this rank depends, directly or not, from the store.
+    """Returns the posts (what a rank waits for) of all ranks on which this rank depends.
 
-    The value is None for a rank that has no post, because it computes.
+    Ranks on which those depend are included. The value is None for a rank that has no post, because
+    it computes.
 
     Args:
         me, mine: this rank, and its post.
@@ -614,7 +617,12 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
 
 
 def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
-    """Returns the error for a deadlock: ranks wait for different things, which `lines` describe."""
+    """Returns the error for a deadlock, in which ranks wait for different things.
+
+    Args:
+        fact: the first sentence of the error.
+        lines: what the ranks wait for.
+    """
     return LayoutError(
         fact,
         place=user_line(),
@@ -642,9 +650,7 @@ def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
 
 
 def verdict_of_others() -> LayoutError | None:
-    """Returns the error about a deadlock that another rank has written into the job's store, or
-    None.
-    """
+    """Returns the deadlock error that another rank has written into the job's store, or None."""
     with contextlib.suppress(Exception):
         store, me = _find_store(), dist.get_rank()
         for _ in range(3):
@@ -697,10 +703,11 @@ def describe_process() -> bytes:
 
 
 def remember_processes(ranks: Sequence[int], described: Sequence[bytes]) -> None:
-    """Store the identifiers of other ranks' processes, from `describe_process`.
+    """Store what identifies other ranks' processes, to detect later that they have ended.
 
     Args:
         ranks: the global ranks.
+        described: the result of `describe_process` on each.
     """
     for rank, text in zip(ranks, described, strict=True):
         _processes[rank] = _Process(*_PROCESS.unpack(text))
@@ -776,9 +783,12 @@ def _make_late_ranks_error(
 
 
 def make_rank_gone_error(ranks: Sequence[int], text: str, reason: str = "") -> RankGoneError:
-    """Returns the error for waiting (`text` says in what) for `ranks` that have ended.
+    """Returns the error for a wait for ranks that have ended.
 
-    `reason` says what happened to them.
+    Args:
+        ranks: the global ranks that have ended.
+        text: what this rank waits in.
+        reason: what happened to those ranks.
     """
     me = dist.get_rank()
     reason = reason or f"which {'has' if len(ranks) == 1 else 'have'} ended"

@@ -75,9 +75,9 @@ def _begin_wires() -> None:
 
 
 def hidden_from_modes(run: Callable[..., Any]) -> Any:
-    """Decorate a function so that no `TorchFunctionMode` intercepts its calls of torch.
+    """A decorator: no `TorchFunctionMode` intercepts the torch calls of the function.
 
-    They are a part of a message, and not of the program that a mode records or reruns.
+    These calls belong to communication, and not to the program that a mode records or reruns.
     """
 
     @functools.wraps(run)
@@ -89,7 +89,7 @@ def hidden_from_modes(run: Callable[..., Any]) -> Any:
 
 
 class Reading(NamedTuple):
-    """A read of a DTensor's value by the program, such as `x.item()`, as ranks compare it.
+    """A read of a DTensor's value by the program, such as `x.item()`. Ranks compare what they read.
 
     Attributes:
         op: the op that reads it, such as "item".
@@ -107,14 +107,14 @@ class Reading(NamedTuple):
 
     @property
     def why(self) -> str:
-        """A text that says what the rank does, for errors of other ranks: "reads a value
-        (item)".
-        """
+        """What the rank does, as text for errors of other ranks: "reads a value (item)"."""
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
-        """Returns two texts about this read, given the user's line `place`: to compare, and for
-        errors.
+        """Returns two texts about this read: one for comparison across ranks, and one for errors.
+
+        Args:
+            place: the user's line.
 
         Returns:
             A text that must be equal on all ranks, and one that errors show after `why`.
@@ -124,7 +124,7 @@ class Reading(NamedTuple):
 
 
 class Wire(Transport):
-    """The connection of one rank to the other ranks of one mesh. It runs the steps of
+    """One rank's connection to the other ranks of a mesh. It runs the collectives of
     redistributions.
 
     Attributes:
@@ -164,10 +164,11 @@ class Wire(Transport):
     # -- moves --------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
-        """Run one move: one step of a redistribution. Returns this rank's piece afterwards.
+        """Runs one move: a step of a redistribution, at most one collective. Returns the new local
+        tensor.
 
         Args:
-            x: this rank's piece, of shape `move.before.local_shape(mesh, at)`. Not modified.
+            x: the local tensor, of shape `move.before.local_shape(mesh, at)`. Not modified.
             op: the operation that needs the move, for the ledger and for errors.
             reason: the reason in `ledger.Record`.
 
@@ -197,13 +198,13 @@ class Wire(Transport):
     def start(
         self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str
     ) -> PendingWork:
-        """Begin an all-gather, reduce-scatter or all-reduce over flat buffers, without waiting.
+        """Begins an all-gather, reduce-scatter or all-reduce over flat buffers, without waiting.
 
         Args:
             move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
                 all_reduce, for which `out` is `x`.
-            x: this rank's piece in `move.before`, contiguous. Do not write to it before the wait.
-            out: memory for this rank's piece in `move.after`, contiguous. If `x` has another dtype,
+            x: the local tensor in `move.before`, contiguous. Do not write to it before the wait.
+            out: memory for the local tensor in `move.after`, contiguous. If `x` has another dtype,
                 `x` is sent in its own dtype and summed in the dtype of `out`.
 
         Returns:
@@ -253,7 +254,8 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Record in the ledger that memory stays allocated because a user's view of it is alive.
+        """Record in the ledger that memory could not be freed, because a user's view of it is
+        alive.
 
         Args:
             op: the operation that would have freed it.
@@ -313,9 +315,9 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The ranks of the mesh that a collective may wait for in vain; [] if a wait cannot hang.
+        """The global ranks for which a collective on this mesh could hang; [] if it cannot.
 
-        They are global ranks. Simulated ranks cannot hang.
+        Simulated ranks cannot hang.
         """
         return []
 
@@ -341,7 +343,8 @@ class Wire(Transport):
         return self._reading is not None
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
-        """Wait until all ranks read the same value, and exchange their bytes `mine`, in mesh order.
+        """Waits until all ranks read the same value, and returns every rank's bytes `mine`, in mesh
+        order.
 
         Raises:
             LayoutError: on all ranks, if a rank reads alone, or reads another value.
@@ -378,8 +381,10 @@ class Wire(Transport):
 
     @hidden_from_modes
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Returns the tensor `x` of rank `src` on every rank (a broadcast). `src` is an index in
-        mesh order.
+        """Returns the tensor `x` of rank `src` on every rank: a broadcast.
+
+        Args:
+            src: an index in mesh order.
 
         Returns:
             A new contiguous tensor on every rank.
@@ -405,7 +410,8 @@ class Wire(Transport):
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raise if this rank's piece is padded, so that a user would get the padding.
+        """Raise if this rank's shard is padded (in a capture), so that a user would get the
+        padding.
 
         Args:
             to: the function that would return it, such as "to_local".
@@ -423,7 +429,7 @@ class Wire(Transport):
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor that is stored under `name` if it is alive; otherwise stores that of
+        """Returns the tensor stored under `name`; if it is no longer alive, stores and returns
         `make()`.
 
         Args:
@@ -436,12 +442,9 @@ class Wire(Transport):
         return kept
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
-        """Returns, for each list of axes in `of`, whether this rank is the first along them, as a
-        tensor.
+        """Returns a bool tensor with an element for each list of axes in `of`.
 
-        Args:
-            of: lists of axes. The result has an element for each: True if this rank is first along
-                all of them.
+        It is True if this rank's coordinate is 0 on all axes of the list.
         """
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
@@ -460,8 +463,7 @@ def _view_as_real(x: torch.Tensor) -> torch.Tensor:
 
 
 class MeshHandle:
-    """A mesh without process groups: of `pt.ranks` or `pt.dry_mesh`. It has the interface of
-    `DeviceMesh`.
+    """The mesh object of `pt.ranks` and `pt.dry_mesh`: like a `DeviceMesh`, without process groups.
 
     Each rank has its own handle; handles are compared and hashed by identity. `deepcopy`, and
     unpickling in the same process, return the handle itself. The ranks are read below all dispatch
@@ -542,7 +544,7 @@ class MeshHandle:
         return self._parts[names]
 
     def has_part(self, part: object) -> bool:
-        """True if `part` is this mesh, or a sub-mesh that was taken from it by axes."""
+        """True if `part` is this mesh, or a sub-mesh such as `mesh["dp"]`."""
         return part is self or any(one.has_part(part) for one in self._parts.values())
 
     def _resolve_mesh_dim(self, mesh_dim: int | str) -> int:
@@ -624,7 +626,7 @@ class DryWire(Wire):
 
     @classmethod
     def from_wire(cls, wire: Wire) -> Self:
-        """Returns a wire that sends nothing, with the mesh and coordinate of `wire` and without a
+        """Makes a wire that sends nothing, with the mesh and coordinate of `wire`. It has no
         ledger.
         """
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)

@@ -1,4 +1,6 @@
-"""Functions to write graph passes, re-exported here because they were in this module before."""
+"""Functions for writing graph passes. They are defined in `graph`; this module keeps an old import
+path.
+"""
 
 from partita.graph.passes import find, put, replace
 

@@ -45,7 +45,19 @@ def make_program(
     blocks: BlockChoice,
     counts_apart: bool = False,
 ) -> CapturedProgram:
-    """Captures a step and returns the program for this call. Must be called on all ranks.
+    """Captures a step and returns the program for this call. All ranks must call it.
+
+    Args:
+        state: the state that the step reaches.
+        guesses: assumed answers to branches on tensor values (`guards.answers`).
+        values: the values of the call that are known, for such branches.
+        blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
+        counts_apart: True if step counts of an optimizer may differ between parameters, so that one
+            cannot represent all.
+
+    Raises:
+        CaptureError: the step cannot be captured on some rank.
+        LayoutError: the ranks' programs differ.
 
     Args:
         state: the state that the step reaches.
@@ -102,10 +114,10 @@ def _collector_paused() -> Iterator[None]:
 def kept_within(
     program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
-    """Compile a program, and rebuild it until it fits its budget. Must be called on all ranks.
+    """Compiles a program; if it needs more memory than its budget, rebuilds it until it fits.
 
-    Compiled code may take more memory than the graph, because a fused kernel holds the results of
-    all of its calls at once. Then the program is rebuilt with a smaller budget, to recompute more.
+    All ranks must call it. Compiled code may take more memory than the graph, because a fused
+    kernel holds the results of all of its calls at once. A rebuilt program recomputes more.
 
     Args:
         prepare: a function that compiles a program.

@@ -27,7 +27,7 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, call `tell` with the name of each phase ("capture", "compile") that
+    """Inside the block, call `tell(name)` when a phase of a capture ("capture", "compile")
     begins.
     """
     _listeners.append(tell)
@@ -38,7 +38,7 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Report to the listeners of `phase_listener` that a phase of a capture begins."""
+    """Announce that a phase of a capture begins, to the functions set by `phase_listener`."""
     for tell in _listeners:
         tell(name)
 

@@ -152,7 +152,7 @@ class _BackwardPart:
 
 @dataclass(eq=False)
 class Region(CapturedProgram):
-    """A captured part of a model: a program whose results require grad, with forward and backward.
+    """A compiled part of an eager model: a program with a forward and a backward graph.
 
     Attributes:
         halves: the forward and the backward.
@@ -227,8 +227,9 @@ class Region(CapturedProgram):
 
 
 def region_of(program: CapturedProgram) -> CapturedProgram:
-    """Returns the program as a `Region` if gradients flow through its results; else the program
-    itself.
+    """Returns the program split into forward and backward (`Region`), if its results require grad.
+
+    Otherwise returns the program itself.
 
     Raises:
         IllegalGraph: the forward or the backward breaks the grammar.
@@ -324,13 +325,12 @@ class ForwardBackwardPair:
 
 
 def split(program: Program) -> ForwardBackwardPair:
-    """Split a region's program into forward and backward. Changes its graph: views are copied to
-    backward.
+    """Splits a region's program into forward and backward. Changes its graph.
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
-    passes added to recompute values. Instead of a view its base is saved, and instead of a cast of
-    an input the input. So instead of a gathered parameter the parameter itself is saved, and the
-    gathered value can be freed in between.
+    passes added to recompute values. To save less from forward, backward makes views again from
+    their base, and casts of an input from the input. So instead of a gathered parameter its shard
+    is saved, and the gathered value can be freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))

@@ -211,7 +211,7 @@ class _StepCall:
 
 
 class CompiledStep:
-    """A training step, or a part of a model, that `pt.compile` has compiled. Call it like the
+    """What `pt.compile` returns: a training step, or a part of a model. Call it like the
     original.
     """
 
@@ -275,8 +275,8 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
-        """The captured programs that are kept, at most `keep`; the one that was used last is at the
-        end.
+        """The captured programs that are kept, at most `keep`. The last one is the one that ran
+        last.
         """
         return tuple(self._programs.values())
 

@@ -1,4 +1,4 @@
-"""`IllegalGraph`, re-exported here because it was in this module before."""
+"""`IllegalGraph`. It is defined in `graph`; this module keeps an old import path."""
 
 from partita.graph.verify import IllegalGraph
 

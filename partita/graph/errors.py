@@ -37,10 +37,10 @@ class CaptureError(LayoutError):
 
 
 class RefusedCall:
-    """A record of a step that could not be captured. It decides when capture is tried again.
+    """Remembers that a step could not be captured, to decide when to try again.
 
-    That is when a value that the step had read has changed. Changes by the step's own eager run do
-    not count: the next call is compared with the state after that run.
+    It is tried again when a value that the step had read has changed. Changes by the step's own
+    eager run do not count: the next call is compared with the state after that run.
 
     Args:
         guards: a `guards.Guards`; None if unknown, so that capture is never tried again.
@@ -53,9 +53,7 @@ class RefusedCall:
         self.tries, self.why = tries, why
 
     def holds(self) -> bool:
-        """True if nothing that the step read has changed, so that another capture would fail
-        again.
-        """
+        """True if nothing that the step read has changed. Another capture would then fail, too."""
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
@@ -155,9 +153,8 @@ _NUMBERS += [
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if C code raised `error` because it got a symbolic number, not a Python number.
-
-    Numbers are symbolic only during capture.
+    """True if C code raised `error` because it got a symbolic number (of a capture), not a Python
+    one.
     """
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
@@ -257,9 +254,9 @@ _MACHINERY = (
 
 
 def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
-    """Returns the file of torch whose code reads a tensor's value; "" if the user's code reads it.
+    """Returns the file of torch that reads a tensor's value, such as "torch/nn/functional.py".
 
-    An example is "torch/nn/functional.py".
+    Returns "" if the user's code reads it.
 
     Args:
         frames: the stack frames, innermost first.
@@ -292,8 +289,8 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error for a step that uses a tensor which is neither an argument nor found by
-    name.
+    """Returns the error for a step that uses a tensor which is not an argument and was not
+    found.
     """
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
@@ -316,7 +313,7 @@ def user_line_of(error: BaseException) -> str:
 
 
 class UnsureOfWrites(Exception):
-    """Raised if capture cannot know which values an in-place write changes.
+    """Raised if capture cannot decide which values an in-place write changes.
 
-    The graph is then traced again.
+    The graph is then traced again, under torch's functionalization.
     """

@@ -28,12 +28,16 @@ _META = torch.device("meta")
 
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
-    """Returns the fake mode of a graph's inputs; a new one if none of them is a fake tensor."""
+    """Returns the FakeTensorMode of a graph's inputs; a new one if none of them is a fake
+    tensor.
+    """
     return fake_mode_in(inputs) or FakeTensorMode()
 
 
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
-    """Returns the mode of the first fake tensor in `values`, also inside lists and dictionaries."""
+    """Returns the FakeTensorMode of the first fake tensor in nested lists and dictionaries, or
+    None.
+    """
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode  # type: ignore[no-any-return]
@@ -70,7 +74,7 @@ def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def make_distinct(value: Any, known: set[int]) -> Any:
-    """Returns a fake value for a graph input whose storage no other input has.
+    """Returns a fake value, or a new one like it if a graph input already has its storage.
 
     Calls with equal operands share one fake value, but inputs are distinguished by their storages.
 
@@ -94,8 +98,8 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Disable all torch modes inside the block, so that they do not intercept how fakes are
-    made.
+    """Disable all torch modes inside the block, so that they do not intercept the creation of
+    fakes.
     """
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         yield
@@ -107,7 +111,7 @@ def make_empty_meta(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeByCall:
-    """The fake result of a call, and which of its tensors have new memory.
+    """The fake result of a call, and which of its tensors have new memory and which are views.
 
     Attributes:
         value: the fake value that the call returns.
@@ -122,7 +126,9 @@ class MadeByCall:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
-    """Returns the result of a call over fake tensors. Equal calls share one cached result.
+    """Returns the result of a call over fake tensors, which computes metadata only.
+
+    Equal calls share one cached result.
 
     Args:
         like: a value of the same fake mode, for calls without a tensor operand; for a call of a

@@ -93,7 +93,7 @@ class Note:
 
 
 def note_of(node: fx.Node) -> Note:
-    """Returns the note (origin) of a node; an empty one if it has none."""
+    """Returns the `Note` of a node (user's line, phase, ...); an empty one if it has none."""
     found: Note = node.meta.get(NOTE, NO_NOTE)
     return found
 
@@ -189,16 +189,16 @@ def key_of_operands(value: Any) -> Any:
 
 
 def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """Returns `fx.GraphModule(root, graph)`, which generates its Python code on first use."""
+    """Returns `fx.GraphModule(root, graph)`, but it generates its Python code only when it is
+    called.
+    """
     # Private torch: its own class for this, which Inductor and Dynamo use.
     made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
     return made
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Returns a context manager in which `make_fx` returns modules that generate code on
-    first use.
-    """
+    """Returns a context manager: modules that `make_fx` makes inside generate code when called."""
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
 
@@ -207,14 +207,16 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 
 
 def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
-    """Returns the positions of the inputs that a captured graph writes, in order."""
+    """Returns the positions of the inputs that a captured graph writes in place, in order."""
     calls = [*graph.find_nodes(op="call_function", target=_COPY), *subgraph_calls(graph)]
     written = {operand for node in calls for operand in written_operands(node)}
     return tuple(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in written)
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the operands that a call of a captured graph writes, by `copy_` or in a subgraph."""
+    """Yields the operands that a node writes: `copy_` writes one, a call of a subgraph may write
+    some.
+    """
     if node.target is _COPY:
         yield node.args[0]  # type: ignore[misc]
     elif (part := subgraph_of(node)) is not None and part.written:
@@ -239,10 +241,7 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """True if a node must stay in the graph even if nothing uses its value.
-
-    It writes, draws random numbers or checks a value.
-    """
+    """True if a node must stay even if its value is unused: it writes, draws or checks."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if (part := subgraph_of(node)) is not None:
@@ -254,7 +253,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def checks_value(node: fx.Node) -> bool:
-    """True if a node is an assertion: a call that only raises an error if a value is invalid."""
+    """True if a node only raises an error if a value is invalid, like an assertion."""
     return node.op == "call_function" and facts_of(node.target).checks
 
 
@@ -262,7 +261,7 @@ def checks_value(node: fx.Node) -> bool:
 
 
 def examples_of(graph: fx.Graph) -> list[torch.Tensor]:
-    """Returns the fake tensors of a graph's inputs, which have their shapes, strides and dtypes."""
+    """Returns the fake tensors of a graph's inputs, as example inputs for a compiler."""
     return [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
 
 
@@ -299,7 +298,9 @@ def _sends(target: Any) -> bool:
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """Returns the request with which a wire (connection to other ranks) runs a collective node."""
+    """Returns the `Request` (kind, operand, ranks) with which a wire runs the collective of
+    a node.
+    """
     args: Any = node.args
     operand, *given, name = args
     x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
@@ -326,11 +327,11 @@ N = TypeVar("N", bound=Hashable)
 def order_by_needs(
     wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]
 ) -> Iterator[N]:
-    """Yields nodes so that each comes after the nodes that it needs (a topological order).
+    """Yields nodes so that each comes after those that it depends on (a topological order).
 
     Args:
         wanted: the nodes, in the preferred order.
-        needs: the nodes that each node needs, without cycles. Only keys are yielded.
+        needs: the nodes that each node depends on, without cycles. Only keys are yielded.
         done: nodes to skip; each yielded node is added.
     """
     stack = list(wanted)[::-1]
@@ -358,7 +359,9 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class SectionSchedule:
-    """How much memory a section allocates in each of its calls, in bytes, without its inputs.
+    """The memory that a section (a separately compiled part) allocates, call by call, in bytes.
+
+    Its inputs are not included.
 
     Attributes:
         live: the bytes that are allocated while each call in the section runs.
@@ -372,7 +375,7 @@ class SectionSchedule:
 
     @cached_property
     def workspace(self) -> int:
-        """The most bytes that the section allocates at once for itself, without its results."""
+        """The most bytes that the section allocates at once, besides its results."""
         return max(self.live, default=0) - self.given
 
 
@@ -406,13 +409,11 @@ class Subgraph:
     schedule: SectionSchedule | None = None
 
     def example(self) -> list[torch.Tensor]:
-        """Returns fake tensors with the metadata of its inputs, for the compiler."""
+        """Returns fake tensors like the subgraph's inputs, as example inputs for a compiler."""
         return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """Returns the operands that a calling node passes, in the order of this subgraph's
-        inputs.
-        """
+        """Returns the operands of a node that calls this subgraph, one for each of its inputs."""
         given: Any = call.args[-1]
         return given  # type: ignore[no-any-return]
 
@@ -423,28 +424,29 @@ class Subgraph:
         return end.args[0]  # type: ignore[return-value]
 
     def inputs_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the inputs of one call of a block: of its backward if `is_late`, else of its
+        """Returns the inputs that belong to the backward of a block if `is_late`, else to its
         forward.
         """
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return inputs[self.taken :] if is_late else inputs[: self.taken]
 
     def outputs_of(self, is_late: bool) -> list[Any]:
-        """Returns the outputs of one call of a block: of its backward if `is_late`, else of its
+        """Returns the outputs that belong to the backward of a block if `is_late`, else to its
         forward.
         """
         return self.outputs[self.returned :] if is_late else self.outputs[: self.returned]
 
     def nodes_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the calls of a block's backward if `is_late`, else the calls of its forward."""
+        """Returns the call nodes of a block's backward if `is_late`, else of its forward."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         return [n for n in calls if (n in self.backward_nodes) is is_late]
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of a block's backward.
+        """The nodes of a block's backward: those of the phase "backward", and all that depend on
+        them.
 
-        They have the phase "backward", or depend on inputs of backward or on such nodes.
+        Nodes that depend on inputs of backward belong to it, too.
         """
         if self.taken is None:
             return set()
@@ -463,15 +465,13 @@ class Subgraph:
 
     @cached_property
     def has_effect(self) -> bool:
-        """True if a call must stay even if its results are not used: it writes, draws numbers or
-        checks.
-        """
+        """True if a call must stay even if its results are unused: it writes, draws or checks."""
         calls = self.graph.graph.nodes
         return any(n.op == "call_function" and has_effect(n) for n in calls)
 
     @cached_property
     def only_moves(self) -> bool:
-        """True if the subgraph computes nothing: it only moves or casts elements of its inputs."""
+        """True if the subgraph computes nothing: its calls are only views, copies and casts."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         facts = (facts_of(n.target) for n in calls)
         return all(f.moves or f.casts for f in facts)
@@ -482,7 +482,9 @@ class Subgraph:
 
 @declare_facts(OpFacts(makes_new=True))
 def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a subgraph (for a block: its forward). It is never executed.
+    """Marks a node as a call of a subgraph (for a block: of its forward). It is never executed.
+
+    It is the `target` of such nodes in an FX graph.
 
     Args:
         part: the subgraph.
@@ -493,7 +495,9 @@ def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
 
 @declare_facts(OpFacts(makes_new=True))
 def call_backward(part: Subgraph, forward: Any, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a block's backward. It is never executed.
+    """Marks a node as a call of a block's backward. It is never executed.
+
+    It is the `target` of such nodes in an FX graph.
 
     Args:
         part: the block's subgraph.
@@ -521,9 +525,7 @@ def subgraphs_in(graph: fx.Graph) -> list[Subgraph]:
 
 
 def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the calls of a graph and of the subgraphs that it calls, each distinct subgraph
-    once.
-    """
+    """Yields the call nodes of a graph and of the subgraphs that it calls, each subgraph once."""
     for graph_of_part in (graph, *(s.graph.graph for s in subgraphs_in(graph))):
         yield from (n for n in graph_of_part.nodes if n.op == "call_function")
 

@@ -135,8 +135,7 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
 
 
 def canonical(program: Program) -> list[str]:
-    """Returns a program as lines of text that are equal on all ranks that captured the same
-    program.
+    """Returns a program as lines of text, which are equal on all ranks if their programs are equal.
 
     They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
     are first, one for each node, then the lines of each section once.
@@ -174,10 +173,7 @@ def _format_layout(spec: Spec) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Yields a line of text for each node of a graph.
-
-    Graphs that compute the same have equal lines.
-    """
+    """Yields a line of text for each node. Graphs that compute the same have equal lines."""
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
         number[node] = f"%{len(number)}"
@@ -185,7 +181,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """Returns a line of text for a node, which is equal for nodes that compute the same.
+    """Returns a line of text for a node. Nodes that compute the same have equal lines.
 
     Args:
         number: the name of each operand in the text.
@@ -245,9 +241,8 @@ _PERIODS = 16
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
-    """Finds the longest part of a sequence of calls that repeats.
+    """Finds the longest part of a sequence that repeats with a fixed period, such as equal layers.
 
-    The graph of a model with equal layers repeats, and so does the graph of its update.
     The distances between equal calls suggest periods. For each of the most frequent distances, this
     finds the longest range in which each call equals the one a period later.
 

@@ -75,7 +75,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class HeldInput:
-    """Memory of an input, which exists before and after the step.
+    """An input of a step and its memory, which exists before and after the step.
 
     Attributes:
         name: the name of the input in messages.
@@ -105,14 +105,16 @@ class Memory:
 
     @cached_property
     def live(self) -> list[int]:
-        """The bytes of the step's buffers that are allocated at each place (while each node or line
-        runs).
+        """The bytes that the step has allocated while each node (or line of code) runs, inputs
+        excluded.
         """
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns the allocated bytes at each place, counting only buffers for which `counts` is
-        True.
+        """Returns the bytes allocated while each node (or line of code) runs, for chosen buffers.
+
+        Args:
+            counts: a predicate: True for a buffer that counts.
         """
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
@@ -137,19 +139,20 @@ class Memory:
 
     @property
     def total_peak(self) -> int:
-        """The most bytes that are allocated at once, including the inputs."""
+        """The most bytes that are allocated at once, inputs included."""
         return self.peak + self.held_bytes
 
     @cached_property
     def peak_place(self) -> int:
-        """The index of the place (node or line) at which the memory first reaches its peak."""
+        """The index of the node (or line of code) at which the memory first reaches its peak."""
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """Returns the buffers that are allocated while a place runs, largest first.
+        """Returns the buffers that are allocated while a node (or line of code) runs, largest
+        first.
 
         Args:
-            place: an index into `places`.
+            place: the index of the node or line in `places`.
         """
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
@@ -184,7 +187,7 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 
 
 class Storages:
-    """Which nodes of a graph share memory: the storages of each node's tensors, as numbers.
+    """Which nodes of a graph share memory. Each storage has a number, which the nodes refer to.
 
     Inputs have different storages unless they share one.
 
@@ -218,7 +221,7 @@ class Storages:
             self.of[node] = tuple(dict.fromkeys(self._shows[node]))
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the numbers of the storages that a node allocates."""
+        """Returns the numbers of the storages that a node allocates, which no operand of it has."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
     @cached_property
@@ -235,8 +238,8 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the numbers of the storages that are freed after a call, because no later call
-        reads them.
+        """Returns the numbers of the storages that are freed after a node, because it is their last
+        reader.
 
         Storages of inputs are not included.
         """
@@ -312,7 +315,7 @@ def _schedule_of_section(section: Subgraph) -> SectionSchedule:
 
 
 def scheduled(program: Program) -> Memory:
-    """Returns the memory schedule of the code that runs: of Inductor's code, or of the graph.
+    """Returns the memory schedule of the code that will run: Inductor's code, or the graph.
 
     Raises:
         ValueError: the memory of the generated code is unknown.
@@ -322,9 +325,7 @@ def scheduled(program: Program) -> Memory:
 
 
 def memory_of(program: Program) -> Memory:
-    """Returns the memory schedule of a program if its graph runs node by node, with sections
-    inlined.
-    """
+    """Returns the memory schedule of a program that runs node by node, with sections inlined."""
     program = program.flat()
     nodes = [n for n in program.graph.graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)
@@ -390,7 +391,8 @@ def _peak_of_call(
 
 
 def held_by(program: Program) -> Iterator[HeldInput]:
-    """Yields the inputs of a program that exist between calls, with their bytes.
+    """Yields the program's inputs whose memory exists between calls, such as parameters, with
+    bytes.
 
     A shared storage counts once.
     """
@@ -404,13 +406,13 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
-    """Yields the buffers that each call allocates for its inputs before the graph runs.
+    """Yields the buffers that each call allocates for inputs before the graph runs.
 
-    They are tensors of Python numbers, and padded copies of inputs without room for padding. They
-    live until the call ends.
+    They are tensors of Python numbers, and padded copies of uneven shards. They live until the call
+    ends.
 
     Args:
-        places: the number of places of the schedule.
+        places: the number of nodes (or lines of code) of the schedule.
     """
     examples = program.example()
     for i, given in enumerate(program.inputs):
@@ -433,7 +435,7 @@ def opname(node: fx.Node) -> str:
 
 
 def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """Returns a `Buffer` whose source, phase, layout and reason come from a node's note.
+    """Makes a `Buffer` whose source, phase, layout and reason are those in a node's note.
 
     Args:
         more: other attributes of the buffer.
@@ -570,7 +572,7 @@ def _signature_of_argument(value: Any) -> Any:
 
 
 def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compiled: bool) -> int:
-    """Returns the bytes of the temporary buffers with which a collective is run by its backend.
+    """Returns the bytes of the temporary buffers that a backend allocates to run a collective.
 
     Args:
         args, made: the operands and the result of the call, with fake tensors.

@@ -77,8 +77,7 @@ class StepOptions:
 
     @property
     def section_threshold(self) -> int | None:
-        """The number of graph nodes above which equal blocks are compiled once; None: they never
-        are.
+        """The graph size in nodes above which equal blocks are compiled only once; None for never.
 
         Capture folds blocks of equal structure into calls of one subgraph (`capture/fold.py`), and
         `FormSearch` inlines them if the budget requires it.
@@ -88,7 +87,7 @@ class StepOptions:
         return 0 if self.sections else _OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Returns the lines by which a program's key depends on the options.
+        """Returns the options as lines of text, which become a part of the program's key.
 
         Args:
             ran: the names of the passes that ran.
@@ -153,7 +152,7 @@ class Input:
 
     @property
     def padding(self) -> PaddingBoundary | None:
-        """How this rank's local tensor is padded before the graph; None if all ranks have equal
+        """How this rank's shard is padded to the largest shard; None if all ranks have equal
         shapes.
         """
         if self.kind == "saved":  # the graph made it, with padding
@@ -165,7 +164,7 @@ class Input:
         return padding_boundary(self.spec, persistent=persistent, zeros=zeros, read=read)
 
     def local_value(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Returns this rank's value of the input in a call.
+        """Returns the local tensor that the graph gets for this input in a call.
 
         Args:
             tensors: the leaves of the call (the tensors and numbers of its arguments and state).
@@ -179,7 +178,7 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """An identifier of the place where a Python number of the step's state is stored."""
+        """An identity for the place in the step's state where a Python number is stored."""
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
@@ -202,7 +201,8 @@ class Input:
 
 
 class ViewOf(NamedTuple):
-    """The base of an output that is a view copy (see partita/tensor/aliasing.py).
+    """What an output is a view of in plain PyTorch, if it has its own memory here
+    (`tensor.aliasing`).
 
     Attributes:
         source: "input" or "gradient" if the base is a leaf of the call or its `.grad`; "output".
@@ -279,7 +279,7 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """How much of a step is recomputed in backward. A step's graph and its blocks share one object.
+    """How much a step recomputes in backward. A step's graph and its blocks share one object.
 
     Attributes:
         number: the number of a choice of the pass `remat`; 0 recomputes nothing.
@@ -343,12 +343,12 @@ class Program:
 
     @property
     def level(self) -> int:
-        """The number of the chosen `RecomputeLevel`: how much is recomputed in backward."""
+        """How much is recomputed in backward: the number of the chosen `RecomputeLevel`."""
         return self.recompute.number
 
     @property
     def wires(self) -> list[Wire]:
-        """The wires (connections to other ranks) that the program uses, in the same order on all
+        """The wires (connections to the ranks of a mesh) that the program uses, in one order on all
         ranks.
 
         They are those of its inputs, outputs and collectives.
@@ -360,20 +360,22 @@ class Program:
 
     @cached_property
     def view_copies(self) -> frozenset[int]:
-        """The indices of leaves that are view copies, which may be out of date."""
+        """The indices of leaves that are views in plain PyTorch but copies here; they may be out of
+        date.
+        """
         given = [i for i in self.inputs if i.kind not in ("gradient", "cotangent")]
         return frozenset(i.index for i in given if i.spec is not None and i.spec.is_copy)
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """The outputs that are inputs, returned unchanged: output position to input position."""
+        """The outputs that are unchanged inputs: maps the output's position to the input's."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """The outputs that repeat an earlier output: repeated position to first position.
+        """The outputs that repeat an earlier output: maps the later position to the first.
 
         A node that is returned both with and without its padding counts as two values.
         """
@@ -385,8 +387,8 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The global ranks that take part in the program's collectives, and for which a call may
-        wait.
+        """The global ranks that take part in the program's collectives, for which a call
+        may wait.
         """
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
@@ -399,8 +401,8 @@ class Program:
 
     @cached_property
     def numbers_to_keep(self) -> set[Input]:
-        """The "number" inputs whose tensors can be reused in later calls, because no output is a
-        view of them.
+        """The "number" inputs whose tensors later calls can reuse, because no output is a view of
+        them.
         """
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {
@@ -416,11 +418,13 @@ class Program:
 
     @property
     def artifact(self) -> Built | None:
-        """The compiled code of this program; None if the graph runs without being compiled."""
+        """The compiled code of this program; None if its graph runs without compilation."""
         return self.built
 
     def flat(self) -> Program:
-        """Returns this program with calls of sections inlined; itself if it calls none."""
+        """Returns this program with separately compiled sections inlined; itself if there
+        are none.
+        """
         graph = flatten_module(self.graph)
         if graph is self.graph:
             return self
@@ -429,9 +433,7 @@ class Program:
         return found
 
     def example(self) -> list[torch.Tensor]:
-        """Returns fake tensors with the metadata of the inputs, as example inputs for a
-        compiler.
-        """
+        """Returns fake tensors like the program's inputs, as example inputs for a compiler."""
         return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
@@ -498,8 +500,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """Finds on the gradients of which results each backward node depends. Returns their numbers by
-    node.
+    """Returns, for each backward node, the numbers of the results on whose gradients it depends.
 
     If none of these gradients exists, autograd passes None, not zeros. So passes must not combine
     nodes that depend on different results.
@@ -567,8 +568,8 @@ class PaddingBoundary:
         return self.behind and self.persistent
 
     def pad_input(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the local tensor with padding, contiguous: in its own storage if that has room,
-        or a copy.
+        """Returns the padded, contiguous local tensor: in its own storage if there is room, else a
+        copy.
         """
         local = local.data  # so that padding does not count as a write
         whole = local.contiguous() if self.true == self.padded else None
@@ -617,7 +618,7 @@ class PaddingBoundary:
         return found
 
     def unpad_output(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns an output of the graph without padding, in its own storage."""
+        """Returns an output of the graph without its padding, as a tensor with its own storage."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
@@ -625,7 +626,7 @@ class PaddingBoundary:
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a view of `value` without its padding."""
+        """Returns `value` without its padding, as a view."""
         for dim, n in enumerate(self.true):
             value = value.narrow(dim, 0, n)
         return value
@@ -711,7 +712,7 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """Returns the `Built` of a function that calls several compiled parts.
+        """Makes the `Built` of a function that calls several compiled parts.
 
         Args:
             call: the function.

@@ -29,9 +29,10 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns the nodes whose memory some call writes. Nodes with the same number share memory.
+    """Returns the nodes whose memory is written by some node, each with the number of that memory.
 
-    Each input has its own memory, as in torch's functionalization.
+    Nodes with the same number share memory. Each input has its own memory, as in torch's
+    functionalization.
     """
     shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()
@@ -84,9 +85,9 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """Returns the operand whose memory a node's value shares, and True if the call also writes it.
+    """Returns (operand, is_written): the operand that a node's value is a view of, or None.
 
-    The operand is None if the value has its own memory.
+    `is_written` is True if the call also writes that operand in place.
     """
     if node.op != "call_function":
         return None, False
@@ -141,15 +142,15 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Returns a key of the part of its storage that a tensor shows: shape, strides, offset,
-    dtype.
+    """Returns a tensor's shape, strides, offset and dtype: the part of its storage that it
+    covers.
     """
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
 
 def lie_alike(a: Any, b: Any) -> bool:
-    """True if tensors (or lists of tensors) have equal shapes, strides and dtypes in memory."""
+    """True if two tensors (or lists of tensors) have equal shapes, strides and dtypes."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -162,8 +163,8 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of outputs that share elements, and of outputs and inputs they are views
-    of.
+    """Returns the pairs of outputs that share elements, and of an output and an input that it
+    views.
     """
     return frozenset(_find_overlapping_pairs(graph))
 

@@ -14,29 +14,32 @@ from torch.optim import Optimizer
 
 
 def is_no_tuple(value: Any) -> bool:
-    """True if `value` is not a tuple, so that tensors in it are stored in slots of their own.
+    """True if `value` is not a tuple. As `is_leaf=` of a pytree function, it makes only tuples
+    flatten.
 
-    A slot may hold a tuple of tensors, which is replaced as a whole.
+    A tuple of tensors in a slot is flattened. Tensors in a list have slots of their own.
     """
     return not isinstance(value, tuple)
 
 
 class SlotHome:
-    """The base of objects that make parts of `owner` accessible as items, `home[key]`."""
+    """The base of objects that give access to parts of `owner` as items, `home[key]`.
+
+    So capture reads and writes a closure cell or an attribute like an entry of a dictionary.
+    """
 
     def __init__(self, owner: Any):
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Returns an identifier of the place `home[key]`.
-
-        It is equal for all homes through which the same place is reached.
+        """Returns an identity of the place `home[key]`, equal for all homes that lead to this
+        place.
         """
         return id(self.owner), key
 
 
 class ParamGroup:
-    """Gives access to the options of an optimizer's parameter group, as items.
+    """Gives access to the options of an optimizer's parameter group: `home["lr"]`.
 
     It finds the group by number, because `load_state_dict` replaces the dictionaries.
     """
@@ -53,9 +56,9 @@ class ParamGroup:
 
 
 class ParamState:
-    """Gives access to the optimizer state of one parameter, as items. Created at the first write.
+    """Gives access to the optimizer state of one parameter: `home["exp_avg"]`.
 
-    `p` is the slot of the parameter.
+    The first write creates the state. `p` is the slot of the parameter.
     """
 
     def __init__(self, optimizer: Optimizer, p: Slot):
@@ -102,7 +105,7 @@ class Slot:
 
     @property
     def identity(self) -> tuple[int, Any]:
-        """An identifier that is equal for slots of the same place."""
+        """An identity of the place; equal for slots of the same place."""
         if isinstance(self.home, SlotHome):
             return self.home.identity(self.key)
         return id(self.home), self.key

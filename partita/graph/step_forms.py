@@ -48,11 +48,11 @@ from .subgraphs import inline_subgraphs
 
 @dataclass(frozen=True)
 class StepForm:
-    """One way in which a captured step can be rewritten: how much it recomputes, and its blocks.
+    """One variant of a captured step: how much it recomputes, and whether its blocks are calls.
 
     Attributes:
         level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
-        in_blocks: True if blocks are called; False if they are inlined.
+        in_blocks: True if blocks are calls of subgraphs; False if they are inlined.
     """
 
     level: int = 0
@@ -64,7 +64,7 @@ _CHANGED_PARTS = ("inputs", "outputs")
 
 
 class CapturedForms:
-    """A captured program before the passes, from which a program of any form can be made.
+    """A captured program before the passes; it makes a program of any form (variant) from it.
 
     The first program is the captured program itself. For others it stores a record of each node.
 
@@ -87,11 +87,10 @@ class CapturedForms:
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
     ) -> Program:
-        """Returns a new copy of the captured program in a form, to be changed by passes.
-
-        `form` None means the chosen form, `self.form`.
+        """Returns a new copy of the captured program in a form, for the passes to change.
 
         Args:
+            form: the form; None for the chosen one, `self.form`.
             recorded: the same as for `_lower_blocks`.
         """
         form = form or self.form
@@ -104,8 +103,8 @@ class CapturedForms:
         return program
 
     def inlined(self) -> Program:
-        """Returns a new copy of the captured program in the chosen form, but with its blocks
-        inlined.
+        """Returns a new copy of the captured program in the chosen form, but without calls of
+        blocks.
         """
         return self.program(replace(self.form, in_blocks=False))
 
@@ -124,7 +123,7 @@ class CapturedForms:
 
 
 class FormSearch:
-    """A search for the form of a captured step that fits a memory limit.
+    """Searches for a form (variant) of a captured step whose peak memory is within a limit.
 
     Forms are tried in a fixed order, so that a larger limit never results in a later form. First
     come forms with blocks as calls, with more and more recomputation inside and around the blocks.

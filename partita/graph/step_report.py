@@ -54,7 +54,7 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
 def facts_of_memory(
     memory: Memory, class_of: Callable[[Buffer], str] | None = None
 ) -> dict[str, Any]:
-    """Returns data for a report: the bytes of each class of memory at each place of a schedule.
+    """Returns data for a report: the bytes of each class of memory over the course of a step.
 
     Args:
         class_of: a function from a buffer to its class ("activations"); `_class_of` if None.
@@ -158,9 +158,9 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 
 
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
-    """Runs the passes again on a captured program, and returns an iterator over their changes.
+    """Runs the passes again on a captured program, and yields what each of them changed.
 
-    If blocks are called, the first change is the one by all passes within blocks.
+    If blocks are calls, the first change is the one by all passes within blocks.
     """
     return (change for _, change in _run_and_record(captured))
 

@@ -39,10 +39,11 @@ from .shared_memory import lie_alike
 def inline_subgraphs(
     graph: fx.Graph, find_subgraph: Callable[[fx.Node], Any] = lambda call: call.args[0]
 ) -> None:
-    """Replace calls of subgraphs in a graph by copies of the subgraphs' nodes.
+    """Replace each call of a subgraph by copies of the subgraph's nodes.
 
     Args:
-        find_subgraph: a function from a call node to the subgraph to copy; its own if None.
+        find_subgraph: a function from a call node to the graph to copy; by default the subgraph
+            that it calls.
     """
     calls = subgraph_calls(graph)
     if not calls:
@@ -76,8 +77,7 @@ def inline_subgraphs(
 
 
 def flatten_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a module in which all sections are inlined; `module` itself if it calls
-    none.
+    """Returns a copy of a module with all sections inlined; `module` itself if it calls none.
 
     An unused result of a section stays alive until the section's end, as if the section is called.
     """

@@ -35,15 +35,18 @@ class IllegalGraph(LayoutError):
 
 
 def verifies_each_pass() -> bool:
-    """True if PARTITA_VERIFY is set. Then the graph is checked after each pass, and errors name the
-    pass.
+    """True if PARTITA_VERIFY is set: the graph is then checked after each pass.
+
+    An error then names the pass.
     """
     return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 
 def verify(program: Program, after: str) -> None:
-    """Raise IllegalGraph if the program's graph breaks a rule (see the module). `after` names the
-    last pass.
+    """Raise IllegalGraph if the program's graph breaks a rule of the grammar (see the module).
+
+    Args:
+        after: the name of the last pass, for the error.
     """
     for node, fact in _find_faults(program):
         place = "" if node is None else note_of(node).source

@@ -49,12 +49,13 @@ NUMBER = torch.zeros((), dtype=torch.float64)
 
 @dataclass
 class PlainNumbers:
-    """The Python floats of a step that are constants of the program, because they cannot be traced.
+    """The Python floats of a step that become constants of the program, because they cannot be
+    inputs.
 
     Attributes:
-        why: the reason if no float is traced; "" otherwise.
-        named: maps the name of a float that is not traced to the user's line. These are zeros that
-            the step reads or compares, and floats that code may compare by `is`.
+        why: the reason if no float can be an input; "" otherwise.
+        named: maps the name of such a float to the user's line. These are zeros that the step reads
+            or compares, and floats that code may compare by `is`.
     """
 
     why: str = ""
@@ -62,15 +63,16 @@ class PlainNumbers:
 
 
 class CapturedNumbers:
-    """The Python floats that one run of a capture reads, as inputs or constants of the program.
+    """The Python floats that a step reads during one capture run; they become graph inputs or
+    constants.
 
     Args:
         env: the shape environment of the fake tensors.
-        plain: the floats that are not traced.
+        plain: the floats that are constants.
 
     Attributes:
-        met: (input, value) of each float that the step reads, traced or not.
-        traced: maps the symbol of each traced float to its input.
+        met: (input, value) of each float that the step reads, input or constant.
+        traced: maps the symbol of each float that is a graph input to its `Input`.
     """
 
     def __init__(self, env: NumberEnv, plain: PlainNumbers):
@@ -79,11 +81,11 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns a symbolic float that replaces a float of the step, or `value` if it is a
+        """Returns the symbolic float that the step gets in place of a float, or `value` for a
         constant.
 
         Args:
-            given: the input of the graph that the float becomes.
+            given: the graph input that the float becomes.
         """
         self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.named):
@@ -102,9 +104,9 @@ class CapturedNumbers:
         return found
 
     def asked_zeros(self) -> bool:
-        """True if the step has read or compared a traced float that is zero.
+        """True if the step has read or compared a float input whose value is zero.
 
-        The next run then treats it as a constant.
+        Such a float is a constant in the next run, because code often tests `if weight_decay != 0`.
         """
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
@@ -116,9 +118,9 @@ class CapturedNumbers:
         return bool(found)
 
     def keep_plain(self, numbers: Sequence[Input]) -> bool:
-        """Treat these floats as constants from the next run on.
+        """Make these floats constants of the program, from the next run on.
 
-        Returns True if this run traces one, so that another run is needed.
+        Returns True if one of them is a graph input in this run, so that another run is needed.
         """
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
@@ -134,7 +136,7 @@ class CapturedNumbers:
         return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
 
     def conditions(self) -> list[Condition]:
-        """Returns the conditions on floats under which the program may run."""
+        """Returns the conditions on floats under which the program may run, such as `lr > 0.1`."""
         found = []
         values = {id(given): value for given, value in self.met}
         traced = set(map(id, self.traced.values()))
@@ -254,11 +256,12 @@ def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
 
 @dataclass(frozen=True)
 class Guesses:
-    """Assumed results of the step's first branches on tensor values; results of others are
-    predicted.
+    """Answers that a capture assumes for the step's first branches on tensor values.
+
+    Answers to later branches are predicted (`PredictedValues`).
 
     Attributes:
-        values: the answers.
+        values: the assumed answers.
         certain: the number of answers, from the first, that are known to be true for the call.
         turned: the indices of the answers that were tried both ways.
         tried: the number of sequences of answers that were tried.
@@ -270,10 +273,10 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """Returns guesses with one answer changed, after the step has raised; None if all were
-        tried.
+        """Returns guesses with one answer changed; None if all were tried.
 
-        The error may come from a branch that the call does not take.
+        Called after the step has raised during capture: the error may come from a branch that the
+        call does not take.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned and isinstance(answers[i], bool):
@@ -285,9 +288,9 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """The result of a run in which a branch on a tensor's value went another way than at capture.
+    """The result of running a program whose assumed answers are wrong for this call.
 
-    The run has changed nothing.
+    The run has changed nothing, so the call can run another program.
 
     Attributes:
         answers: the answers that the graph computed.
@@ -304,17 +307,13 @@ class OtherAnswers:
 
     @property
     def reason(self) -> str:
-        """A text that says why another program is needed: which value differs, and at which
-        line.
-        """
+        """A text that says why another program is needed: which value differs, at which line."""
         last = self.answers[self.certain - 1]
         return f"the value at {self.line} gave {last} in place of {self.before}"
 
     @property
     def guesses(self) -> Guesses:
-        """The answers that the graph has computed, as guesses with which the step is captured
-        again.
-        """
+        """The answers that the graph has computed, as guesses for another capture of the step."""
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
@@ -336,11 +335,13 @@ class Answers:
 
     @property
     def numeric(self) -> tuple[int, ...]:
-        """The indices of the assumed results that are numbers, not bools."""
+        """The indices of those answers that are numbers (a value, a size), not bools."""
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Compares only the answers that are numbers, before a run. Returns what `compare` returns.
+        """Compares only the answers that are numbers. Returns what `compare` returns.
+
+        A small graph computes these before the program runs, because they decide shapes.
 
         Args:
             found: the computed numbers.
@@ -351,10 +352,10 @@ class Answers:
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns None if the computed answers equal these; otherwise the computed ones.
+        """Returns None if the assumed answers are right for a call; otherwise the computed ones.
 
         Args:
-            found: the answers as encoded integers.
+            found: the computed answers, encoded as integers.
         """
         if [*map(_encode_answer, self.values)] == [*found]:
             return None
@@ -365,9 +366,9 @@ class Answers:
 
 
 class ValuesWanted(BaseException):
-    """Raised during capture if a branch depends on a value that must be computed first.
+    """Raised during capture if the step branches on a value that must be computed first.
 
-    A BaseException, so that steps do not catch it.
+    The call then computes it, and captures again. A BaseException, so that steps do not catch it.
 
     Attributes:
         compute: a function from the leaves of the call to the values that the step has read so far.
@@ -396,13 +397,13 @@ class StepRaises(Exception):
 
 
 class AskedQuestions:
-    """The branches on tensor values in one run of a capture, with the answers that are assumed.
+    """The branches on tensor values in one capture run, each with the answer that is assumed.
 
     Args:
         guesses: answers of an earlier run.
 
     Attributes:
-        values: the symbolic value of each question's answer, an output of the graph.
+        values: the symbolic value of each branch, an output of the graph.
         reads: the numbers that the step has read from tensors (`.item()`), in order.
         last_line: the user's line that needs a value that must be computed first.
     """
@@ -458,17 +459,20 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Returns other guesses to try after the step has raised; None if all were tried."""
+        """Returns guesses with another answer, to capture again after the step has raised.
+
+        None if all were tried.
+        """
         return self._guesses.try_other_way(self._answers)
 
     @property
     def answers(self) -> Answers:
-        """The results of branches that this run has assumed so far, in order."""
+        """The answers that this run has assumed so far, in the order of the branches."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:
-    """Guesses the result of a check from the op that computes it; returns None if unsure.
+    """Guesses the result of a check on a tensor from its op, without values; None if unsure.
 
     Most such checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
     """
@@ -507,10 +511,11 @@ def _finds_bad(node: fx.Node) -> bool:
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
-    """Make a graph write inputs only if the answers that it computes equal the assumed `answers`.
+    """Make a graph write its inputs only if the answers that were assumed at capture are true.
 
-    The computed answers are its last outputs. Otherwise each `copy_` writes the input's old value,
-    so that no write waits for Python. The answers become one output: a tensor of integers.
+    The graph's last outputs are the true answers. If one differs from `answers`, each `copy_`
+    writes the input's old value, so that the run changes nothing. The true answers become one
+    output, a tensor of integers.
 
     Raises:
         CaptureError: a custom operator in the graph writes, whatever the answers are.

@@ -39,7 +39,9 @@ _DEPTH = 32  # the most nested objects; each level takes frames of Python's stac
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves (tensors and values) in arguments or results, and their structure.
+    """Returns the leaves (tensors and plain values) in arguments or results, and their structure.
+
+    Like `pytree.tree_flatten`, but also flattens objects such as dataclasses.
 
     Args:
         stays: a predicate: True for an object that is kept as a leaf.
@@ -57,7 +59,7 @@ def flatten_call(
 
 
 def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
-    """Rebuilds arguments or results from leaves and a structure: the inverse of `flatten_call`.
+    """Returns arguments or results made of leaves and a structure: the inverse of `flatten_call`.
 
     An object that occurs several times is created once.
     """
@@ -72,7 +74,7 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 
     Args:
         call: the (args, kwargs).
-        kinds: the classes of objects that are taken apart.
+        kinds: the classes of objects that `flatten_call` flattens.
     """
     found: list[Any] = []
     inside, opened = [call], set[int]()  # values to visit; ids of objects that may hold themselves
@@ -96,7 +98,11 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 
 
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
-    """Returns rebuilt arguments in which a container that occurs several times is one object again.
+    """Returns rebuilt arguments in which a container that the call passes twice is one object
+    again.
+
+    `unflatten_call` makes two lists of a list that is passed twice. Code that writes one of them
+    must see the change in the other.
 
     Args:
         call: the original arguments.
@@ -135,7 +141,7 @@ def is_taken_apart(value: Any) -> bool:
 def refuse_closed(name: str, leaf: Any) -> None:
     """Raise CaptureError if an argument is an object that holds tensors but cannot be flattened.
 
-    Its tensors would not become inputs of the graph.
+    Its tensors could not become inputs of the graph.
     """
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return

@@ -66,9 +66,10 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 def names_asked_for(code: CodeType) -> set[str]:
-    """Returns all names of attributes that a code object may read.
+    """Returns the names of all attributes that a code object may read.
 
-    They are the names in its instructions, and string constants, which `getattr` may get.
+    They are the attribute names in its instructions, and its string constants, because `getattr(x,
+    "name")` may use these.
     """
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
 
@@ -79,11 +80,11 @@ def strings_of(code: CodeType) -> set[str]:
 
 
 def line_of_write(codes: list[CodeType], key: object) -> str | None:
-    """Returns the "file:line" where code writes a variable, attribute or item; None if unsure.
+    """Returns the "file:line" where code assigns a variable, attribute or item; None if unsure.
 
     Args:
         codes: the code objects to search.
-        key: the name.
+        key: the name of the variable or attribute, or the key of the item.
     """
     writes_by_name, mutations = [], []
     for code in codes:
@@ -188,10 +189,12 @@ _REFLECTING_ATTRIBUTES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def reflects(code: CodeType) -> bool:
-    """True if code may read an attribute whose name does not occur in it.
+    """True if code may read an attribute whose name does not occur in it, as `getattr(x, key)`
+    does.
 
-    A call of `getattr` pushes the function, an empty place and its arguments. So the name is a
-    constant if the last instruction that ends at the depth of the second argument loads one.
+    `getattr` with a constant name does not count. A call pushes the function, an empty stack entry
+    and its arguments. So the name is constant if the last instruction at the depth of the second
+    argument loads a constant.
     """
     if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
         return True

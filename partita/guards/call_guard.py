@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class CallGuard:
-    """A record of the last call, with which the next call is compared quickly, by object identity.
+    """Remembers the last call, to decide fast if the next one may run the same program.
+
+    It compares tensors by object identity; if that fails, the slower `Guards` decide.
 
     Args:
         slots: `state.slots`, and the slots of optimizer state that exists now.
@@ -106,8 +108,10 @@ class CallGuard:
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the leaves (tensors and values) of another call if it is like this call,
-        otherwise None.
+        """Returns the leaves (tensors and plain values) of a new call if it is like the remembered
+        one.
+
+        Otherwise None: the slower checks must decide.
         """
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
@@ -144,7 +148,11 @@ class CallGuard:
         return holds
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Returns this rank's values of the program's inputs, given the leaves of a call."""
+        """Returns the local tensors with which this rank runs the program in a call.
+
+        Args:
+            tensors: the leaves of the call, as `tensors` returns them.
+        """
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)
             if value is not self._values[i]:

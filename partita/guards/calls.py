@@ -183,7 +183,7 @@ def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
 
 
 class Calls:
-    """Watches the functions that a step calls during capture, by this thread's profile function.
+    """Watches the functions that a step calls during capture, with `sys.setprofile` in this thread.
 
     Args:
         record: stores the settings that are read, and raises CaptureErrors.
@@ -370,7 +370,8 @@ def is_random_generator(value: Any) -> bool:
 def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
     """Raise CaptureError if `value` is a random generator, or an object that uses one.
 
-    Its calls may not be seen, so no guard can cover them.
+    Such an object may be called from C code, unseen by the profile function, so no guard can cover
+    it.
     """
     if has_type(value, torch._C.Generator):
         record.refuse(
@@ -453,7 +454,7 @@ def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
 
 
 def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
-    """Record that the step reads environment variables.
+    """Record the environment variables that a step may read, so that guards compare them.
 
     Args:
         names: texts in the step's code. Those in capital letters count as names of variables.
@@ -483,7 +484,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
-    """Record the settings that the functions of a module use implicitly, such as the locale.
+    """Record settings that functions of a module use without an argument, such as the locale.
 
     Args:
         module: the module's name.
@@ -581,7 +582,7 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def reads_for_user(frame: FrameType | None) -> bool:
-    """True if code of Python's library runs because the user's code has called it."""
+    """True if a frame of Python's standard library runs because the user's code has called it."""
     while frame is not None and not is_recorded(frame.f_code.co_filename):
         if frame.f_code is not _DIR and not _is_stdlib_file(frame.f_code.co_filename):
             return False

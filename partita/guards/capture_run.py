@@ -120,14 +120,15 @@ def capture_step(
     blocks: BlockChoice,
     counts_apart: bool,
 ) -> CapturedProgram:
-    """Captures a step: runs it over fake tensors, several times if necessary, and returns a
-    program.
+    """Captures a step: runs it over fake tensors until one run gives a complete graph.
+
+    Returns the program.
 
     Args:
         state: the modules, optimizers and tensors that the step reaches.
-        guesses: assumed answers to branches on values.
-        values: the known values of the call.
-        blocks: the choice of modules that are blocks.
+        guesses: assumed answers to branches on tensor values.
+        values: the values of the call that are known, for such branches.
+        blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
             cannot represent all.
 
@@ -211,7 +212,7 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """Returns the program of one run (`run.program()`), and releases what the run has recorded."""
+    """Returns `run.program()`, and then frees what the run has recorded."""
     try:
         return run.program()
     finally:
@@ -606,8 +607,7 @@ class CaptureRun:
             write.undo()
 
     def guards(self, refused: bool = False) -> Guards:
-        """Returns guards that compare all Python values that the step has read with their current
-        values.
+        """Returns guards that expect all Python values which the step has read as they are now.
 
         Args:
             refused: True if capture failed. All tensors then count as equal.
@@ -627,9 +627,10 @@ class CaptureRun:
             return self.record.make_guards(inputs, places, call)
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if the step may compare a tensor with its fake and find two objects.
+        """Raise CaptureError if the step may compare an input with `is`, and get a wrong result.
 
-        This happens if an input is also in a place where no fake can replace it.
+        One side of the comparison would be the fake, the other the real tensor. This can happen if
+        the tensor is also held by an object in which capture cannot put the fake.
         """
         if self._returns_unknown_tensor:
             raise not_an_input("")
@@ -675,7 +676,7 @@ class CaptureRun:
                     yield t, name
 
     def undo(self) -> None:
-        """Restore the Python objects that the step has written during the run."""
+        """Restore the Python objects that the step has changed during the run."""
         for write in reversed(self.writes):
             write.undo()
 
@@ -718,9 +719,7 @@ class CaptureRun:
         return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
-        """Returns the error for a write to a Python object that the program could not repeat in
-        each call.
-        """
+        """Returns the error for a change of a Python object that later calls could not repeat."""
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
@@ -784,10 +783,10 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
 
 
 def check_arguments(call: Any, record: ReadRecord) -> None:
-    """Raise CaptureError if the step may compare an argument with an object that it reaches.
+    """Raise CaptureError if the step may compare an argument by `is` with an object that it
+    reaches.
 
-    Containers and objects among the arguments are rebuilt for the step, so the comparison would
-    find two objects.
+    Capture rebuilds containers and objects among the arguments, so the comparison would be wrong.
 
     Args:
         call: the arguments and keyword arguments.

@@ -89,7 +89,7 @@ class CapturedProgram(Program):
         return function_of(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Restore the Python objects that the capture has changed, unless a run has changed them
+        """Restore the Python objects that the capture has changed, except if a run has changed them
         since.
         """
         for write in reversed(self.writes) if self.holds_writes else ():
@@ -97,9 +97,10 @@ class CapturedProgram(Program):
         self.holds_writes = False
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if the ranks pass different values where these must be equal.
+        """Compare across ranks the values that must be equal on all of them; raise on all if they
+        differ.
 
-        Compared are Python numbers, and plain tensors that are used with DTensors.
+        These are Python numbers, and plain tensors that are used with DTensors.
 
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
@@ -120,7 +121,8 @@ class CapturedProgram(Program):
             )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Prepare for the current storages of the state, which may be others than in the last call.
+        """Adapt the program to the memory that the state has now. Called when a tensor's storage
+        changed.
 
         Uneven shards get memory for their padding, and `overlap_check` stores the storages.
         """
@@ -131,7 +133,7 @@ class CapturedProgram(Program):
         self.overlap_check.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
-        """Run the program in a call, and store its outputs where the step stores them.
+        """Runs the program in a call, and stores its outputs where the step would store them.
 
         Args:
             inputs: the same as for `run_graph`.
@@ -210,10 +212,12 @@ class CapturedProgram(Program):
 
 @dataclass(eq=False)
 class SideGraph:
-    """A part of a captured graph that computes some values and runs by itself. It writes nothing.
+    """A copy of the part of a captured graph that computes some values. It writes nothing.
+
+    It can run before the program, for values that are needed first.
 
     Attributes:
-        graph: the graph that computes some values.
+        graph: the copied part.
         inputs: the inputs of the graph.
     """
 
@@ -223,10 +227,11 @@ class SideGraph:
     def compute(
         self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        """Returns the values that the graph computes in a call. Random generators do not change.
+        """Returns the values that the graph computes in a call. The random state does not change.
 
         Args:
-            run: runs the graph.
+            tensors: the leaves of the call.
+            run: a function that runs the graph.
         """
         given = [i.local_value(tensors) for i in self.inputs]
         borders = [i.padding for i in self.inputs]
@@ -241,7 +246,7 @@ class SideGraph:
 
 @dataclass(eq=False)
 class ReplicatedInputCheck:
-    """The check that plain values which a step uses with DTensors are equal on all ranks.
+    """The check that plain tensors which a step mixes with DTensors are equal on all ranks.
 
     In eager, ranks compare such a value when a line first uses it. During capture there are no
     values, so the calls that compute it are copied into a separate graph.
@@ -257,7 +262,7 @@ class ReplicatedInputCheck:
     wires: list[Wire]
 
     def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
-        """Raise on all ranks if a plain value of the step, used with DTensors, differs between
+        """Raise on all ranks if a plain tensor that the step mixes with DTensors differs between
         ranks.
 
         Args:
@@ -360,7 +365,7 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """Returns what a ledger records for a run of a program: a record for each collective, in
+    """Returns the ledger's records for one run of a program: a record for each collective, in
     order.
     """
     found: dict[Any, Record] = {}
@@ -412,7 +417,7 @@ def record_moves(program: Program) -> None:
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
     """Report to ledgers, `strict()` and `check_ranks()` that a program is going to run.
 
-    They get the same records as from the redistributions in eager.
+    They get the same records as from an eager step.
 
     Args:
         title: the name of the step in errors.

@@ -77,14 +77,14 @@ _read_bases = vars(type)["__bases__"].__get__
 
 
 class Guards:
-    """The checks that Python values which a step has read are the same as at capture.
+    """The check that the Python values which a step read at capture are still the same.
 
     Only then may its program run again.
 
-    Each place holds a value, which may reach *parts*: containers and other objects that may change
-    in place. Keys (`values.content_key`) are compared with those at capture. They are computed only
-    for places that hold other objects than in the last call, because comparing identities is
-    faster.
+    A *place* is an attribute, a global or an item that was read. Its value may contain *parts*:
+    containers and other objects that may change in place. Values are compared with those at capture
+    by their keys (`values.content_key`). Keys are computed only for places that hold other objects
+    than in the last call, because comparing identities is faster.
 
     Args:
         places: the places that the step read; their current values are expected.
@@ -170,7 +170,9 @@ class Guards:
         return len(self._places)
 
     def as_of_now(self) -> Guards:
-        """Returns guards of the same places that expect these places' current values."""
+        """Returns guards of the same places that expect the current values instead of those at
+        capture.
+        """
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
@@ -179,8 +181,10 @@ class Guards:
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
-        """True if all tensors that the step has read are among the first `count` tensors and values
-        of a call.
+        """True if all tensors that the step read from Python objects are among a call's first
+        `count` leaves.
+
+        These leaves are the state, so no argument was read as a global or attribute.
         """
         return self._last_leaf < count
 
@@ -189,7 +193,7 @@ class Guards:
     ) -> bool:
         """True if all places that the step has read have the expected values.
 
-        Then their current objects are stored, with which the next call compares by identity. Each
+        Then their current objects are remembered: the next call compares identities first. Each
         tensor that was read must be the same leaf of the call as at capture.
 
         Args:
@@ -338,10 +342,11 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if none of these tensors was read from a place (such as a global) without being an
-        input.
+        """True if none of these tensors is in a place (such as a global) that guards compare by
+        identity.
 
-        If such a tensor is now an argument, and so a leaf, the guards must compare the place.
+        `CallGuard` checks a call's argument tensors: one that is also such a global needs the full
+        check.
 
         Args:
             tensors: the ids of the tensors.
@@ -459,7 +464,7 @@ class Guards:
 
 
 class PlaceContent(NamedTuple):
-    """What a place contains: the key of its value, and the objects that it reaches.
+    """What a place (an attribute, a global, an item) contains: the key of its value, and its parts.
 
     Attributes:
         key: the key of the value.
@@ -481,8 +486,7 @@ def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """Which of the values that a step has read are graph inputs, so that guards need not compare
-    them.
+    """Which values that a step has read are graph inputs; guards do not compare these.
 
     Attributes:
         leaves: maps the id of each tensor to its first index among the leaves of the captured call.
@@ -497,8 +501,8 @@ class ReadInputs:
     written: frozenset[int] = frozenset()
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
-        """Returns the index of each number input, by the identity of the place where the number is
-        now.
+        """Returns the index of each number that is a graph input, by the identity of the number's
+        place.
         """
         found = {}
         for i, given in enumerate(self.numbers):
@@ -518,7 +522,7 @@ Parts = dict[int, tuple[Any, Any]]
 
 
 class WatchedItems:
-    """The items of containers, arrays and similar objects at one time, to detect changes of them.
+    """A copy of the items of containers and arrays at one time, to detect later changes.
 
     Args:
         parts: the objects that each place reaches, by the place's index.
@@ -573,7 +577,7 @@ class WatchedItems:
         )
 
     def find_changed(self) -> Iterator[int]:
-        """Yields the indices of the places that lead to a container whose items have changed."""
+        """Yields the indices of places whose value contains a container with changed items."""
         yield from chain(*compress(self._places_of_empty, self._empty))
         items = iter(self._items)
         for source, length, places in zip(self._sources, self._lengths, self._places, strict=True):
@@ -627,14 +631,13 @@ _TENSOR_PROPERTIES = (_base.data_ptr, _base.size, _base.stride, _dtype, _require
 
 
 class TensorGuard:
-    """The tensors of a step's state at one time, with storages and metadata, to detect changes of
-    them.
+    """Remembers the tensors of a step's state with storages and metadata, to detect changes.
 
-    A tensor object may get another storage, shape, dtype or layout. There are four tensors for each
-    parameter, so each property is read from all tensors in one C call.
+    A tensor object may get another storage, shape, dtype or layout. There are about four tensors
+    for each parameter, so each property is read from all tensors in one C call.
 
     Args:
-        tensors: the tensor in each slot.
+        tensors: the tensor in each slot (place of the state).
     """
 
     def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]):
@@ -674,9 +677,9 @@ _DICT_CONTEXTS: dict[Any, Callable[[Any], Any]] = {
 
 
 def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
-    """Returns a key for each dictionary key in arguments, to compare calls.
+    """Returns, for each dictionary key in the arguments, what to compare it by in a later call.
 
-    A structure of `flatten_call` compares dictionary keys only by `==`.
+    `flatten_call` alone compares dictionary keys by `==`, for which 1 and True are equal.
     """
     found, waiting = [], [structure]
     while waiting:
@@ -696,7 +699,7 @@ def signature_of(
     It is a tuple of (name, value...) for each part.
 
     Args:
-        tensors, names: the leaves of the call, and their names, which describe the path to each.
+        tensors, names: the leaves of the call, and their names, such as "batch['x']".
         call: the (args, kwargs) of the call.
     """
     first: dict[int, int] = {}
@@ -732,7 +735,9 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if the shards of `t` are uneven, so that a graph gets them padded to the largest."""
+    """True if ranks hold shards of `t` of different sizes; a graph gets them padded to the
+    largest.
+    """
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
 
@@ -969,7 +974,7 @@ class History:
         del self.reasons[:-_REMEMBERED]
 
     def note_reuse(self) -> None:
-        """Record that a call has run a program that was captured before."""
+        """Record that a call has run an existing program; this resets the count for the warning."""
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:

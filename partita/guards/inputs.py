@@ -99,10 +99,11 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Search places that a run has read for state that was unknown.
+        """Searches the places that a run has read for modules, optimizers and tensors not yet
+        known.
 
-        Returns the exception to raise if there is any (the capture then starts again); otherwise
-        None.
+        Returns the exception to raise if there are any, with which the capture starts again;
+        otherwise None.
         """
         if self.search is None or self.searches >= _SEARCHES:
             return None
@@ -126,7 +127,9 @@ class State:
         return names
 
     def identities_found(self) -> set[Any]:
-        """Returns identifiers of everything that was found: slots, modules and optimizers."""
+        """Returns the identities of all slots, modules and optimizers of the state, to compare two
+        searches.
+        """
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
@@ -136,7 +139,7 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if the arguments of a call contain the modules and optimizers for which this was
+        """True if a call's arguments contain the same modules and optimizers as when this state was
         found.
 
         Otherwise the search for the step's state must be repeated.
@@ -145,7 +148,9 @@ class State:
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def has_changed(self) -> bool:
-        """True if the search must be repeated: it would find other state, or find it elsewhere."""
+        """True if an object of the state was replaced or moved, so that the search must be
+        repeated.
+        """
         try:
             collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
             if any(home[key] is not value for home, key, value in self.links):
@@ -155,7 +160,7 @@ class State:
         return any(count_items(held) != count for held, count in self.lists)
 
     def optimizer_slots(self) -> list[Slot]:
-        """Returns the places of the tensors that the optimizers have in their state now."""
+        """Returns a slot for each tensor that the optimizers have in their `state` now."""
         names: dict[int, str] = {}  # modules' slots come first, so their names win
         for slot in self.slots:
             if slot.kind == "parameter":
@@ -170,8 +175,8 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yields `(name, value)` of settings on which a program depends and that guards do not
-        cover.
+        """Yields `(name, value)` of settings of modules and optimizers that are part of a call's
+        signature.
 
         Examples are `training` of modules and the number of parameters of an optimizer.
         """
@@ -183,10 +188,9 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded_places(self) -> Iterator[Place]:
-        """Yields places that guards always compare, because the record does not see how they are
-        read.
+        """Yields places that guards always compare, such as `optimizer.param_groups`.
 
-        For example, the parameter groups of optimizers.
+        The record of a step's reads does not see how these are read.
         """
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
@@ -198,7 +202,7 @@ class State:
         return any("parametrizations" in part._modules for part in self.parts)
 
     def refuse_cached_values(self) -> None:
-        """Raise CaptureError if the step runs within `parametrize.cached()`, which cannot be
+        """Raise CaptureError if the call is inside `parametrize.cached()`, which cannot be
         captured.
         """
         if self.has_parametrizations() and parametrize._cache_enabled:
@@ -212,7 +216,7 @@ class State:
 class NewStateFound(Exception):
     """Raised if a run has read tensors, modules or optimizers that the search had not found.
 
-    The capture starts again with them.
+    The capture then starts again with them.
 
     Attributes:
         state: the state that includes them.
@@ -275,11 +279,12 @@ def find_state(
     reached: Sequence[Place] = (),
     before: State | None = None,
 ) -> State:
-    """Searches for the state that a step can reach. The order is the same on every rank.
+    """Searches for the modules, optimizers and tensors that a step can reach, in an order equal on
+    ranks.
 
     Args:
         given: the objects of `state=`.
-        reached: places that runs of the step have read.
+        reached: places (attributes, globals, items) that runs of the step have read.
         before: the result of an earlier search. Its slots are kept and get their current homes.
     """
     by_path: SlotsByPath = weakref.WeakValueDictionary() if before is None else before.by_path

@@ -54,8 +54,9 @@ _MOST_OBJECTS = 10_000  # that one search visits
 
 
 class ModuleAttributes:
-    """The attributes of a step's modules besides parameters and buffers, to find what a step
-    stores.
+    """The attributes of a step's modules other than parameters and buffers.
+
+    It finds which of them a step assigns during capture.
     """
 
     def __init__(self, state: State):
@@ -74,14 +75,16 @@ class ModuleAttributes:
             yield
 
     def is_of_module(self, home: Any) -> bool:
-        """True if `home` is the `__dict__` of one of the modules."""
+        """True if the dictionary `home` is the `__dict__` of one of the modules."""
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """Returns the error for a step that stores a value where a program could not store it.
+        """Returns the error for a step that stores a tensor or number where a program could not
+        store it.
 
         Args:
             place: where the step stores it.
+            value: what it stores.
         """
         for _, attributes in self._homes:
             if place.home is attributes.get("_buffers"):
@@ -97,9 +100,9 @@ class ModuleAttributes:
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Returns the module attributes in which the step has stored a tensor, as slots.
+        """Returns a slot for each module attribute in which the step has stored a tensor.
 
-        Call it inside `restored`.
+        Call it inside `restored`, before the attributes are restored.
 
         Args:
             known: the identities of the slots that are inputs.
@@ -195,10 +198,12 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if `value` is a container and all fake tensors in it are in known places.
+    """True if `value` is a container whose fake tensors are all in places that are inputs.
+
+    Then the program already writes these places.
 
     Args:
-        known: the identities of these places (slots).
+        known: the identities of the places (slots).
     """
     if not has_type(value, (list, dict, tuple, collections.deque)):
         return False
@@ -222,7 +227,9 @@ _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
 def is_filled(value: Any) -> bool:
-    """True if `value` is, or contains, a fake tensor or a symbolic number."""
+    """True if `value` is or contains a fake tensor or symbolic number, which no program could
+    store.
+    """
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # true of nearly all attributes of modules
@@ -230,7 +237,7 @@ def is_filled(value: Any) -> bool:
 
 
 def holds_made(value: Any, known: Container[int]) -> bool:
-    """True if an object that the step made contains a fake tensor, or a string formatted from one.
+    """True if an object that the step created contains a fake tensor, or a string printed from one.
 
     Args:
         known: the ids of objects that existed before the step. They hold fakes during capture.
@@ -292,10 +299,10 @@ def _stands_in(value: Any) -> bool:
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:
-    """Returns the error for a step that stores a tensor or number in a place such as a global list.
+    """Returns the error for a step that stores a tensor or number in, for example, a global list.
 
     Args:
-        name: the place.
+        name: the name of the place, such as a global.
         value: what the step stores.
     """
     what = "a number that is an input" if is_symbolic(value) else "a tensor"

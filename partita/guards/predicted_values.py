@@ -42,7 +42,7 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class ValuesOfCall:
-    """The values of tensors of a call that earlier runs of its capture have computed.
+    """Values of a call's tensors that are known while its step is captured.
 
     Attributes:
         reads: the numbers that the step has read so far, in order. Later ones are unknown.
@@ -59,8 +59,10 @@ class ValuesOfCall:
 def gather_small_integers(
     inputs: Iterable[Input], tensors: Sequence[Any], wires: Iterable[Wire]
 ) -> ValuesOfCall:
-    """Gathers the values of a call's small integer arguments from all ranks. All ranks must call
-    it.
+    """Gathers a call's small integer tensors, so that each rank can predict branches on their
+    values.
+
+    All ranks must call it.
 
     Args:
         inputs: the inputs of the graph.
@@ -93,7 +95,8 @@ def _is_small_integer(given: Input) -> bool:
 
 
 class PredictedValues:
-    """Computes the values of graph nodes on the CPU during capture, as far as inputs are known.
+    """Computes values of graph nodes on the CPU during capture, if they depend on known inputs
+    only.
 
     Args:
         graph: the graph that is being traced.
@@ -122,9 +125,10 @@ class PredictedValues:
         self._read_of: dict[fx.Node, float] = {}  # computed values, by the node that is read
 
     def note_read(self, node: fx.Node, place: int) -> None:
-        """Record the node of a number that the step reads (`x.item()`).
+        """Record that the step reads a number from a tensor (`x.item()`).
 
         Args:
+            node: the node of the number.
             place: the index of the number among the step's reads.
         """
         of, reads = node.all_input_nodes[0], self._known.reads
@@ -134,7 +138,7 @@ class PredictedValues:
             self._reads[node] = self._read_of[of]
 
     def find_value(self, node: fx.Node) -> Any:
-        """Returns the predicted value of a number's node on this rank.
+        """Returns the value that a number's node is predicted to have on this rank.
 
         Raises:
             NotKnown: it cannot be predicted.

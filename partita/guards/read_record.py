@@ -185,7 +185,7 @@ class ReadRecord(PlaceRecord):
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Inside the block, record what this thread reads.
+        """Inside the block, record what this thread reads, as the step runs.
 
         Args:
             step: the function that is going to run.
@@ -225,13 +225,11 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of all objects that the step has reached. It cannot have made these
-        itself.
-        """
+        """Returns the ids of all objects that existed before the step and that it could read."""
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if reads of this object's attributes are recorded."""
+        """True if the step can reach this object, so that reads of its attributes are recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
@@ -246,10 +244,9 @@ class ReadRecord(PlaceRecord):
 
     @property
     def sees_calls(self) -> bool:
-        """True if functions are recorded when they run; False if they are recorded when they are
-        reached.
+        """True if a function is recorded when it runs; False if it is recorded when it is reached.
 
-        It is False if another profiler was active when recording began.
+        False if another profiler was active when recording began, because then calls are not seen.
         """
         return not self._reads_ahead
 
@@ -319,8 +316,8 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Copy objects that capture has made (the rebuilt arguments), to detect that the step
-        writes them.
+        """Copy objects that capture has made (the rebuilt arguments), to find the step's writes to
+        them.
         """
         before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
@@ -329,7 +326,9 @@ class ReadRecord(PlaceRecord):
     # -- attributes --------------------------------------------------------------------------------
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that an attribute of an object was read, the first time."""
+        """Record that an attribute of an object was read. Later reads of it are not recorded
+        again.
+        """
         if self._is_paused:
             return
         if id(owner) not in self._objects:
@@ -393,8 +392,9 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, module, name)
 
     def find_modules(self) -> None:
-        """Make all of the user's modules record reads of their attributes: code looks up modules by
-        name.
+        """Make all of the user's Python modules record reads of their attributes.
+
+        Code may get a module by its name, from `sys.modules`.
         """
         if not self._finds_modules:
             self._finds_modules = True
@@ -425,8 +425,9 @@ class ReadRecord(PlaceRecord):
                     self.read_place(Place(called, home, name), MISSING)
 
     def read_all_attributes(self, owner: Any) -> None:
-        """Record that the step may read every attribute of `owner`, if it is an object that was
-        reached.
+        """Record that the step may read every attribute of `owner`, for example by `vars(owner)`.
+
+        Does nothing if the object was not reached.
         """
         known = self._objects.get(id(owner))
         if known is not None and dict_of(owner) is not None:
@@ -466,8 +467,9 @@ class ReadRecord(PlaceRecord):
         super().reach_value(value, name)
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record what a value leads to, by its type. Called when the value is reached for the first
-        time.
+        """Record, according to the type of a value, the places that code can reach from it.
+
+        Called when the value is read for the first time.
 
         Raises:
             CaptureError: no guard can cover the value: an iterator, shared memory, a generator.
@@ -560,7 +562,7 @@ class ReadRecord(PlaceRecord):
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
-        """Make the class of an object record reads of the object's attributes from now on."""
+        """Make the class of a user's object record reads of the object's attributes from now on."""
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
@@ -681,7 +683,7 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record the variables of a module, class or function whose names occur in code that
+        """Record those variables of a module, class or function whose names occur in code that
         runs.
         """
         if id(space) not in self._namespaces:
@@ -691,14 +693,16 @@ class ReadRecord(PlaceRecord):
                 self._read_whole_namespace(space, name)
 
     def reach_class(self, kind: type) -> None:
-        """Record the attributes of a user's class whose names occur in code that runs."""
+        """Record those attributes of a user's class whose names occur in code that runs."""
         if is_user_module(kind.__module__):
             self.reach_namespace(kind, kind.__name__)
 
     # -- what runs ---------------------------------------------------------------------------------
 
     def enter_frame(self, frame: FrameType) -> None:
-        """Record the names that a user's function uses, when its code runs for the first time."""
+        """Record the globals, closure cells and attributes that a function names, when it first
+        runs.
+        """
         code = frame.f_code
         back = frame.f_back
         if code.co_name == "<module>" and back and "importlib" in back.f_code.co_filename:
@@ -764,10 +768,10 @@ class ReadRecord(PlaceRecord):
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Record attributes with these names, of all objects, classes and modules reached now or
-        later.
+        """Record the attributes with these names, of all objects, classes and modules that are
+        reached.
 
-        Code that ran contains these names, and its single reads are not seen.
+        Code that ran contains the names; which object it reads them from is not seen.
         """
         new = names - self._names_asked
         self._names_asked |= new

@@ -77,7 +77,7 @@ _WEAK = (
 
 
 class PlaceRecord:
-    """The record of the places (attributes, globals, items) that one run of a captured step reads.
+    """The record of the places (attributes, globals, items) that a step reads in one capture run.
 
     Attributes:
         places: the places that were read, in order; the keys are their identities.
@@ -118,17 +118,18 @@ class PlaceRecord:
         """Returns a context manager: values that are recorded inside count as "reached only by
         name".
 
-        Code contains their names, but may not read them.
+        Code contains their names, but possibly never reads them. Such a value raises no error.
         """
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
-        """Exclude `value` from the record: what it leads to is not recorded."""
+        """Exclude `value` from the record: nothing that it contains is recorded."""
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Raise CaptureError because of something that the step reads. It is raised after the run,
-        too.
+        """Raise CaptureError because of something that the step reads.
+
+        If the step catches the error, it is raised again after the run.
 
         Args:
             fact, reason: what the step reads, and why it cannot be captured.
@@ -139,7 +140,7 @@ class PlaceRecord:
         raise self.error
 
     def read_place(self, place: Place, *before: Any, shallow: bool = False) -> Any:
-        """Record that the step reads a place, and what its value leads to.
+        """Record that the step reads a place, and the places that can be reached from its value.
 
         Args:
             before: the value before the step; the current one if it is not given.
@@ -168,7 +169,10 @@ class PlaceRecord:
         return value
 
     def reach_value(self, value: Any, name: str) -> None:
-        """Record what a value leads to. The value existed before the step."""
+        """Record the places that can be reached from a value, such as the items of a list.
+
+        The value existed before the step.
+        """
         if type(value) in PLAIN or id(value) in self._reached:
             return
         # Not by `isinstance`, which reads an object's `__class__`: that may run user code.
@@ -224,8 +228,9 @@ class PlaceRecord:
         raise NotImplementedError
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record what a value leads to, by its type. Called when the value is reached for the first
-        time.
+        """Record, according to the type of a value, the places that code can reach from it.
+
+        Called when the value is read for the first time.
         """
         raise NotImplementedError
 
@@ -280,7 +285,7 @@ class Write:
         self.place.write(self.before)
 
     def redo(self) -> None:
-        """Make the step's change again."""
+        """Make the step's change of the Python object again, in a call that runs the program."""
         self.place.write(self.after)
 
 
@@ -411,7 +416,7 @@ class Snapshots:
         self.snapshot_place(place, ())
 
     def value_before(self, home: Any, key: Any) -> Any:
-        """Returns the value that a dictionary had under `key` before the step.
+        """Returns the value that `home[key]` had before the step.
 
         If the dictionary was not copied, this is the current value.
         """
@@ -427,7 +432,7 @@ class Snapshots:
             self._containers.setdefault(id(value), copied)
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
-        """Copy an argument that capture has rebuilt, with everything in it, to detect writes to it.
+        """Copy an argument that capture has rebuilt, with everything in it, to find writes to it.
 
         Args:
             known: objects that are not copied, by id. Copied containers are added.
@@ -454,9 +459,7 @@ class Snapshots:
         self._raw.append((place, read_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
-        """Yields all changes that the step has made since the copies, except those that it has
-        undone.
-        """
+        """Yields each change that the step has made to a copied object and has not undone."""
         with_owner = {
             i
             for i, copied in self._containers.items()
@@ -718,10 +721,10 @@ def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
 
 @contextmanager
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
-    """Inside the block, other threads wait when they read attributes of these modules or capture
+    """Inside the block, other threads wait if they read attributes of these modules, or capture
     them.
 
-    The capture replaces the modules' parameters by fakes inside the block.
+    Inside the block, fakes replace the modules' parameters, which other threads must not see.
     """
     ids = [id(o) for o in objects]
     with _FREED:

@@ -1,5 +1,8 @@
-"""Access by item (`home[key]`) to values that are not in a dictionary or list, such as the default
-arguments of a function, cells of closures and attributes.
+"""Homes of slots: wrappers that give access by `home[key]` to values outside dictionaries and
+lists.
+
+Capture reads and replaces each tensor of a step as `home[key]`. These wrappers do this for default
+arguments of a function, closure cells and attributes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from .values import base_of_container
 
 
 class Cell(SlotHome):
-    """A closure cell, with item access: it has one item."""
+    """Wraps a closure cell, so that `cell[key]` reads and writes its content, for any key."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.cell_contents
@@ -23,7 +26,7 @@ class Cell(SlotHome):
 
 
 class Items(SlotHome):
-    """The items of a dictionary, list or deque, without calling overrides of a user's class."""
+    """Wraps a dictionary, list or deque: `[key]` does not call overrides of a user's class."""
 
     def __getitem__(self, key: Any) -> Any:
         base = base_of_container(self.owner)
@@ -36,7 +39,7 @@ class Items(SlotHome):
 
 
 class Defaults:
-    """The default arguments of a function, with item access like a list."""
+    """Wraps a function, so that `[i]` reads and writes its default arguments."""
 
     def __init__(self, function: types.FunctionType):
         self.function = function
@@ -51,7 +54,7 @@ class Defaults:
 
 
 class Members(SlotHome):
-    """The attributes that a class defines itself, with item access like a dictionary."""
+    """Wraps a class, so that `[name]` reads and writes the attributes that it defines itself."""
 
     def __getitem__(self, name: str) -> Any:
         return vars(self.owner)[name]
@@ -61,7 +64,7 @@ class Members(SlotHome):
 
 
 class Arguments:
-    """The positional arguments of a `functools.partial`, with item access like a list."""
+    """Wraps a `functools.partial`, so that `[i]` reads and writes its positional arguments."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -76,7 +79,7 @@ class Arguments:
 
 
 class PlaceAsItem(SlotHome):
-    """The value of a `Place` as a container with one item: every key gives that value."""
+    """Wraps a `Place`, so that `[key]` reads and writes its value, for any key."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.value
@@ -89,9 +92,8 @@ class PlaceAsItem(SlotHome):
 
 
 class Attributes(SlotHome):
-    """The attributes of an object, with item access like a dictionary.
-
-    They are in its `__slots__` or its `__dict__`.
+    """Wraps an object, so that `[name]` reads and writes its attributes, in `__slots__` or
+    `__dict__`.
     """
 
     def __getitem__(self, name: str) -> Any:

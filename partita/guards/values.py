@@ -98,9 +98,7 @@ def cached_by_type(find: Callable[[type], _T]) -> Callable[[type], _T]:
 
 
 class ByType(ByIdentity):
-    """The key that represents a number input in a comparison: its index and its type, not its
-    value.
-    """
+    """The comparison key of a number that is a graph input: its index and type, not its value."""
 
     def __init__(self, value: Any, number: int):
         super().__init__(value)
@@ -116,7 +114,7 @@ class ByType(ByIdentity):
 
 
 class LeafKey(NamedTuple):
-    """The key that represents a tensor in a comparison, if it is an input of the graph.
+    """The comparison key of a tensor that is a graph input.
 
     Attributes:
         number: its index among the leaves of the call.
@@ -126,7 +124,7 @@ class LeafKey(NamedTuple):
 
 
 class ContainerKey(NamedTuple):
-    """The key that represents a container in a comparison, by its type and contents.
+    """The comparison key of a container: its type and the keys of its contents.
 
     Attributes:
         keys: the container's keys; None for lists and tuples.
@@ -140,9 +138,8 @@ class ContainerKey(NamedTuple):
 
 
 class EntriesKey:
-    """The key that represents a huge container in a comparison.
-
-    Its entries are compared by identity or bits, not deeply.
+    """The comparison key of a huge container: its entries are compared by identity or bits, not
+    deeply.
     """
 
     def __init__(self, value: Any):
@@ -150,7 +147,7 @@ class EntriesKey:
         self.keys, self.values = items_of(value)
 
     def expand(self) -> ContainerKey:
-        """Returns a key with a key for each entry, to find which entry differs."""
+        """Returns a key with one part for each entry, to find the entry that differs."""
         parts = tuple(map(_key_of_entry, self.values))
         return ContainerKey(self.kind, _keys_of_members(self.kind, self.keys), parts)
 
@@ -174,9 +171,7 @@ def _key_of_entry(value: Any) -> Any:
 
 
 def key_of_member(key: Any, is_whole: bool = False) -> Any:
-    """Returns the key that represents a dictionary's key, or a set's member, in a comparison.
-
-    A user's `__eq__` is not called.
+    """Returns the comparison key of a dictionary's key or a set's member, without its `__eq__`.
 
     Args:
         is_whole: the same as for `ContentWalk`.
@@ -191,10 +186,9 @@ def key_of_member(key: Any, is_whole: bool = False) -> Any:
 
 
 def key_of_argument_key(key: Any) -> Any:
-    """Returns the key that represents a dictionary's key in the arguments of a call.
+    """Returns the comparison key of a dictionary's key in the arguments of a call.
 
-    An object of a user's class is compared by its attributes, because it may be made anew for each
-    call.
+    An object of a user's class is compared by its attributes, because each call may make a new one.
     """
     if type(key) in PLAIN or has_type(key, (type, types.FunctionType, types.ModuleType)):
         return key_of_member(key)
@@ -222,7 +216,7 @@ def argument_key(value: Any) -> Any:
 
 
 def whole_key(value: Any) -> Any:
-    """Returns the key that represents a value, with dataclasses compared by their fields."""
+    """Returns the comparison key of a value in which dataclasses are compared by their fields."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
@@ -274,7 +268,7 @@ class ContentWalk:
     _met: dict[int, tuple[Any, Any, bool, list[int], list[int]]] = field(default_factory=dict)
 
     def make_key(self, value: Any) -> Any:
-        """Returns the key of a value that is not of a plain type such as int or str."""
+        """Returns the comparison key of a value that is not of a plain type such as int or str."""
         kind: type = type(value)
         sort = _sort_of_type(kind)
         if sort == "object" and not self.is_whole:
@@ -324,7 +318,7 @@ class ContentWalk:
         return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
-        """Returns the key of a value that is contained in another one.
+        """Returns the comparison key of a value that is inside another one.
 
         Args:
             home, key: the container, and the key or index of the value in it.
@@ -386,9 +380,7 @@ _MET = "met before"
 
 
 def forget_leaves(key: Any) -> Any:
-    """Returns a copy of a comparison key in which tensors do not matter: all of them count as
-    equal.
-    """
+    """Returns a comparison key in which all tensors count as equal."""
     if isinstance(key, LeafKey):
         return torch.Tensor
     if isinstance(key, ContainerKey):
@@ -397,7 +389,7 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index of a tensor (a leaf of the call) in a comparison key; -1 for
+    """Returns the highest index (among a call's leaves) of a tensor in a comparison key; -1 for
     none.
     """
     if isinstance(key, LeafKey):
@@ -409,10 +401,7 @@ HUGE = 100_000  # the most entries of a container whose entries are compared by 
 
 
 def holds_no_more(value: Any) -> bool:
-    """True if a value and everything in it are immutable, or tensors.
-
-    Then nothing in it can change in place.
-    """
+    """True if nothing inside a value can change in place: all of it is immutable, or tensors."""
     if type(value) is tuple:
         return all(map(holds_no_more, value))
     return type(value) in PLAIN or has_type(value, (torch.Tensor, enum.Enum))
@@ -426,17 +415,18 @@ def has_type(value: Any, kinds: Any) -> bool:
 
 
 def base_of_container(value: Any) -> Any:
-    """Returns the builtin class from which a container's class is derived.
+    """Returns the builtin class, such as dict, from which a container's class is derived.
 
-    Its methods read the container without overrides of a user's class. Such an override may run any
-    code: a lazy mapping imports what it lists.
+    `base.__getitem__(x, key)` then runs no override of the user, which could have side effects.
     """
     kind: type = type(value)
     return _find_base(kind)[0]
 
 
 def is_read_as_base(value: Any) -> bool:
-    """True if the class of a container does not override how its builtin base reads items."""
+    """True if a container's class does not override how its builtin base (such as dict) reads
+    items.
+    """
     kind: type = type(value)
     return _find_base(kind)[1]
 
@@ -688,9 +678,9 @@ def read_raw_content(value: Any) -> Any:
 
 
 def copy_raw_content(value: Any) -> Any:
-    """Returns a copy of the content of an array, buffer or similar, for `restore_raw_content`.
+    """Returns a copy of the content of an array, buffer or similar object; None for a closed file.
 
-    None for a closed file.
+    `restore_raw_content` writes it back.
     """
     if isinstance(value, _FILES):
         return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
@@ -854,7 +844,7 @@ def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
 
 
 def place_of_dict(name: str, owner: Any) -> Place:
-    """Returns the `Place` of an object's `__dict__`, which stands for all its attributes."""
+    """Returns the `Place` of an object's `__dict__`, for code that reads all attributes."""
     put = partial(object.__setattr__, owner, "__dict__")
     return Place(name, owner, "__dict__", partial(dict_of, owner), put)
 
@@ -872,7 +862,7 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
 
 
 def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
-    """Returns the `Place` of a function's result, such as a setting that only a function returns.
+    """Returns the `Place` of a function's result, for a setting that only a function returns.
 
     Args:
         about: an object that identifies the place, in place of the function.
@@ -881,13 +871,11 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
 
 
 class CacheEpoch:
-    """A counter of changes of an `lru_cache` function: how often it lost a result that a step may
-    use.
+    """Counts how often an `lru_cache` function has lost results that a step may use.
 
-    The first call is before the step, the second after it: from then on, entries that the step may
-    have used are watched. A full cache may drop a result that the step itself has stored, because
-    the same reads would compute it again. A loss counts if the result is from before the step, or
-    if `cache_clear()` was called.
+    Calling it returns the count. The first call is before the step, the second after it. From then
+    on, entries that the step may have used are watched. A result that the step itself stored may be
+    dropped by a full cache. That counts only if `cache_clear()` was called.
     """
 
     def __init__(self, function: Any):
@@ -976,9 +964,10 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 
 
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
-    """Returns the `Place` of a global variable that would hide a builtin with its name.
+    """Returns the `Place` of a global that does not exist now, and would hide a builtin.
 
-    The replacements that capture itself puts there (`Substitutes`) do not count.
+    So a guard fails if a later call defines it. The replacements that capture itself puts there
+    (`Substitutes`) do not count.
     """
 
     def get_hiding_variable() -> Any:
@@ -1078,7 +1067,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """True if an instance may get an attribute that hides the class attribute `found`."""
+    """True if an instance attribute of the same name would hide the class attribute `found`."""
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
@@ -1129,9 +1118,7 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 
 
 class AttributesAndHooks:
-    """The Python attributes and the hooks of some tensors at one time, to detect changes of
-    them.
-    """
+    """The Python attributes and hooks that some tensors have now, to detect later changes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._attributed = tensors
@@ -1142,7 +1129,7 @@ class AttributesAndHooks:
         self._state, self._objects = self._read_state()
 
     def may_change_within(self, known: Container[int]) -> bool:
-        """True if an attribute of a tensor may change in place, such as a list.
+        """True if a tensor has an attribute that may change in place, such as a list.
 
         Args:
             known: the ids of tensors that do not count.

@@ -278,8 +278,9 @@ def _refuse_other_lengths(
 
 
 def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
-    """Returns a copy of `layout` with `placement` on `axis`. The dimension of a Shard may be
-    negative.
+    """Returns a copy of `layout` with `placement` on the mesh axis `axis`.
+
+    The dimension of a Shard may be negative.
 
     Raises:
         LayoutError: a tensor of this shape has no such dimension.
@@ -317,7 +318,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any]:
-    """Yields the instances of `kind` in tuples, lists, dicts and dataclasses, in order.
+    """Yields the instances of the class `kind` in nested tuples, lists, dicts and dataclasses, in
+    order.
 
     Args:
         mapping: the type whose instances are treated as dicts.
@@ -366,7 +368,5 @@ def replace_instances(
 
 
 def remake_sequence(like: Any, parts: list[Any]) -> Any:
-    """Returns a sequence with the items `parts` and the type of `like`: a tuple, named tuple or
-    list.
-    """
+    """Returns a tuple, named tuple or list of the type of `like`, with the items `parts`."""
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

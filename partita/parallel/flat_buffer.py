@@ -37,8 +37,9 @@ from partita.tensor.uneven_pieces import find_padded
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """A rank's unreduced gradients of the parameters in one flat buffer, in the order of the
-    shards.
+    """This rank's gradients of a block's gathered parameters before the reduce-scatter.
+
+    They are in the order in which the buffer holds the shards.
 
     Attributes:
         sums: a tensor of shape (ranks, length): a row for the shard of each rank.
@@ -49,7 +50,7 @@ class PartialGradients:
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """Returns the sum of both gradients. It reuses the memory of this object."""
+        """Returns the sum of two such gradients, in the memory of this object."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 
@@ -179,7 +180,7 @@ def _find_rank_spans(
 
 
 class FlatBuffer:
-    """The memory into which one collective gathers several parameters of one dtype.
+    """One block of memory into which a collective gathers several parameters of one dtype.
 
     Args:
         name, names: the name of the block, and of each parameter.
@@ -257,9 +258,9 @@ class FlatBuffer:
     # -- gathered ----------------------------------------------------------------------------------
 
     def start_gather(self, shards: Sequence[torch.Tensor], reason: str) -> bool:
-        """Begin the all-gather of this rank's `shards`, without waiting for it.
+        """Begins the all-gather of the parameters, without waiting for it.
 
-        Returns False if the gather has begun or ended before.
+        Returns False if it has begun or ended before.
 
         Args:
             shards: the local shard of each parameter.
@@ -337,8 +338,8 @@ class FlatBuffer:
             self.span = (start, start + self.nbytes)
 
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait for the all-gather, write each gathered parameter into a tensor of `wholes`, and
-        free the buffer.
+        """Wait for the all-gather, copy each gathered parameter into a tensor of `wholes`, free the
+        buffer.
         """
         out = self._wait_for_gather()
         # A parameter may have another memory format, such as channels_last.
@@ -363,7 +364,7 @@ class FlatBuffer:
         return out
 
     def views(self) -> list[torch.Tensor]:
-        """Returns each gathered parameter as a new plain view of the buffer, in its true local
+        """Returns the gathered parameters as plain views of the buffer, each in its full local
         shape.
         """
         storage = self._full.untyped_storage()
@@ -379,8 +380,8 @@ class FlatBuffer:
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free the gathered storage. If a plain tensor that is a view of it is alive, that keeps
-        the memory.
+        """Free the gathered memory. If a plain tensor still views it, the memory is left to that
+        tensor.
         """
         if self._arriving is not None:
             self._wait_for_gather()
@@ -396,9 +397,7 @@ class FlatBuffer:
             self._full, self._rows = empty(0, dtype=self.dtype, device=self.device), []
 
     def find_piece(self, element: Any) -> int:
-        """Returns the index of the parameter to which an element of the gathered storage
-        belongs.
-        """
+        """Returns the index of the parameter that contains an element of the gathered storage."""
         return bisect_right([piece.place for piece in self.pieces], element) - 1
 
     def make_view(
@@ -452,8 +451,8 @@ class FlatBuffer:
         *,
         is_kept: bool = False,
     ) -> PartialGradients:
-        """Copy gradients of the gathered parameters into rows, one for each rank, to be
-        reduce-scattered.
+        """Copies gradients of gathered parameters into a tensor with a row per rank, for a
+        reduce-scatter.
 
         Args:
             grads: the gradient of each parameter; None if it has none.
@@ -495,7 +494,7 @@ class FlatBuffer:
         return PartialGradients(sums, used)
 
     def start_all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Begin an all-reduce (sum) of `grads`, without waiting for it.
+        """Begins an all-reduce (sum) of `grads`, without waiting for it.
 
         Returns:
             A function that waits and returns the sums.
@@ -531,10 +530,11 @@ class FlatBuffer:
     def start_reduce_scatter(
         self, sums: torch.Tensor, dtype: torch.dtype
     ) -> Callable[[], list[torch.Tensor]]:
-        """Begin to reduce-scatter `sums` over the ranks, adding in `dtype`.
+        """Begins to reduce-scatter `sums` (a row per rank), adding in `dtype`, without waiting for
+        it.
 
         Returns:
-            A function that waits, and returns this rank's piece of each gradient.
+            A function that waits, and returns this rank's shard of each gradient.
         """
         out = empty(self.length, dtype=dtype, device=self.device)
         work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
@@ -626,7 +626,8 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """Returns the Python tensors that share `storage`, except the tensors in `own`.
+    """Returns tensor objects that share `storage`, except those in `own`, to see if it may be
+    freed.
 
     The search ends when `count` are found. Young objects are searched first, because a running
     backward's tensors are among them. All objects are searched only for tensors that are older, or

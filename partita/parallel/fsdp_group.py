@@ -106,8 +106,8 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """The state that `pt.zero` stores for a model. Subclasses: `ZeroState`, and `GradReducer`
-    (stages 0-2).
+    """What `pt.zero` stores for a model. Subclasses: `ZeroState` (stage 3), `GradReducer` (stages
+    0-2).
 
     Its parameters refer to it as `ZeroLayouts.owner`.
 
@@ -134,9 +134,7 @@ class ShardedState:
             self.keeps_partial_gradients = before
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """Gather updated parameters if the stage requires it. Called after an optimizer has updated
-        `params`.
-        """
+        """Gather updated parameters if the stage requires it. Called after an optimizer's step."""
 
     def show_gradient(self) -> None:
         """Reduce gradients whose reduction was postponed, if there are any.
@@ -152,7 +150,7 @@ class ShardedState:
 
 
 def agree_on_block(what: str, name: str, first: DTensor) -> None:
-    """Raise on all ranks if they are about to gather or reduce different blocks.
+    """Check that all ranks are about to gather or reduce the same block; raise on all if not.
 
     Blocks may be equally large, so nothing else would show it. The ranks compare, unless earlier
     rounds predict it (`is_agreed`).
@@ -213,7 +211,7 @@ _SMALL = 8
 
 
 class FsdpGroup:
-    """The parameters of one block under ZeRO-3, and the state of their gathers.
+    """The parameters of one block (such as a layer) under ZeRO-3, gathered and freed together.
 
     Attributes:
         depth: the number of forwards of the block that have begun and not ended.
@@ -264,9 +262,13 @@ class FsdpGroup:
         self.open_forwards: list[Any] = []
 
     def saves_unseen_again(self, kind: tuple[bool, ...]) -> bool:
-        """True if a recompute of this kind has to save tensors only through other hooks.
+        """True if a recompute of the block has to leave its saved tensors to other hooks (a
+        checkpoint's).
 
         If parameters were frozen after the forward, the recompute is of another kind.
+
+        Args:
+            kind: the kind of the forward, a key of `saves_unseen`.
         """
         return self.saves_unseen.get(kind, next(reversed(self.saves_unseen.values()), False))
 
@@ -335,7 +337,7 @@ class FsdpGroup:
         return torch.promote_types(sent, summed) if is_kept else sent
 
     def shards(self) -> Sequence[DTensor]:
-        """Returns the block's sharded parameters, also while gathered ones replace them in the
+        """Returns the block's sharded parameters, even while gathered ones replace them in the
         modules.
         """
         if self.installed:
@@ -347,7 +349,7 @@ class FsdpGroup:
 
     @property
     def holds_shards(self) -> bool:
-        """True if the modules have parameters that are sharded as `zero` shards them.
+        """True if the modules' parameters are still sharded as `zero` shards them.
 
         They may be other objects than before (`torch.func.functional_call` with parameters of a
         copy). If a program sets other values, sets `p.data` to another layout, or unties a weight,
@@ -403,7 +405,10 @@ class FsdpGroup:
         return sum([flat.alive for flat in self.flats])
 
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
-        """True if the gathered bytes of this group are negligible compared with `other`."""
+        """True if this block is at least 8 times smaller than `other`, in gathered bytes.
+
+        Such a block does not count in the limit of two gathered blocks.
+        """
         return other is not None and _SMALL * self.largest_nbytes <= other.largest_nbytes
 
     @property
@@ -411,7 +416,11 @@ class FsdpGroup:
         return bool(self.depth or self.calls_in_backward) and all(flat.here for flat in self.flats)
 
     def start(self, shards: Sequence[DTensor] | None = None) -> None:
-        """Begin to gather `shards`, by default the block's current parameters, without waiting."""
+        """Begins to gather the block's parameters, without waiting.
+
+        Args:
+            shards: the sharded parameters; by default the current ones.
+        """
         if shards is None:
             if not self.holds_shards:
                 return
@@ -442,7 +451,11 @@ class FsdpGroup:
         return self.versions == count_writes_of(self.gathered) and self.unseen_writes == unseen
 
     def gather(self, shards: Sequence[DTensor] | None = None) -> None:
-        """Gather `shards`, by default the block's current parameters, and wait for the result."""
+        """Gathers the block's parameters, and waits for the result.
+
+        Args:
+            shards: the sharded parameters; by default the current ones.
+        """
         if self._is_ready and are_same(shards or self.shards(), self.gathered):
             return
         if in_backward():
@@ -512,7 +525,8 @@ class FsdpGroup:
     def install(self, plain: Sequence[torch.Tensor]) -> None:
         """Put the gathered parameters into the modules in place of the shards, for a forward.
 
-        `plain` has them as local tensors, in the order of the flat buffers.
+        Args:
+            plain: the gathered parameters as local tensors, in the order of the flat buffers.
         """
         shards = self.gathered
         wholes = []
@@ -526,7 +540,8 @@ class FsdpGroup:
     def install_wholes(self, wholes: Sequence[tuple[int, DTensor]]) -> None:
         """Put gathered parameters into the modules in place of the shards.
 
-        `wholes` has pairs of the parameter's index in the group and the gathered parameter.
+        Args:
+            wholes: pairs of the parameter's index in the group and the gathered parameter.
         """
         self.gathered = shards = self.shards()
         writes = count_writes_of([whole for _, whole in wholes])
@@ -539,7 +554,7 @@ class FsdpGroup:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
     def write_back(self) -> dict[int, tuple[int, int]]:
-        """Copy values that the forward wrote into gathered parameters to this rank's shards.
+        """Copies values that the forward wrote into gathered parameters to this rank's shards.
 
         Returns:
             For each parameter that was written: its version now, and the number of writes that
@@ -581,8 +596,10 @@ class FsdpGroup:
         return written
 
     def was_written(self, place: int) -> bool:
-        """True if the forward has written the gathered parameter at index `place` of the flat
-        buffers.
+        """True if the forward has written a gathered parameter in place.
+
+        Args:
+            place: the index of the parameter in the flat buffers.
         """
         if not self.installed:
             return False
@@ -590,7 +607,7 @@ class FsdpGroup:
         return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
 
     def find_first_version(self, place: int) -> int:
-        """Returns autograd's version counter of a gathered parameter from when it was installed.
+        """Returns the `_version` that a gathered parameter had when it was put into the modules.
 
         Args:
             place: the index of the parameter in the flat buffers.
@@ -598,7 +615,7 @@ class FsdpGroup:
         return self.installed[place].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
-        """Put the sharded parameters back into the modules, in place of the gathered ones."""
+        """Put the sharded parameters back into the modules, after a forward with gathered ones."""
         installed, self.installed = self.installed, []
         for one in installed:
             # It refers to a view of `whole`, which refers to `whole`: a cycle that Python's
@@ -610,7 +627,7 @@ class FsdpGroup:
 
 
 class SavedVersions:
-    """How often a parameter had been written when autograd saved a view or a cast of it.
+    """The write counts of a parameter when autograd saved a view or a cast of it for backward.
 
     Backward compares these counts, as autograd does for saved tensors.
 
@@ -630,7 +647,7 @@ class SavedVersions:
 
 @dataclass(eq=False, slots=True)
 class InstalledParameter:
-    """A gathered parameter that replaces its shard as an attribute of the modules.
+    """A gathered parameter that replaces its shard in the modules during a forward.
 
     Attributes:
         number: the index of the parameter in its group.
@@ -677,13 +694,12 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """How often each block was called in one forward, as far as one `Token` serves its gradients.
+    """How often each block was called in a forward, so that backward can tell the last gradient.
 
-    Backward compares these numbers with the gradients that have arrived.
-
-    What a backward pass sends depends on these counts, which are equal on all ranks. It must not
-    depend on which results of a forward are still alive, because Python frees them at different
-    times on different ranks.
+    One `Token` (see there) serves this forward. Backward compares these numbers with the gradients
+    that have arrived. What a backward pass sends depends on these counts, which are equal on all
+    ranks. It must not depend on which results of a forward are still alive, because Python frees
+    them at different times on different ranks.
 
     Attributes:
         made: the number of calls of each block in forward whose parameters get gradients.
@@ -736,7 +752,7 @@ class BackwardPass:
             handle.remove()
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
-        """Record that the gradients of one call of `group` have arrived.
+        """Record that the gradients of one call of a block have arrived.
 
         Returns True if it was the last call that backward has to reach.
         """
@@ -744,22 +760,24 @@ class BackwardPass:
         return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Record that a parameter with hooks, `p`, got a gradient from one of its block's forward
-        calls.
+        """Record that the parameter `p`, on which the user has hooks, got a gradient from
+        one call.
         """
         came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
         if came >= counts.made[group]:
             self.complete.add(p)
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """Add `grad`, which has an autograd graph (`create_graph=True`), to the gradient of `p`."""
+        """Add `grad`, computed with `create_graph=True`, to the gradient of `p`."""
         before = self.with_history.get(p)
         self.with_history[p] = grad if before is None else before + grad
 
 
 @dataclass(frozen=True)
 class Token:
-    """An empty tensor in autograd's graph that connects gathered parameters to their shards.
+    """An empty tensor that links the gathered parameters of a forward to their shards in autograd.
+
+    Its backward runs after that of all blocks, and returns the shards' reduced gradients.
 
     Attributes:
         tensor: the empty tensor.
@@ -824,7 +842,7 @@ class ZeroState(ShardedState):
         self.adopt_parameters(model.parameters())
 
     def register_hooks(self) -> None:
-        """Register the hooks that run before and after the model's forward, outside of the blocks'
+        """Register hooks that run before and after the whole model's forward. Blocks have their own
         hooks.
         """
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -864,8 +882,8 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record on each parameter that its gradient and update have the parameter's own sharded
-        layout.
+        """Record on each parameter that its gradient and update are sharded as the parameter itself
+        is.
         """
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
@@ -890,7 +908,7 @@ class ZeroState(ShardedState):
         self.adopt_parameters(parameters)
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """Returns the spec that a parameter has when it is gathered, given its sharded spec."""
+        """Returns the spec (layout) of a gathered parameter, given that of the sharded one."""
         found = self._unsharded.get(spec)
         if found is None:
             layout = spec.layout
@@ -938,7 +956,7 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather a block whose forward begins, and prefetch the block that followed it in the last
+        """Gather a block whose forward begins, and prefetch the block that came next in the last
         step.
         """
         if in_backward():
@@ -1004,7 +1022,7 @@ class ZeroState(ShardedState):
     # -- backward ----------------------------------------------------------------------------------
 
     def release_after_backward(self, group: FsdpGroup) -> None:
-        """Release the block when the running backward pass ends, unless it was released before.
+        """Release the block when the running backward pass ends, unless that happens before.
 
         Normally a group is released when the gradients of its parameters arrive. If a backward pass
         computes only gradients of inputs, they never do.
@@ -1012,7 +1030,9 @@ class ZeroState(ShardedState):
         self.pass_at_work().groups[group] = None
 
     def pass_at_work(self) -> BackwardPass:
-        """Returns the state of the backward pass that is running now."""
+        """Returns the state of the backward pass that is running now; makes it at the
+        first call.
+        """
         number = backward_pass()
         if number not in self._passes:
             self._passes[number] = BackwardPass()
@@ -1036,7 +1056,7 @@ class ZeroState(ShardedState):
                 self.release()  # blocks that were prefetched and not used
 
     def token(self, group: FsdpGroup) -> Token:
-        """Returns the token that connects the gathered parameters of `group` to their shards.
+        """Returns the token that links a block's gathered parameters to their shards in autograd.
 
         One token serves a whole forward of the model. So its backward runs after the backward of
         every block, and waits for all pending reductions. A block that is called alone has its own
@@ -1073,7 +1093,8 @@ class ZeroState(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce a flat buffer's gradients, or keep them for a later pass under `no_sync`.
+        """Begin to reduce a flat buffer's gradients; under `no_sync` keep them for a later
+        backward.
 
         Gradients that were kept before are added first. Parameters with hooks of the user are
         always reduced: hooks run in each backward pass, on the sum of all ranks.
@@ -1097,7 +1118,8 @@ class ZeroState(ShardedState):
 
     def _may_keep(self, params: list[DTensor]) -> bool:
         """True if partial gradients of `params` may be kept: no hook waits for them, and `finish`
-        finds them."""
+        finds them.
+        """
         all_layouts = [state_of(p).zero_layouts for p in params]
         return all(r is not None and r.owner is self for r in all_layouts) and not find_hooked(
             params
@@ -1111,7 +1133,7 @@ class ZeroState(ShardedState):
         counts: CallCounts | None,
         shards: Sequence[DTensor],
     ) -> None:
-        """Begin to reduce a flat buffer's gradients, after the running reductions of other blocks
+        """Begin to reduce a flat buffer's gradients, once the running reductions of other blocks
         end.
         """
         params = [shards[i] for i in group.members[k]]
@@ -1129,7 +1151,7 @@ class ZeroState(ShardedState):
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> dict[DTensor, torch.Tensor]:
-        """Wait for reductions that this backward pass has begun, and return their results.
+        """Waits for the reductions that this backward pass has begun, and returns their results.
 
         An enclosing backward pass collects its own gradients: hooks get each pass's gradients.
 
@@ -1209,7 +1231,9 @@ class ZeroState(ShardedState):
         return "a parameter"
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """Transfer ZeRO's layouts to the parameter `new`, which has replaced `old` in the model."""
+        """Give the parameter `new`, which has replaced `old` in the model, the ZeRO layouts of
+        `old`.
+        """
         own_state(new).zero_layouts = state_of(old).zero_layouts
 
     def show_gradient(self) -> None:
@@ -1256,9 +1280,7 @@ class ZeroState(ShardedState):
                 group.release()
 
     def reset_after_abort(self) -> None:
-        """Release all blocks and wait for running reductions, after a step ended or raised an
-        error.
-        """
+        """Release all blocks and wait for running reductions, after a step ended or raised."""
         while self._passes:
             self._passes.popitem()[1].remove_hooks()
         under_way, self._under_way = self._under_way, []

@@ -43,7 +43,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """A place in a model that holds a parameter or buffer: a module and an attribute name."""
+    """Where a model holds a parameter or buffer: a module and an attribute name."""
 
     owner: nn.Module
     attr: str
@@ -67,7 +67,7 @@ class ParameterSlot:
         return found
 
     def put(self, value: Any) -> None:
-        """Replace the parameter or buffer in this place by `value`, which may have any type."""
+        """Set the module's parameter or buffer to `value`, which may have any type."""
         owner = self.owner
         table = owner._parameters if self.attr in owner._parameters else owner._buffers
         table[self.attr] = value
@@ -75,7 +75,7 @@ class ParameterSlot:
 
 @dataclass
 class HeldParameter:
-    """A parameter or buffer, with all modules that have it as an attribute.
+    """A parameter or buffer with all modules that hold it; several if it is shared.
 
     Attributes:
         is_buffer: True for a buffer.
@@ -115,7 +115,7 @@ def plain_name(name: str) -> str:
 
 
 def find_hooked(tensors: Sequence[Any]) -> list[Any]:
-    """Returns the tensors on which a user has registered backward hooks of any kind."""
+    """Returns those tensors on which a user has registered backward hooks of any kind."""
     # Called in each step, where hardly any tensor has a hook.
     with local_ops():
         maybe = [

@@ -105,8 +105,7 @@ def transformer(
     sequence: bool = False,
     split_words: bool = True,
 ) -> dict[str, Any]:
-    """Returns a tensor-parallel plan of a whole transformer. Arguments are patterns of module
-    names.
+    """Returns a tensor-parallel plan of a whole transformer, given patterns of its modules' names.
 
     Args:
         columns: its linear layers whose output features are sharded.

@@ -499,7 +499,7 @@ class GradReducer(ShardedState):
                     self._adopt_parameter(bucket, i, new, state_of(old).zero_layouts)
 
     def adopt_replaced(self, *_: Any) -> None:
-        """Register parameters that have replaced others, such as by `load_state_dict(assign=True)`.
+        """Register parameters that replaced others, as `load_state_dict(assign=True)` does.
 
         This is a hook that runs before the forward.
         """
@@ -548,8 +548,9 @@ class GradReducer(ShardedState):
             self._under_way = bucket
 
     def finish(self) -> None:
-        """Wait for the running reduction, and store its sums. Gradients that changed since then
-        stay Partial.
+        """Wait for the running reduction, and store its sums in the gradients.
+
+        A gradient that changed since the reduction began stays Partial.
         """
         bucket, self._under_way = self._under_way, None
         if bucket is None:
@@ -574,8 +575,8 @@ class GradReducer(ShardedState):
     # -- after an optimizer has updated shards -----------------------------------------------------
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """Gather the updated shards, so that every rank has whole parameters. Called after a
-        step.
+        """Gather the updated shards after an optimizer's step, so that every rank has whole
+        parameters.
         """
         if self.stage == 0:
             return

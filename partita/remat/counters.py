@@ -90,7 +90,7 @@ class MemoryCount:
         self._update_peaks()
 
     def note_resized(self, storage: torch.UntypedStorage) -> HeldStorage:
-        """Count a storage that its owner may resize later, and return its entry."""
+        """Counts a storage that its owner may resize later, such as ZeRO's. Returns its entry."""
         self._look_again()
         held = self._add_storage(storage)
         if not held.resized:
@@ -111,7 +111,7 @@ class MemoryCount:
     # -- counting ------------------------------------------------------------------------------
 
     def after_op(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Count the storages that an op has created. Must be called after each op.
+        """Count the storages that an op has created. Called after each op.
 
         Args:
             args, kwargs: the op's arguments.
@@ -165,9 +165,8 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Add `more` bytes (maybe negative) to the counts, because a storage changed its size.
-
-        It was created, resized or freed.
+        """Add `more` bytes (maybe negative) to the counts, when a storage is created, resized or
+        freed.
         """
         self.live += more
         self._change_live_bytes(held.labels, more)
@@ -217,7 +216,7 @@ def count_memory() -> Iterator[MemoryCount]:
 def resize_listener(
     listener: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Returns a context manager in which `listener` is called with each storage that ZeRO resizes.
+    """Returns a context manager: inside, `listener` is called with each storage that ZeRO resizes.
 
     Only storages of this thread count.
     """
@@ -236,7 +235,7 @@ def resize_listener(
 
 @dataclass(frozen=True)
 class Recomputed:
-    """One recomputation of a region, as a row of the report.
+    """One recomputation of a remat region: a row of `remat_report`.
 
     Attributes:
         region: the function's or the module's name.
@@ -256,9 +255,7 @@ class Recomputed:
 
 
 class Report:
-    """The result of `remat_report`: each recomputation inside the block, in order. Prints as a
-    table.
-    """
+    """The result of `remat_report`: a row for each recomputation, in order. Prints as a table."""
 
     def __init__(self) -> None:
         self.regions: list[Recomputed] = []

@@ -34,7 +34,7 @@ class Candidate:
 
 
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """Returns the indices of the results to keep, such that they need at most `room` bytes.
+    """Returns the indices of the results to keep, so that they fit into `room` bytes.
 
     The first of two knapsacks saves the most operations. The second fills the rest of the room and
     saves the most bytes written. With more room there are never more recomputed operations nor, for

@@ -45,7 +45,7 @@ from .watched_calls import (
 
 
 class RematRegion(Wrapped):
-    """A wrapper of a function, or of a module's forward, that reruns it in backward.
+    """A function, or a module's forward, that runs again in backward. Made by `remat`.
 
     Attributes:
         policy: decides which results are kept.
@@ -66,9 +66,7 @@ class RematRegion(Wrapped):
 
     @property
     def budget_step(self) -> Any:
-        """The state of the memory budget in the current training step; None if the region has no
-        budget.
-        """
+        """The state of the region's memory budget in this training step; None without a budget."""
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -355,8 +353,9 @@ class Budget:
         return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
 
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
-        """Returns the record of a step for inputs of this kind: measured the first time, later
-        planned.
+        """Returns the state of the budget for a training step with inputs of this kind.
+
+        For the first such step it measures memory; later it has a plan of what to keep.
         """
         key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)

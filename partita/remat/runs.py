@@ -78,7 +78,9 @@ _NO_MODE = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A tensor from outside of a region that a call in the region's first run has read.
+    """A tensor from outside of a remat region that a call in the region has read.
+
+    The second run reads it again, so it must not have changed.
 
     Attributes:
         number: the index among the call's tensors.
@@ -93,8 +95,9 @@ class Read:
     values: torch.Tensor | None
 
     def has_values_of(self, t: torch.Tensor) -> bool:
-        """True if the tensor `t`, read by the second run instead, has the same values on all
-        ranks.
+        """True if the tensor `t`, which the second run reads instead, has the same values.
+
+        All ranks return the same.
         """
         if self.values is None:  # a parameter
             return True
@@ -119,7 +122,7 @@ class Read:
 
 @dataclass(eq=False, slots=True)
 class RecordedCall:
-    """One call in the first run of a region, with what the second run needs to repeat or skip it.
+    """One call in the first run of a remat region, with what is needed to repeat or skip it.
 
     Attributes:
         key, ordinal: identify the call; the ordinal counts calls with the same key.
@@ -147,7 +150,9 @@ class RecordedCall:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedSlot:
-    """A placeholder that autograd saves in place of a tensor. Only autograd refers to it.
+    """A placeholder that autograd saves in place of a tensor; recomputation fills it in backward.
+
+    Only autograd refers to it.
 
     Attributes:
         recompute: a function that runs the region again to fill the slot.
@@ -307,7 +312,8 @@ class _RegionRun:
 
 
 class ForwardRecord(_RegionRun):
-    """The first run of a region: it intercepts calls while it runs, and is their record afterwards.
+    """The first run of a remat region (its forward): it intercepts calls, and stays as their
+    record.
 
     Attributes:
         region: the `region.RematRegion`.
@@ -339,7 +345,7 @@ class ForwardRecord(_RegionRun):
 
     @property
     def measures(self) -> bool:
-        """True if this step measures memory for a budget, so that no result is kept."""
+        """True if this training step measures memory for a budget, so that nothing is kept."""
         return self.budget_step is not None and self.budget_step.measures
 
     @property
@@ -507,7 +513,7 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Save a copy of the tensor `one` before it is written in place, if the second run needs
+        """Save a copy of a tensor that a call is about to write in place, if recomputation needs
         it.
         """
         if self.producers.find(one) is None:
@@ -558,7 +564,7 @@ class ForwardRecord(_RegionRun):
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the first run: drop data that only a running program needs."""
+        """End the first run, and free what only a running program needs."""
         self._around = None
         self.producers.forget_the_dead()
         if self._names is not None:
@@ -569,7 +575,9 @@ class ForwardRecord(_RegionRun):
 
     @property
     def kept_results(self) -> list[KeptKernels | KeptCall]:
-        """The results that the region keeps for backward, of all calls and redistributions."""
+        """The results, of calls and redistributions, that the region keeps instead of
+        recomputing.
+        """
         kept = [e.kept for e in self.order if e.kept is not None]
         return [*kept, *self.redistributed_results.values()]
 
@@ -580,7 +588,7 @@ class ForwardRecord(_RegionRun):
                 slot.value = None
 
     def free_kept_kernels(self) -> None:
-        """Free the kept results of kernels after a second run has used them.
+        """Free the kept results of kernels after recomputation has used them.
 
         Kept results of opaque calls stay, because autograd still holds tensors saved inside. A
         third run, which is rare, recomputes the dropped results.
@@ -618,13 +626,14 @@ class _AllSlotsFilled(BaseException):
 
 
 def is_recomputing() -> bool:
-    """True if this thread is running a region's forward again, in backward."""
+    """True if this thread is running a remat region's forward again, in backward."""
     return isinstance(HERE.watcher, Recomputation)
 
 
 class Recomputation(_RegionRun):
-    """The second run of a region, in backward. It skips kept calls and fills the first run's
-    slots.
+    """The second run of a remat region, in backward: it restores the tensors that autograd needs.
+
+    It skips calls whose results were kept.
     """
 
     def __init__(self, forward: ForwardRecord):
@@ -638,7 +647,9 @@ class Recomputation(_RegionRun):
         self._flops_of: dict[RecordedCall, int] = {}
 
     def run(self) -> None:
-        """Run the region again, until the tensors that backward needs (the slots) are restored."""
+        """Runs the region again, until all tensors that backward needs (`SavedSlot`) are
+        restored.
+        """
         forward = self.forward
         forward.check_unchanged()
         inputs = forward.inputs.rebuild(self.producers)
@@ -889,8 +900,8 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """Returns the error for a call of the first run that the second did not make, though it is
-        needed.
+        """Returns the error for a call of the first run that the second did not make, but backward
+        needs.
         """
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(

@@ -43,7 +43,7 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class RandomStates:
-    """The states of the random generators before and after a call, so that it can be repeated."""
+    """The states of the random generators around a call, to repeat its random numbers."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
         generators = generators_in_use(t.device for t in tensors)
@@ -54,7 +54,7 @@ class RandomStates:
         self.after: States = []
 
     def over(self) -> bool:
-        """Record the generators' states after the call. Returns True if it drew random numbers."""
+        """Records the generators' states after the call. Returns True if it drew random numbers."""
         now = [(g, g.get_state()) for g, _ in self.before]
         self.after = [
             (g, state)
@@ -110,7 +110,7 @@ def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class AmbientState:
-    """The settings around a region's first run, which the second run restores.
+    """The settings around a remat region's first run, under which it runs again in backward.
 
     They are random generators, autocast, context variables, the default device, and buffers.
     """
@@ -127,8 +127,8 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Restore the settings inside the block. Yields the `contextvars.Context` for the second
-        run.
+        """Set the recorded settings inside the block. Yields the `contextvars.Context` for the
+        second run.
         """
         self._touched = {}
         with ExitStack() as modes:
@@ -142,7 +142,11 @@ class AmbientState:
             yield self._context.copy()
 
     def draw_as(self, states: States) -> None:
-        """Set random generators to these states until the second run has ended."""
+        """Set random generators to these states until the second run has ended.
+
+        Args:
+            states: the states before a call of the first run, which is repeated now.
+        """
         for generator, state in states:
             if generator not in self._touched:
                 self._touched[generator] = generator.get_state()
@@ -204,8 +208,8 @@ class RegionInputs:
             self._saver: Any = _SaveInputs.apply(graded, *tensors)
 
     def rebuild(self, producers: TensorProducers) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments for the second run: the same memory, detached from the autograd
-        graph.
+        """Returns the arguments for the second run: tensors that share memory, without autograd
+        history.
 
         Raises:
             RuntimeError: a tensor was changed in place after the first run.
@@ -279,7 +283,7 @@ class _KeptResult:
 
 
 class KernelsOfCall(KernelMode):
-    """A dispatch mode that intercepts and counts the kernels of one call."""
+    """A dispatch mode that intercepts and counts the ATen kernels that one call runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +292,7 @@ class KernelsOfCall(KernelMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Inside the block, do not intercept kernels: they belong to a redistribution, not to the
+        """Inside the block, kernels are not intercepted: they belong to a redistribution in the
         call.
         """
         self.paused = True
@@ -303,7 +307,7 @@ class KernelsOfCall(KernelMode):
 
 
 class KeepMode(KernelsOfCall):
-    """A dispatch mode that records the result of each kernel that one call runs."""
+    """A dispatch mode that records the results of the ATen kernels that one call runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +328,7 @@ class KeepMode(KernelsOfCall):
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """Returns the kernel results to keep so that the second run can return `out` without
+        """Returns the kernels' results with which the second run can make `out` without running
         kernels.
 
         None if they cannot be kept.
@@ -358,7 +362,7 @@ class KeptKernels(_KeptResult):
 
     @classmethod
     def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
-        """Returns an object that keeps `x`, the result of a redistribution."""
+        """Makes an object that keeps `x`, the result of a redistribution."""
         return cls({_CARRIED: make_local_alias(x)}, x)
 
     @property
@@ -372,7 +376,7 @@ class KeptKernels(_KeptResult):
         self.made = replace_instances(self.made, torch.Tensor, torch.clone)
 
     def give(self, place: Place = _CARRIED) -> Any:
-        """Returns the kept results of one kernel run, or None if they were not kept.
+        """Returns the kept results of one kernel, or None if they were not kept.
 
         They are new aliases, because autograd sets attributes on them. If the program writes to
         them, they are copies, because it will write to them again.
@@ -388,9 +392,7 @@ class KeptKernels(_KeptResult):
 
 
 class ReplayMode(KernelsOfCall):
-    """A dispatch mode that returns kept results in place of a call's kernels, and runs those not
-    kept.
-    """
+    """A dispatch mode of the second run: kernels are not run if their results were kept."""
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
@@ -440,7 +442,8 @@ class _KeptOutputs(torch.autograd.Function):
 
 
 class KeptCall(_KeptResult):
-    """The kept result of an opaque call.
+    """The kept result of an *opaque* call: one that is kept or run as a whole, as a compiled
+    function.
 
     Attributes:
         out: its result, with a `_Result` in place of each tensor.
@@ -509,7 +512,7 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedInOpaque:
-    """A tensor that autograd saved inside a kept call, while an enclosing region packs saved
+    """What autograd saved inside a kept opaque call, if an outer remat region handles saved
     tensors.
     """
 
@@ -524,10 +527,9 @@ class SavedInOpaque:
 
 
 class OpaqueSaves:
-    """The tensors that autograd saves inside an opaque call (which is not recorded call by call).
+    """The tensors that autograd saves inside an opaque call, such as a compiled function.
 
-    Saved tensors that are views of the call's inputs are not kept, because the second run has the
-    inputs.
+    Those that are views of the call's inputs are not kept, because the second run has the inputs.
     """
 
     def __init__(self, inputs: list[torch.Tensor], keeps: bool):
@@ -551,13 +553,11 @@ class OpaqueSaves:
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
-        """Returns the tensors in `out` that do not share memory with an input of the call."""
+        """Returns the tensors in `out` that share no memory with an input of the call."""
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """Returns the bytes that keeping the call would take: of its result and of saved
-        tensors.
-        """
+        """Returns the bytes that it takes to keep the call: its result and its saved tensors."""
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
@@ -568,8 +568,10 @@ _Calls = tuple[Any, tuple[int, ...]]
 
 
 class LearnedNames:
-    """The names that a region's program has given to results (`checkpoint_name`) in all runs so
+    """The names (`checkpoint_name`) that a region's program has given to results in all runs so
     far.
+
+    They decide in a later run, before a result is named, whether to keep it.
 
     Attributes:
         seen: the calls, by function and call site, that have occurred.
@@ -611,9 +613,7 @@ class ResultsToName:
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """True if no earlier run made this call, so it is unknown whether its result will be
-        named.
-        """
+        """True if no earlier run made this call; whether its result gets a name is then unknown."""
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:
@@ -621,8 +621,8 @@ class ResultsToName:
         self._makers |= {storage_id(t): event for t in tensors_in(out)}
 
     def note_name(self, x: torch.Tensor, name: str) -> Any:
-        """Record that the program names `x`. Returns the call of this run that made `x`, or
-        None.
+        """Records that the program names `x`. Returns the call of this run that made `x`,
+        or None.
         """
         event = self._makers.get(storage_id(x))
         if event is not None:
@@ -630,7 +630,7 @@ class ResultsToName:
         return event
 
     def offer(self, event: Any, kept: KeptKernels, out: Any) -> None:
-        """Store how to keep a call's result, in case the program names it later.
+        """Store how to keep the result of a call, in case the program names it later.
 
         The result itself is not kept alive: its tensors are stored as positions in their storage.
 
@@ -650,9 +650,9 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """Returns what `offer` stored for a call whose result `x` is named now, as tensors again.
+        """Returns the kernel results that `offer` stored, for a call whose result `x` is named now.
 
-        None if that is not in this storage alone.
+        None if they are not all in the storage of `x`.
         """
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):

@@ -58,7 +58,7 @@ class RematError(LayoutError):
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """How a region treats calls of one torch function.
+    """How remat regions treat calls of a torch function.
 
     Attributes:
         op: the name of its op.
@@ -107,21 +107,22 @@ _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 
 def current_watcher() -> Any:
-    """Returns the object that intercepts this thread's calls for a region; None while Dynamo
-    traces.
+    """Returns the object that intercepts this thread's calls for a remat region, or None.
+
+    None while Dynamo traces.
     """
     return None if HERE.trace.is_compiling() else HERE.watcher
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:
-    """Returns a context manager in which `watcher` intercepts this thread's calls. None: nothing
+    """Returns a context manager: inside, `watcher` intercepts this thread's calls; None: nothing
     does.
     """
     return attribute_set(HERE, "watcher", watcher)
 
 
 class CallMode(TorchFunctionMode):
-    """A torch-function mode that passes each call to this thread's watcher (a region's run)."""
+    """A torch-function mode that passes each call to the remat region that runs in this thread."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -142,8 +143,8 @@ class CallMode(TorchFunctionMode):
 
 
 def is_internal(function: Any) -> bool:
-    """True for an `autograd.Function` of partita. It runs inside another call, so it is not
-    recorded.
+    """True for an `autograd.Function` of partita. Remat does not record it, but the call
+    around it.
     """
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
@@ -163,7 +164,7 @@ def make_call_mode() -> AbstractContextManager[Any]:
 
 
 class KernelMode(TorchDispatchMode):
-    """A dispatch mode that calls the method `kernel` in place of each kernel.
+    """The base of dispatch modes that call their method `kernel` in place of each ATen kernel.
 
     Regions of torch.compile still run compiled: otherwise torch.compile would disable itself, and
     the mode would intercept a different program. Kernels inside such a region are not intercepted.
@@ -203,7 +204,7 @@ redistribution."""
 
 
 def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `fn(*args, **kwargs)`. Call sites that are recorded inside it begin at this frame."""
+    """Calls `fn(*args, **kwargs)`. Call sites that remat records inside it begin at this frame."""
     return fn(*args, **kwargs)
 
 
@@ -228,7 +229,7 @@ def _classify_code(code: CodeType) -> tuple[CodeType, bool]:
 
 
 def find_call_site() -> tuple[int, ...]:
-    """Returns the user's frames from the region to the current call, to identify the call.
+    """Returns the user's frames from the remat region to the current call, to identify the call.
 
     The tuple has a code id and an instruction offset for each frame, innermost first.
     """
@@ -266,7 +267,7 @@ def line_of_site(where: tuple[int, ...]) -> str:
 
 
 class TensorProducers:
-    """A map from each tensor of a run to the number of the call that made it.
+    """A map from each tensor in a run of a region to the number of the call that made it.
 
     Args:
         first: in the second run, the map of the first run. It has results that the program itself
@@ -281,8 +282,8 @@ class TensorProducers:
         self._known[id(t)] = (weakref.ref(t), producer)
 
     def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """Record that call `number` made the tensors in `out`, except tensors that it got as
-        inputs.
+        """Record that call `number` made the tensors in `out`. Tensors that it got as inputs do not
+        count.
         """
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
@@ -298,7 +299,7 @@ class TensorProducers:
         return None if self._first is None else self._first.find(t)
 
     def forget_the_dead(self) -> None:
-        """After the run, remove the entries of tensors that have been freed."""
+        """Remove the entries of tensors that have been freed. Called after the run."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 
 
@@ -310,7 +311,8 @@ _PLAIN = frozenset(
 
 def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[torch.Tensor]) -> Any:
     """Returns the key of an argument: hashable, and equal for equal calls. Appends its tensors to
-    `tensors`."""
+    `tensors`.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value if value == value else "nan"
@@ -338,7 +340,7 @@ def make_inputs_key(
     producers: TensorProducers,
     tensors: list[torch.Tensor],
 ) -> Any:
-    """Returns a hashable key of a call's arguments, which is equal for the same call in both runs.
+    """Returns a hashable key of a call's arguments, by which the second run finds the call again.
 
     Args:
         tensors: a list to which the tensors among the arguments are appended.
@@ -351,9 +353,7 @@ def make_inputs_key(
 def key_of_shape(
     what: Any, shape: Any, dtype: torch.dtype, site: tuple[int, ...] | None = None
 ) -> Key:
-    """Returns the key of a call that has one tensor. The tensor is identified by shape and
-    dtype.
-    """
+    """Returns the key of a call with one tensor, which is described by its shape and dtype only."""
     inputs = (((None, torch.Size(shape), dtype),), ())
     return what, find_call_site() if site is None else site, inputs
 
@@ -389,7 +389,7 @@ def _format_key_part(part: Any) -> str:
 
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:
-    """Returns a detached plain tensor that shares this rank's memory of `t`."""
+    """Returns a detached plain tensor with the local memory of `t`."""
     with local_ops():
         return t.detach()
 
@@ -408,8 +408,8 @@ class Wrapped:
 
     @classmethod
     def in_place_of_forward(cls, module: nn.Module, *args: Any) -> Any:
-        """Wrap a module's forward: make a wrapper and set it as the attribute `forward`. Returns
-        it.
+        """Wraps a module's forward: sets the attribute `forward` to a wrapper, and returns the
+        wrapper.
         """
         made = cls(module.__dict__.get("forward"), module, *args)
         object.__setattr__(module, "forward", made)
@@ -491,9 +491,7 @@ def keep_collectives(call: Call) -> bool:
 
 
 class OneCall(Wrapped):
-    """A function that was marked by `one_call`: a region can keep its result like that of one
-    op.
-    """
+    """A function marked by `one_call`: a remat region can keep its result like that of one op."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_watcher()

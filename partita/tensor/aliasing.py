@@ -49,10 +49,10 @@ T = torch.Tensor
 
 
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
-    """Mark the results of a view op as view copies of `args[0]`, and return them.
+    """Marks the results of a view op on `args[0]` as view copies, and returns them.
 
-    A view copy has its own memory, but behaves like a view: it is copied again after a write to its
-    source.
+    A view copy would share its source's memory in plain PyTorch, but here has its own. It is copied
+    again after a write to its source.
     """
     source = args[0]
     if func is T.__getitem__:
@@ -101,7 +101,7 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DT
 
 
 def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Run an in-place op on a view copy, and write the changed values to the source tensor, too.
+    """Runs an in-place op on a view copy, and writes the changed values to its source, too.
 
     Args:
         write: the in-place op.
@@ -176,7 +176,11 @@ def _refuse_overlapping_pieces(copy: DTensor) -> None:
 
 
 def is_without_overlap(t: Any) -> bool:
-    """True if the strides alone prove that no two elements of `t`, or of a list, share memory."""
+    """True if, judged by strides alone, no two elements of `t` have the same address.
+
+    Args:
+        t: a tensor or a list of tensors.
+    """
     if not isinstance(t, torch.Tensor):
         return all(map(is_without_overlap, t if isinstance(t, (list, tuple)) else ()))
     if 0 in t.shape:
@@ -190,7 +194,7 @@ def is_without_overlap(t: Any) -> bool:
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
-    """Returns the tensor that a view copy is a view of, which is no view copy itself.
+    """Returns the tensor of which a view copy is, through other view copies, finally a view.
 
     Returns:
         The tensor; a function that makes the view of it, or None if tensors are among the arguments
@@ -228,7 +232,8 @@ def _compose_views(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
 def connect_copy(
     copy: DTensor, base: DTensor, view: Callable[[Any], Any] | None, graded: bool
 ) -> None:
-    """Make `copy` a view copy of `base`: `view(base)`.
+    """Make `copy` a view copy of `base`: it is copied again from `view(base)` after a write to
+    `base`.
 
     If `view` is None, to read `copy` after a write to `base` is an error, and so is a write to it.
 
@@ -258,9 +263,9 @@ def connect_copy(
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Run an op that changes a view copy's shape in place, such as `x.squeeze_()`.
+    """Runs an op that changes a view copy's shape in place, such as `x.squeeze_()`.
 
-    Afterwards the tensor is a view copy of its old self: writes still reach the source.
+    Afterwards writes to the tensor still reach its source.
     """
     before, spec = _alias_of(copy), copy._spec
     own_state(copy).copied_view = None
@@ -291,9 +296,9 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
 
 
 def may_be_denser_than_whole(spec: Spec) -> bool:
-    """True if this rank's piece may be contiguous although the global tensor is not.
+    """True if this rank's shard may be contiguous although the global tensor is not.
 
-    This happens if the piece has at most one element in a dimension, and the global tensor has
+    This happens if the shard has at most one element in a dimension, and the global tensor has
     more.
     """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
@@ -314,7 +319,7 @@ def _has_short_pieces(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """Returns a result such that it is a copy exactly if a single device would copy.
+    """Returns a result that is a copy exactly if plain PyTorch would copy, and else a view.
 
     For ops that copy or return a view depending on strides (`contiguous`, `reshape`, `to`).
 
@@ -376,9 +381,9 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
 
 
 def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
-    """Wraps an op such as `contiguous` so that it copies exactly if a single device would copy.
+    """Wraps an op such as `contiguous` so that it copies exactly if plain PyTorch would copy.
 
-    Needed for pieces for which `may_be_denser_than_whole` is True.
+    Needed for shards for which `may_be_denser_than_whole` is True.
     """
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
@@ -404,7 +409,7 @@ _stride = torch._C.TensorBase.stride
 
 
 def global_strides(x: DTensor) -> tuple[int, ...]:
-    """Returns the strides, in elements, that the global tensor of x would have on one device."""
+    """Returns the strides, in elements, that the global tensor of x would have in plain PyTorch."""
     if state_of(x).copied_view is not None:
         with _disable_current_modes():
             return make_meta_twin(x).stride()
@@ -412,14 +417,14 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
 
 
 def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of a global tensor, derived from one rank's piece.
+    """Returns the strides, in elements, of a global tensor, derived from one rank's shard.
 
-    A dense piece gives dense strides with the same order of dimensions. A gap between rows, as a
-    slice leaves it, stays the same number of rows. If a piece has a single row, its stride between
+    A dense shard gives dense strides with the same order of dimensions. A gap between rows, as a
+    slice leaves it, stays the same number of rows. If a shard has a single row, its stride between
     rows is arbitrary. Then the size of its storage shows whether there are gaps.
 
     Args:
-        x: the piece.
+        x: the shard.
         shape: the global shape.
     """
     with local_ops():
@@ -450,12 +455,11 @@ def _fills_memory(x: torch.Tensor) -> bool:
 
 
 def make_meta_twin(x: DTensor, dense: bool = False) -> torch.Tensor:
-    """Returns a "meta" tensor with the global shape and strides of x, to compute strides without
-    data.
+    """Returns a "meta" tensor with the global shape and strides of x, to try ops without data.
 
     Args:
-        dense: take the tensor that x is a view copy of as contiguous. The result is then equal on
-            all ranks.
+        dense: True to assume that the source of a view copy is contiguous. The result is then equal
+            on all ranks.
     """
     copied: CopiedView | None = state_of(x).copied_view
     with local_ops():

@@ -93,21 +93,17 @@ class OpCall:
         return self.func(*self.args, **self.kwargs)
 
     def with_values(self, new: dict[Path, Any]) -> OpCall:
-        """Returns a copy of the call with other values at the paths (argument positions) of
-        `new`.
-        """
+        """Returns a copy of the call in which the arguments at the paths of `new` are replaced."""
         return OpCall(self.form, self.func, *replace_at_paths(self.args, self.kwargs, new))
 
     @cached_property
     def tensors(self) -> dict[Path, Any]:
-        """All tensors among the arguments by their paths (positions), also those in lists and
-        tuples.
-        """
+        """All tensors among the arguments, by path (position in the call), also those in lists."""
         return _all_tensors(self.args, self.kwargs)
 
     @cached_property
     def wire(self) -> Wire:
-        """The wire (this rank's connection to other ranks) of the DTensors among the arguments.
+        """The wire (connection to the ranks of a mesh) that the call's DTensors share.
 
         Raises:
             LayoutError: they are on two meshes.
@@ -123,7 +119,7 @@ class OpCall:
 
     @property
     def view_copies(self) -> tuple[Path, ...]:
-        """The paths of arguments that are view copies, which may have to be copied again (see
+        """The paths of arguments that are view copies, which may be out of date (see
         `aliasing`).
         """
         found = self.tensors.items()
@@ -131,14 +127,12 @@ class OpCall:
 
     @property
     def writes_view_copy(self) -> bool:
-        """True if the call is an in-place op on a view copy, so that it must also write the
-        source.
-        """
+        """True if the call is an in-place op on a view copy, whose source must be written, too."""
         return self.form.inplace and (0,) in self.view_copies
 
     @property
     def gives_view(self) -> bool:
-        """True if the result would share the memory of the first operand on one device."""
+        """True if, in plain PyTorch, the result would share the memory of the first operand."""
         form, args = self.form, self.args
         is_view = facts_of_function(form.name).is_view and not form.inplace
         if not is_view or not args or not isinstance(args[0], DTensor):
@@ -151,10 +145,10 @@ class OpCall:
 
     @property
     def numbers_of_other_meshes(self) -> dict[Path, DTensor]:
-        """The 0-d DTensors that are on another mesh than the other operands.
+        """The 0-d DTensors on another mesh than the other operands, by path.
 
-        A number that every rank holds, such as a norm or a coefficient, is equal on any mesh. It
-        must not need a gradient, which would have to be sent back to its own mesh.
+        Their values, such as a norm, are equal on all ranks, so they may be used on any mesh. They
+        must not require grad: the gradient would have to be sent back to their own mesh.
         """
         spread = {path: t for path, t in self.tensors.items() if isinstance(t, DTensor)}
         if len({t._spec.wire for t in spread.values()}) < 2:
@@ -165,7 +159,8 @@ class OpCall:
         return away if all(map(_is_number, away.values())) else {}
 
     def read_numbers_of_other_meshes(self) -> OpCall:
-        """Returns the call with the DTensors of `numbers_of_other_meshes` as plain tensors.
+        """Returns the call with plain tensors in place of the DTensors of
+        `numbers_of_other_meshes`.
 
         Partial ones are reduced first.
         """
@@ -178,9 +173,9 @@ class OpCall:
 
     @cached_property
     def operands(self) -> list[tuple[Path, Any]]:
-        """The path and the value of each operand that the rule's sentence names, in order.
+        """The (path, value) of each operand that the op's sharding rule names, in the rule's order.
 
-        For a fixed sentence, None means an operand that is not passed.
+        None is the value of an optional operand that was not passed.
         """
         if self.form.rule is not None and self.form.rule.derive is not None:
             return self.declared[2]
@@ -191,7 +186,7 @@ class OpCall:
 
     @cached_property
     def declared(self) -> tuple[list[Any], Kwargs, list[tuple[Path, Any]]]:
-        """The arguments that a rule function has as parameters.
+        """The arguments that the op's sharding rule reads, if the rule is a function.
 
         A triple: positional arguments, keyword arguments, and `(path, tensor)` for each tensor
         among them.
@@ -219,7 +214,9 @@ class OpCall:
         return positional, named, tensors
 
     def make_changed_layout_error(self, x: DTensor) -> LayoutError:
-        """Returns the error for a call that writes `x`, but would need it in another layout."""
+        """Returns the error for an in-place op that would have to change the layout of its operand
+        `x`.
+        """
         name = self.form.name
         why = "a tensor that is written in place keeps its layout, for its other owners"
         return make_layout_error(
@@ -233,7 +230,8 @@ class OpCall:
 def normalize_call(
     form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs, torch.Tensor | None]:
-    """Returns arguments under the rule's parameter names, and the `out=` tensor by itself.
+    """Returns arguments under the parameter names of the op's rule, and the `out=` tensor
+    separately.
 
     Torch has other names for some parameters (`axis`, `input`, ...), which are replaced.
     """
@@ -272,7 +270,7 @@ def _is_number(t: DTensor) -> bool:
 
 
 def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
-    """Returns the wire (connection to the other ranks) of the DTensors in `tensors`.
+    """Returns the wire (connection to the ranks of a mesh) that the DTensors in `tensors` share.
 
     Raises:
         LayoutError: they are on two meshes.
@@ -287,8 +285,7 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
-    """Returns the path of an argument in this call, given its path in another call of the same
-    plan.
+    """Returns the path of an argument in this call, given its path in another call.
 
     One call may pass by position what the other passes by name.
 
@@ -302,13 +299,13 @@ def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs)
 
 
 def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
-    """Returns the argument at `path`, its position in the call."""
+    """Returns the argument at `path`, such as `(0,)` or `("dim",)`."""
     value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     return value if len(path) == 1 else value[path[1]]
 
 
 def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[list[Any], Kwargs]:
-    """Returns copies of the arguments in which the values at the paths of `new` are replaced."""
+    """Returns copies of the arguments with the values in `new` at their paths."""
     args, kwargs = list(args), dict(kwargs)
     for path, value in new.items():
         home: Any = kwargs if isinstance(path[0], str) else args
@@ -345,7 +342,9 @@ _NUMBERS = _INTEGERS | frozenset(
 
 
 def may_have_numbers(args: Args, kwargs: Kwargs) -> bool:
-    """True if an argument is a DTensor of one element, or a slice or list that contains one."""
+    """True if an argument may be a number as DTensor: one of one element, also in a slice
+    or list.
+    """
     return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
 
 
@@ -359,8 +358,8 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments with DTensors replaced by Python numbers where torch expects a
-    number.
+    """Returns the arguments with Python numbers for DTensors where torch expects a number (`k` of
+    `topk`).
     """
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
@@ -376,7 +375,8 @@ def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
 
 def _read_numbers_in(value: Any, kinds: Kinds) -> Any:
     """`value` read where a tensor in its place would be a number; `kinds` are what may stand there
-    in one form of the op or another."""
+    in one form of the op or another.
+    """
     if type(value) is slice:
         return slice(
             *(_read_numbers_in(v, _INTEGERS) for v in (value.start, value.stop, value.step))
@@ -493,12 +493,11 @@ def check_plain_tensor(
     where: tuple[Any, ...] = (),
     with_gradient: bool = False,
 ) -> None:
-    """Raise an error unless a plain tensor may count as a whole value, equal on all ranks.
+    """Raise unless a plain tensor that meets DTensors in a call may count as equal on all ranks.
 
-    A tensor that needs no gradient (an `arange`, a mask made in forward) counts as a whole value.
-    If each rank passed its own data, the result would be wrong without an error. So the ranks
-    compare a checksum the first time that a line of the program does this (every time under
-    `check_ranks()`).
+    A tensor that needs no gradient (an `arange`, a mask made in forward) may count so. If each rank
+    passed its own data, the result would be wrong without an error. So the ranks compare a checksum
+    the first time that a line of the program does this (every time under `check_ranks()`).
 
     Args:
         where: identifies the argument, if an op takes several.
@@ -610,12 +609,13 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """Returns the spec of a plain tensor that is equal on all ranks: Invariant on every axis."""
+    """Returns the spec of a plain tensor as a DTensor that is Invariant (equal on all ranks)."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
-    """Returns a DTensor that shares the memory of a plain tensor, Invariant on every axis.
+    """Returns a plain tensor as a DTensor that is Invariant (equal on all ranks), in the same
+    memory.
 
     A write to the result changes `x`.
     """
@@ -624,9 +624,11 @@ def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Make a plain tensor a DTensor after an in-place write connected it to DTensors in autograd.
+    """Turn a plain tensor into a DTensor, after an in-place op has written a DTensor's values to
+    it.
 
-    If `x` is a view, its base becomes a DTensor, too.
+    From then on it has the op's autograd history. If `x` is a view, its base becomes a DTensor,
+    too.
     """
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
@@ -635,10 +637,10 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
 
 
 def write_into_plain(call: OpCall, paths: Sequence[Path]) -> Any:
-    """Run a call that writes plain tensors in place, although other operands are DTensors.
+    """Runs an in-place op that writes plain tensors, although other operands are DTensors.
 
     Raises:
-        LayoutError: one of them is not a whole value (see `check_plain_tensor`).
+        LayoutError: a written tensor is not equal on all ranks (see `check_plain_tensor`).
     """
     written = {path: get_at_path(call.args, call.kwargs, path) for path in paths}
     for path, x in written.items():

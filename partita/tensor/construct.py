@@ -63,7 +63,8 @@ from .uneven_pieces import (
 
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns this rank's piece of a `whole` value in the layout of `spec`, in its own memory.
+    """Returns this rank's local tensor (a copy) of the global value `whole`, in the layout of
+    `spec`.
 
     On a Partial axis the first rank gets the value and the others zeros.
     """
@@ -146,7 +147,8 @@ def distribute_tensor(
 
 
 def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
-    """Returns a DTensor of `spec` with the values of `tensor`. It does not require grad.
+    """Returns a DTensor with the values of `tensor` in the layout of `spec`. It does not require
+    grad.
 
     Args:
         src_data_rank: the rank whose value is used, as in `distribute_tensor`.
@@ -208,9 +210,9 @@ def distribute_module(
 
 
 def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
-    """Returns the DTensor that replaces the plain buffer `b` on a mesh. Makes it at the first call.
+    """Returns the DTensor that replaces the plain buffer `b` of a module on a mesh.
 
-    Modules that share a buffer get the same DTensor.
+    Modules that share a buffer get the same DTensor: the first call makes it, later ones return it.
 
     Args:
         spread: a function that distributes the buffer.
@@ -361,7 +363,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if `value` can be assigned to the parameter `p` as `p.data`.
+    """True if `p.data = value` is possible for the parameter `p`.
 
     Both must be on "meta" or neither, and on one device type.
     """
@@ -393,12 +395,13 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
 
 
 def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
-    """Replace the data of the parameter `p` by `value`, in place. Attributes and hooks of `p` stay.
+    """Replaces the data of the parameter `p` by `value`, in place. Attributes and hooks of `p`
+    stay.
 
-    So optimizers and modules that refer to `p` see the distributed value.
+    So optimizers and modules that refer to `p` get the distributed value.
 
     Returns:
-        The gradient of `p`, which is removed, because it has the layout of the old value.
+        The old gradient of `p`, which is removed because it has the layout of the old value.
     """
     grad = p.grad
     with local_ops(), torch.no_grad():
@@ -429,7 +432,8 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
 
 
 def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
-    """Convert the optimizer state of a parameter to the layout in which the parameter is updated.
+    """Redistribute the optimizer state of a parameter to the layout in which the parameter is
+    updated.
 
     Needed for state that was loaded or made before `p` was distributed. It changes `state` in
     place.
@@ -453,8 +457,8 @@ def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
 
 
 def is_whole_state(p: DTensor, value: Any) -> bool:
-    """True if `value` is optimizer state that is not distributed yet: a plain tensor of p's global
-    shape.
+    """True if an entry of optimizer state is a plain tensor of p's global shape, not yet
+    distributed.
     """
     return (
         isinstance(value, torch.Tensor)
@@ -465,8 +469,7 @@ def is_whole_state(p: DTensor, value: Any) -> bool:
 
 
 def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
-    """Copy the Python attributes of a parameter to the tensor that replaces it in a module for a
-    while.
+    """Copies the Python attributes of a parameter to the tensor that replaces it during a forward.
 
     Returns the attributes.
     """
@@ -476,9 +479,10 @@ def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
 
 
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
-    """Copy Python attributes that were set or deleted on `whole` back to the parameter `p`.
+    """Copy Python attributes that a forward has set or deleted on `whole` back to the parameter
+    `p`.
 
-    While a module runs, `whole` replaced `p` in it.
+    During the forward, `whole` (the gathered value) replaces `p` in its module.
 
     Args:
         given: the attributes that `copy_attributes` had copied to `whole`.

@@ -157,7 +157,10 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """The body of `DTensor.__torch_function__`: finds the plan of a call, and runs it."""
+    """Runs a torch function on DTensors: finds the cached plan of the call, and runs it.
+
+    It is the body of `DTensor.__torch_function__`.
+    """
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
         return op.run(func, args, kwargs or {}, op)
@@ -355,12 +358,12 @@ on_first_wire(lambda: inspect_collectives(_operands_of_collective))
 
 
 def run_gathered(call: OpCall) -> Any:
-    """Run a call on whole operands, because no rule says how to run it on pieces.
+    """Runs an op on gathered operands, because no rule says how to run it on shards.
 
-    All operands are gathered first, and the result is whole on every rank. An operand that is
-    written keeps its layout, because other code may refer to it: a gathered copy is written, and
-    then redistributed back. If the layout is Partial, the first rank gets the result and the others
-    get zeros; for a max or min, all ranks get it.
+    The result is whole on every rank. An operand that is written keeps its layout, because other
+    code may refer to it: a gathered copy is written, and then redistributed back. If the layout is
+    Partial, the first rank gets the result and the others get zeros; for a max or min, all ranks
+    get it.
 
     Raises:
         LayoutError: the written operand would get another shape.

@@ -406,7 +406,7 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 
 def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
-    """Returns `x` redistributed to the spec `after`. Differentiable.
+    """Returns `x` redistributed to the layout of the spec `after`. Differentiable.
 
     The ledger records the traffic as requested by the user ("explicit") in the op `op`.
     """
@@ -454,9 +454,11 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Redistribute a local tensor by the moves of a plan, and return the result. No autograd.
+    """Runs the collectives of a redistribution on a local tensor, and returns the result. No
+    autograd.
 
     Args:
+        moves: the redistribution, as a list of moves (each at most one collective).
         op, reason: the op that needs the redistribution, and why, for the ledger.
     """
     watcher = HERE.watcher
@@ -566,7 +568,7 @@ class _ZerosForNone(torch.autograd.Function):
 
 
 def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
-    """Redistribute a local tensor: returns the local tensor of the same value in spec `after`.
+    """Redistributes a local tensor from one spec to another, and returns the new local tensor.
 
     Differentiable. The result is never `x` itself: if nothing changes, it is an alias.
 
@@ -602,7 +604,9 @@ class _NoView(torch.autograd.Function):
 
 
 def alias_without_base(x: torch.Tensor) -> torch.Tensor:
-    """Returns an alias of `x`, connected in autograd, whose existence does not keep `x` alive."""
+    """Returns an alias of `x` in the autograd graph that does not keep the tensor object `x`
+    alive.
+    """
     alias: torch.Tensor = _NoView.apply(x)
     return alias
 
@@ -623,10 +627,12 @@ class _OnGradient(torch.autograd.Function):
 
 
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of the local tensor `x` with the same values but another layout of its
-    gradient.
+    """Returns an alias of the local tensor `x`; backward redistributes its gradient before x gets
+    it.
 
-    Backward gets a gradient of spec `given` and redistributes it to `wanted`, the one that x needs.
+    Args:
+        given: the spec of the gradient that arrives in backward.
+        wanted: the spec of the gradient that `x` needs.
     """
     line = "" if given.layout.shards == wanted.layout.shards else user_line()
     with local_ops():
@@ -642,7 +648,9 @@ def _move_gradient(
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Returns the error for `grad_placements` whose Shard differs from that of the value."""
+    """Returns the error for `grad_placements` that shard a gradient in another way than the
+    value.
+    """
     return LayoutError(
         f"{op}: grad_placements shard the gradient differently from the value",
         place=line,
@@ -656,7 +664,8 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
 
 
 def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of the local tensor `x` whose backward raises if it cannot know the layout.
+    """Returns an alias of a local tensor; backward raises if the layout of its gradient is
+    ambiguous.
 
     If `x` is Replicate, a gradient that arrives is either each rank's part (Partial), or the same
     whole value on all ranks. By duality it would be the first; in torch.distributed.tensor it is
@@ -742,7 +751,7 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 
 
 def destination(x: torch.Tensor) -> Piece | None:
-    """Returns the part of `x` on this rank into which a checkpoint's value is loaded.
+    """Returns the part of `x` on this rank into which a checkpoint is loaded, in the memory of `x`.
 
     For a Partial sum the first rank gets the value. On other ranks this is None, and their local
     tensors become zeros.
@@ -925,10 +934,10 @@ def _make_disagreement_error(
 def shape_of_pieces(
     pieces: Sequence[Sequence[int]], shards: Sequence[Sequence[str]], mesh: Mesh
 ) -> tuple[int, ...]:
-    """Returns the global shape of a tensor, computed from the shapes of all ranks' pieces.
+    """Returns the global shape of a tensor, computed from the local shapes of all ranks.
 
     Args:
-        pieces: the shape of each rank's piece, in rank order.
+        pieces: the local shape on each rank, in rank order.
         shards: for each dimension the axes that split it.
     """
     by_coordinate = list(zip(mesh.coordinates(), pieces, strict=True))

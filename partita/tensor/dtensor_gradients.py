@@ -251,7 +251,8 @@ def _spec_of_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
 
 def _lay_out_as_dual(gradient: torch.Tensor, spec: Spec, op: str, giver: str = "") -> torch.Tensor:
     """The local gradient of a value of `spec`, of one that a user's function gives: `giver`, where
-    it is not `op` itself."""
+    it is not `op` itself.
+    """
     before, wanted = _spec_of_gradient(gradient, spec, giver or op), spec.gradient
     local = move_local(gradient, before, wanted, op, "gradient")
     return spec.wire.fill_padding(local, wanted.layout, 0)
@@ -296,7 +297,8 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
     """The roots of a backward pass as plain tensors, and the local gradient that each starts
-    from."""
+    from.
+    """
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     given += [None] * (len(roots) - len(given))
@@ -364,9 +366,7 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """Returns a wrapper of a tensor hook that passes gradients to it as DTensors, not local
-    tensors.
-    """
+    """Returns a tensor hook that calls the user's `hook` with DTensors, not local gradients."""
     # A parameter may get another layout later; the result of an op keeps its layout.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -422,10 +422,10 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns the wrapper to register for a user's post-accumulate-grad hook on the leaf `x`.
+    """Returns a post-accumulate-grad hook for the leaf `x` that calls the user's `hook`.
 
-    The engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The wrapper
-    skips those calls.
+    The autograd engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The
+    wrapper skips those calls.
     """
     came = [False]
 
@@ -453,7 +453,9 @@ def _may_be_unused(leaf: Any) -> bool:
 
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
-    """Make `x` require grad inside the block. Torch registers hooks only on such tensors."""
+    """Make `x` require grad inside the block, because torch registers hooks only on such
+    tensors.
+    """
     with local_ops():
         frozen = not _requires_grad(x)
         if frozen:
@@ -475,7 +477,9 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Returns the hooks in the dictionary `hooks` that are a user's and not partita's own."""
+    """Returns those hooks of a tensor's dictionary of hooks that a user, not partita, has
+    registered.
+    """
     if not hooks:
         return ()
     found = [
@@ -498,8 +502,9 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 
 @Node.register
 class NodeOfPieces:
-    """The `grad_fn` of a DTensor, as a user reads it. Its hooks get DTensors, or registering them
-    raises.
+    """What a user gets as the `grad_fn` of a DTensor: a wrapper whose hooks get DTensors.
+
+    To register a hook raises if that is not possible.
 
     Attributes:
         node: the autograd node, which computes on local tensors.
@@ -513,8 +518,8 @@ class NodeOfPieces:
         return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """Register a hook that runs after a leaf's AccumulateGrad node, with arguments `((),
-        (gradient,))`.
+        """Registers a hook on a leaf's AccumulateGrad node. It is called with `((), (gradient,))`
+        after it.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -528,9 +533,10 @@ class NodeOfPieces:
         return self.node.register_hook(call_typed_hook)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
-        """Register a hook that runs before a leaf's AccumulateGrad node.
+        """Registers a hook on a leaf's AccumulateGrad node. It is called with `(gradient,)` before
+        it.
 
-        It gets `(gradient,)` and may return a replacement.
+        The hook may return a replacement.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -607,7 +613,7 @@ DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 
 
 def reduced_gradient_spec(x: DTensor) -> Spec:
-    """Returns the layout (spec) that x's gradient has after reduction.
+    """Returns the spec (layout) of x's gradient once it is reduced.
 
     That is the spec of x itself, or a sharded one if ZeRO shards x's gradients.
     """
@@ -616,7 +622,7 @@ def reduced_gradient_spec(x: DTensor) -> Spec:
 
 
 def update_spec(x: DTensor) -> Spec:
-    """Returns the layout (spec) in which the optimizer updates x and keeps its state.
+    """Returns the spec (layout) in which the optimizer updates x and keeps its state.
 
     That is the spec of x itself, or a sharded one if ZeRO shards the update.
     """
@@ -625,9 +631,7 @@ def update_spec(x: DTensor) -> Spec:
 
 
 def store_gradient(x: DTensor, grad: DTensor) -> None:
-    """Set `x.grad = grad`. Unlike torch, it allows a gradient whose local shape differs from
-    x's.
-    """
+    """Set `x.grad = grad`, also if their local shapes differ, which torch would refuse."""
     # Also hidden from modes, because the program did not make this write.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         whole = x.data
@@ -711,7 +715,11 @@ def _unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """True if x has a reduced gradient with the hook that `mark_gradient_reduced` registers."""
+    """True if x's gradient is reduced, and a hook will make it Partial again before the next
+    backward.
+
+    `mark_gradient_reduced` registers that hook.
+    """
     watch = state_of(x).reopens
     if watch is None:
         return False
@@ -721,8 +729,7 @@ def is_watched(x: torch.Tensor) -> bool:
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
-    """Remove partita's weak references to the leaf `x`: `torch.utils.swap_tensors` does not allow
-    any.
+    """Removes partita's weak references to a leaf, because `torch.utils.swap_tensors` allows none.
 
     Returns:
         A function that makes the references again, to the object that is passed to it.
@@ -750,9 +757,10 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
 
 
 def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.Tensor | None:
-    """Make the reduced gradient of `x` Partial again, before backward adds a new one to it.
+    """Makes a reduced gradient Partial again, before backward adds a new Partial gradient to it.
 
-    Otherwise each rank would add its own addend to the full sum.
+    The first rank keeps the sum, the others get zeros. Otherwise each rank would add its own part
+    to the full sum.
 
     Args:
         coming: the local gradient that backward is about to add.
@@ -795,9 +803,9 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
 
 
 def refuse_copied_part(grad: torch.Tensor | None) -> None:
-    """Raise if backward would add to a `.grad` that a user set to a part of another tensor.
+    """Raise if a user has set `.grad` to a part of another tensor, and backward would add to it.
 
-    On one device that other tensor would change, too; here it would not. It raises even if that
+    In plain PyTorch that other tensor would change, too; here it would not. It raises even if that
     tensor is no longer alive, because it may be alive on some ranks only.
     """
     if grad is not None and state_of(grad).is_copied_part:
@@ -838,7 +846,7 @@ def _find_owners(grad: torch.Tensor) -> Iterator[DTensor]:
 
 
 def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
-    """Returns the tensors whose gradients are among `values` and not reduced yet (Partial).
+    """Returns the tensors whose gradient is among `values` and is Partial (not reduced yet).
 
     Each tensor is returned once, in order.
     """
@@ -852,8 +860,7 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
 
 
 def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
-    """Reduce the Partial gradients of `params`; each then has the layout of
-    `reduced_gradient_spec`.
+    """Reduce the Partial gradients of `params` to the layout of `reduced_gradient_spec`.
 
     A reduced gradient is the same object with new memory. A view that was taken before keeps the
     old memory, which is a correct Partial value. Writes through it do not reach the gradient.
@@ -1073,10 +1080,10 @@ def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """Returns the local gradient of a value as a DTensor. `spec` is the value's, not the
-    gradient's.
+    """Returns the local gradient of a value as a DTensor; `grad` itself if an argument is None.
 
-    Returns `grad` itself if either argument is None.
+    Args:
+        spec: the spec of the value, whose dual is the gradient's.
     """
     if grad is None or spec is None:
         return grad
@@ -1084,7 +1091,7 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
-    """Returns tensors that autograd had saved, as DTensors again if they were DTensors when saved.
+    """Returns tensors that autograd had saved, as DTensors again where they were DTensors.
 
     Autograd returns a saved input as a DTensor, but a saved output as a local tensor.
 
@@ -1101,7 +1108,8 @@ def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[An
 
 def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
     """Returns the local gradient of an input of `spec`, of the gradient that the user's backward
-    returned."""
+    returned.
+    """
     if not isinstance(grad, torch.Tensor):
         return grad
     giver = f"{name}.backward"

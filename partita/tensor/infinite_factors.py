@@ -35,7 +35,7 @@ _FLOATS = frozenset((float, complex))
 def wrap_for_infinite_factors(
     kernel: Function | None, call: OpCall, plan: CallPlan
 ) -> Function | None:
-    """Wraps the kernel of a call that multiplies a Partial sum, in case a factor is infinite.
+    """Wraps the kernel of a multiplication of a Partial sum by a factor that may be infinite.
 
     The wrapper reads the factor in each call. If it is infinite, it reduces the sum before the
     multiplication. Returns `kernel` itself if the call has no factor to check.

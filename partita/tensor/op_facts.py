@@ -67,8 +67,8 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Returns the written argument's position or name in a call; None if this call does not
-        write it.
+        """Returns the position or name of the written argument in a call; None if it is not
+        written.
         """
         if self.flag is not None:
             i, name = self.flag
@@ -311,7 +311,8 @@ class FunctionFacts:
 def facts_of_function(name: str) -> FunctionFacts:
     """Returns the properties of functions with this name, such as "reshape".
 
-    For an unknown name all are False."""
+    For an unknown name all are False.
+    """
     facts = {fact: name in names.split() for fact, names in _FACTS_OF_FUNCTIONS.items()}
     facts["changes_shape"] |= facts["reshapes"]
     facts["draws"] |= _is_operator_drawing(name)
@@ -694,12 +695,13 @@ def parameter_names(func: Function, count: int) -> tuple[str, ...]:
 # -- what is called in place of a function ---------------------------------------------------------
 
 OVERRIDES: dict[Function, Function] = {}
-"""The function that is called in place of a function of torch if a DTensor is among its arguments.
+"""The function that is called in place of a function of torch if a DTensor is among its
+arguments.
 """
 
 
 def runs_as_torch_has_it(func: Function) -> bool:
-    """True if a function gives the right result on the local tensor, without a rule.
+    """True if a function needs no rule: it gives the right result on the local tensor.
 
     These are attributes for which `OVERRIDES` has no entry, and functions that ignore the layout.
     """
@@ -709,7 +711,7 @@ def runs_as_torch_has_it(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """Returns a decorator for a function that replaces functions of torch on DTensors.
+    """Returns a decorator: the function runs in place of these functions of torch on DTensors.
 
     It registers the function in `OVERRIDES`.
     """
@@ -723,8 +725,11 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """Returns the function that `__torch_function__` gets when the attribute `name` of a tensor is
-    read.
+    """Returns the function that `__torch_function__` is called with for a read of a tensor's
+    attribute.
+
+    Args:
+        name: the attribute, such as "shape".
     """
     return getattr(torch.Tensor, name).__get__
 
@@ -824,8 +829,8 @@ _UPDATING = ("training", "use_input_stats")
 
 
 def written_by(func: Function) -> tuple[Written, ...]:
-    """Returns the arguments that `func` writes in place, as far as its schema or signature
-    shows.
+    """Returns the arguments that a function writes in place, according to its schema or
+    signature.
     """
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.

@@ -48,7 +48,7 @@ _FACTOR = 1000003
 
 @dataclass(eq=False)
 class TensorOrigin:
-    """The call that made a tensor.
+    """Which call of the program made a tensor, to compare across ranks.
 
     Attributes:
         number: a hash that is equal on all ranks for the same tensor, and differs between tensors.
@@ -63,7 +63,7 @@ class TensorOrigin:
 
     @functools.cached_property
     def gradient(self) -> TensorOrigin:
-        """The origin that the gradient of a tensor with this origin gets."""
+        """The origin of the gradient of a tensor with this origin."""
         return TensorOrigin(self.number ^ 1, self.code, self.at, self.times)
 
     def __str__(self) -> str:
@@ -90,7 +90,9 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Record the user's current call, which all ranks make, as the origin of the tensor `out`."""
+    """Record the user's current call as the origin of the tensor `out`. All ranks make
+    this call.
+    """
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
@@ -104,7 +106,8 @@ def _find_call(frame: FrameType) -> tuple[CodeType, int]:
 
 def _digest_arguments(given: Iterable[Any], number: int) -> int:
     """Returns `number` combined with the arguments of a call: the origins of its tensors, its
-    numbers and its strings."""
+    numbers and its strings.
+    """
     for x in given:
         if x is None:
             found = 0
@@ -126,16 +129,14 @@ def _digest_arguments(given: Iterable[Any], number: int) -> int:
 
 
 def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
-    """Record where the gradient of `x` comes from, if that is known for `x` itself."""
+    """Record the origin of x's gradient `grad`, if the origin of `x` is known."""
     made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     if made is not None:
         grad.__dict__[ORIGIN] = made.gradient
 
 
 class NotingKernel:
-    """A local kernel that also notes on its results which line of the user's program called it (see
-    `note_origins_of`).
-    """
+    """A local kernel that also records which call of the user's program made its results."""
 
     __slots__ = ("_keeps_origin", "_kernel")
 
@@ -151,7 +152,7 @@ class NotingKernel:
 def note_origins_of(
     out: Any, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
 ) -> None:
-    """Record the call of the program at `frame` as the origin of each new tensor in `out`.
+    """Record the user's call in `frame` as the origin of each new tensor in `out`.
 
     Args:
         keeps_origin: True if the function returns a view or a conversion of its operand. On some
@@ -200,7 +201,7 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
 
 def is_beside_program(wire: Wire) -> bool:
-    """True in a thread other than the main one, on a wire whose ranks wait for each other.
+    """True in a thread other than the main one, if ranks of `wire` wait for each other.
 
     Ranks do not compare there, because exchanges of several threads would be mixed up.
     """
@@ -209,7 +210,7 @@ def is_beside_program(wire: Wire) -> bool:
 
 
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
-    """True if ranks compare which tensor they redistribute, before they do so.
+    """True if ranks compare the origins of a tensor before they redistribute it.
 
     They do for small tensors, and for those that all ranks get whole. They do only if all ranks of
     the mesh take part and collectives block the host anyway. In threads other than the main one

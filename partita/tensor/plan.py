@@ -58,7 +58,7 @@ from .tensor_state import (
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way to run an op on pieces: the layouts of its operands and of its results.
+    """The chosen way to run an op on local tensors: the layouts of its operands and results.
 
     Attributes:
         inputs: the layout that each operand must have; None if it is absent or a number.
@@ -74,8 +74,7 @@ class Choice:
     splits: dict[str, tuple[str, ...]]
 
     def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
-        """Returns the global layout of output i, given the shape of the local tensor that the
-        kernel made.
+        """Returns the global layout of output `i`, given the local shape that the kernel returned.
 
         Args:
             bound: the rule's sentence with the sizes of this call.
@@ -87,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Target:
-    """An operand that must be converted to another layout before the kernel runs.
+    """An operand that a plan redistributes before the kernel runs.
 
     Attributes:
         path: the operand's position in the call.
@@ -103,7 +102,7 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """How this rank runs a call: which operands it redistributes, the kernel, and the results'
+    """The cached decision how to run a call: what to redistribute, which kernel, and the result's
     specs.
 
     Calls with the same key share one plan.
@@ -156,7 +155,7 @@ class CallPlan:
     hits: int = field(default=0)
 
     def listen(self, on: bool) -> None:
-        """Start (`on`) or stop recording the operations of matrix products in open ledgers.
+        """Start (`on`) or stop recording the flops of the plan's matrix products in open ledgers.
 
         This replaces the kernel, so calls have no extra cost while no ledger is open.
         """
@@ -164,9 +163,10 @@ class CallPlan:
         self.kernel = self.work.run_noting_work if on else self.work.kernel
 
     def run(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Run a call as planned.
+        """Runs a call as planned.
 
-        Update view copies, redistribute operands, run the kernel, and set the specs of the results.
+        Updates view copies, redistributes operands, runs the kernel, and sets the specs of the
+        results.
         """
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
@@ -217,20 +217,22 @@ class CallPlan:
 
     @property
     def notes_origin(self) -> bool:
-        """True if the kernel must record which call made its results (see `origins`)."""
+        """True if the plan records which call made its results, for comparison by ranks
+        (`origins`).
+        """
         noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
         return noted and self.work is None
 
     @property
     def keeps_origin(self) -> bool:
-        """True if a result gets its operand's origin: it may be the operand, a view or a conversion
-        of it.
+        """True if a result gets its operand's origin, because it may be the operand or a view of
+        it.
         """
         facts = facts_of_function(self.op)
         return facts.is_view or facts.may_copy
 
     def tag(self, out: Any) -> Any:
-        """Set the specs of a call's results: each new local tensor becomes a DTensor.
+        """Turns the local results of a kernel into DTensors with the planned specs.
 
         Raises:
             LayoutError: the shapes or the number of results do not fit the rule.
@@ -369,7 +371,7 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the matrix products that calls of `plan` compute on a rank.
+    """Returns the matrix products of a plan's calls, as computed on one rank, for ledgers.
 
     Args:
         work: the matrix products of the global op.
@@ -419,7 +421,7 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Set the form after a rule was registered, and drop the plans that were made with the old
+        """Set the form, after a rule was registered, and drop plans that were made with an older
         rule.
         """
         self.form = form
@@ -473,14 +475,14 @@ _FACTORS = frozenset(("alpha", "beta", "value"))
 
 
 class Unkeyed(TypeError):
-    """Raised if no plan can be looked up for a call as it is.
+    """Raised if no plan can be looked up for a call by its arguments as they are.
 
-    Its arguments must be normalized first, or the rule does not know them.
+    They must first be normalized, or the rule does not cover them.
     """
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns what stands in a plan's key for an operand that is not a DTensor."""
+    """Returns the part of a plan's key for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -489,8 +491,8 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """Returns a hashable value that represents an argument in a plan's key; for a float, its
-    type.
+    """Returns a hashable form of an argument, for a plan's key. A float is represented by
+    its type.
     """
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
@@ -665,9 +667,9 @@ class CacheInfo(NamedTuple):
 
 
 class Plans(dict[Any, Any]):
-    """The cached plans of one op, by the key of a call.
+    """The cached plans of one op, by the key of a call, in two generations.
 
-    This dictionary has the plans that were used recently; an older generation is dropped next.
+    This dictionary has the plans that were used recently; the older generation is dropped next.
     """
 
     def __init__(self, name: str):
@@ -677,8 +679,8 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns an old plan (one that is dropped next) and keeps it from being dropped; None if
-        none fits.
+        """Returns a plan of the older generation, and keeps it from being dropped; None if none
+        fits.
         """
         plan = self.old.pop(key, None)
         if plan is not None:
@@ -731,7 +733,7 @@ _CACHE = _Cache()
 
 
 def note_miss() -> None:
-    """Count a cache miss: a call for which there was no plan."""
+    """Count a miss of the plan cache: a call for which there was no plan."""
     _CACHE.misses += 1
 
 
@@ -759,7 +761,7 @@ def cache_clear() -> None:
 
 
 def forget_plans_on(wires: Container[Wire]) -> None:
-    """Drop the cached plans of calls on `wires`, which are not used again.
+    """Drop the cached plans for meshes that are not used any more, given by their wires.
 
     A plan would keep its wire alive, and its kernel the tensors that it refers to.
     """

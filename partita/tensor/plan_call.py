@@ -63,7 +63,7 @@ from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
 
 def make_plan(call: OpCall) -> CallPlan | None:
-    """Returns the plan of a call, or None if its operands have to be gathered.
+    """Returns the plan of a call, or None if the op must run on gathered operands.
 
     Raises:
         LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
@@ -260,7 +260,8 @@ def _bind_sentence(call: OpCall, text: str) -> Bound | None:
 def check_call_fits_rule(call: OpCall) -> None:
     """Raise LayoutError if a call does not fit a user's rule.
 
-    The call has a tensor that the rule does not declare, or lacks one that it declares."""
+    The call has a tensor that the rule does not declare, or lacks one that it declares.
+    """
     rule = call.form.rule
     if rule is None or not rule.must_fit:
         return
@@ -369,7 +370,8 @@ def _make_kernel(call: OpCall, answer: KernelRule, plan: CallPlan) -> Function |
 
 def _find_bare_call(call: OpCall) -> tuple[Function, int] | None:
     """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
-    number may differ, and is one that counts only where a flag says so."""
+    number may differ, and is one that counts only where a flag says so.
+    """
     form, count = call.form, len(call.operands)
     if form.bare is None or [path for path, _ in call.operands] != [(i,) for i in range(count)]:
         return None
@@ -462,7 +464,8 @@ too."""
 
 @dataclass
 class RowChooser:
-    """The search for the cheapest rows of an op, for operands with given layouts.
+    """Searches for the cheapest way to run an op on each mesh axis, for operands with given
+    layouts.
 
     Attributes:
         layouts: the operands' layouts; None if one is absent or a number.
@@ -489,9 +492,9 @@ class RowChooser:
     rows: list[Row] = field(default_factory=list)
 
     def choose(self) -> Choice | None:
-        """Choose the cheapest legal placement of the op on each mesh axis.
+        """Returns the cheapest legal placements of operands and results on all mesh axes.
 
-        Returns None if the op is in place and no row leaves its operand's layout unchanged.
+        Returns None if the op is in place and would have to change its operand's layout.
         """
         parts: dict[str, int] = {}
         for axis in self.mesh.names:

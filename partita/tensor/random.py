@@ -201,10 +201,10 @@ for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
 
 
 def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function | None:
-    """Wraps a kernel that draws random numbers: ranks compare their generators at each line's first
-    draw.
+    """Wraps a kernel that draws random numbers, so that ranks check that their generators are
+    equal.
 
-    None if there are no ranks to compare with.
+    They compare at the first draw of each line. None if there are no ranks to compare with.
     """
     if is_alone(wire):
         return None

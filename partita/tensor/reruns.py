@@ -15,7 +15,8 @@ from typing import Any
 
 
 class ForwardNote:
-    """An entry of the linked list of forwards: a forward that has begun, or a position between two.
+    """An entry of the linked list of block forwards: a forward that has begun, or a position
+    between two.
 
     Attributes:
         block: an object that identifies the block; None for a position.
@@ -76,7 +77,7 @@ def note_end_of_forward() -> None:
 
 
 def place_in_forward() -> ForwardNote:
-    """Returns the current position in the list of forwards, for a checkpoint that begins now.
+    """Returns the current position in the list of block forwards, for a checkpoint that begins now.
 
     If a block's forward has just begun, the checkpoint may be a hook of that block. Its rerun then
     calls the block itself, so the position is before that forward.
@@ -99,7 +100,7 @@ def find_forward_of_rerun(block: object) -> ForwardNote | None:
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Mark the code in the `with` block as the rerun of a checkpoint that began at `start`."""
+    """Inside the block, calls count as the rerun of the checkpoint that began at `start`."""
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
     try:
         yield
@@ -108,7 +109,7 @@ def running_again(start: ForwardNote) -> Iterator[None]:
 
 
 class Rerunnable:
-    """A wrapper of a checkpointed function: its second and later calls count as reruns.
+    """Wraps a checkpointed function, so that its second and later calls count as reruns.
 
     Make it when the checkpoint begins.
 

@@ -666,7 +666,7 @@ _value_held = torch._C.TensorBase.tolist
 
 
 def is_read_in_part(x: torch.Tensor) -> bool:
-    """True if `x` is a DTensor of which this rank has only a part, so that a read needs other
+    """True if this rank has only a part of the DTensor `x`, so that reading it needs other
     ranks.
     """
     return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole

@@ -47,9 +47,9 @@ KEPT_IN_CLASS = "_partita_kept"
 
 
 def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Decorate a function of a class so that its result is cached as an attribute of that class.
+    """A decorator for functions of a class, which caches the result as an attribute of that class.
 
-    A cache would keep alive each class that a program defines in a function.
+    A dictionary as cache would keep each class alive that a program defines in a function.
     """
     name = KEPT_IN_CLASS + make.__name__
 
@@ -95,7 +95,8 @@ _MOST_NOTED = 8
 
 
 class Spec:
-    """A global layout and a rank's wire, which together make a local tensor a DTensor.
+    """What makes a local tensor a DTensor: a global layout, and a wire (connection to the mesh's
+    ranks).
 
     Only `spec_of` makes specs, except the specs of view copies (`as_copy`).
 
@@ -103,7 +104,7 @@ class Spec:
         layout: the global layout.
         wire: this rank's connection to the other ranks of the mesh.
         shape: the global shape, in elements.
-        local_shape: the shape of this rank's piece.
+        local_shape: the local shape on this rank.
     """
 
     __slots__ = ("__dict__", "__weakref__", "layout", "local_shape", "shape", "wire")
@@ -125,7 +126,7 @@ class Spec:
 
     @cached_property
     def gradient(self) -> Spec:
-        """The spec of the gradient of a value with this spec.
+        """The spec of the gradient of a value with this spec: Replicate becomes Partial, and so on.
 
         Raises:
             ValueError: the value is a Partial max or min, which has no gradient.
@@ -134,19 +135,19 @@ class Spec:
 
     @cached_property
     def whole(self) -> Spec:
-        """The spec of a value that is whole on every rank: Invariant on every axis, same global
-        shape.
+        """The spec of the same shape that is Invariant (whole and equal on every rank) on every
+        axis.
         """
         return spec_of(Layout(self.layout.shape, invariant=self.wire.mesh.names), self.wire)
 
     @cached_property
     def reduced(self) -> Spec:
-        """The spec that a value of this spec has after reduction: Partial axes become Replicate."""
+        """The spec after reduction: as this one, but Replicate on axes that are Partial here."""
         layout = self.layout
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
     def invariant_of(self, shape: Sequence[int]) -> Spec:
-        """Returns the spec of a value of `shape` that is whole on every rank.
+        """Returns the spec of a tensor of `shape` that is whole on every rank.
 
         Axes that are Replicate in this spec stay Replicate; others become Invariant.
         """
@@ -155,7 +156,9 @@ class Spec:
 
     @cached_property
     def is_pending(self) -> bool:
-        """True if a value of this spec must still be reduced: it is Partial on any axis."""
+        """True if a value of this spec is Partial on some axis, so that it must still be
+        reduced.
+        """
         return bool(self.layout.partial)
 
     @cached_property
@@ -172,17 +175,19 @@ class Spec:
 
     @cached_property
     def has_noted_origin(self) -> bool:
-        """True if origins of results with this spec are recorded (see `origins`).
+        """True if it is recorded which call makes results with this spec (see `origins`).
 
-        They are small, and reading them needs other ranks."""
+        They are small, and reading them needs other ranks.
+        """
         is_small = self.shape.numel() <= _MOST_NOTED
         return is_small and not self.is_whole and not is_alone(self.wire)
 
     @cached_property
     def used_differently(self) -> tuple[str, ...]:
-        """The axes on which the value is Replicate, if they have more than one rank.
+        """The axes of several ranks on which the value is Replicate.
 
-        Along these axes, ranks may compute different things with the value.
+        Along these axes, ranks may compute different things with the value, so its gradient is
+        Partial.
         """
         return tuple(
             a for a, p in self.by_axis() if p.is_replicate() and self.wire.mesh.size(a) > 1
@@ -194,28 +199,26 @@ class Spec:
 
     @cached_property
     def largest(self) -> int:
-        """The number of elements in the largest piece, which the first rank has."""
+        """The number of elements in the largest local shard, which the first rank has."""
         return math.prod(self.padded_shape)
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the largest piece, to which smaller pieces are padded. The first rank has
-        it.
+        """The shape of the largest local shard (the first rank's), to which smaller ones are
+        padded.
         """
         mesh = self.wire.mesh
         return self.layout.local_shape(mesh, (0,) * mesh.ndim)
 
     @cached_property
     def is_uneven(self) -> bool:
-        """True if some ranks have smaller pieces than others. The result is the same on all
-        ranks.
-        """
+        """True if some ranks have smaller shards than others. It is the same on all ranks."""
         return is_uneven(self.layout, self.wire.mesh)
 
     @cached_property
     def is_padded_behind(self) -> bool:
-        """True if, on every rank, all padding of a padded piece comes after its elements in
-        memory.
+        """True if padding a smaller shard adds elements only at its end in memory, on
+        every rank.
         """
         mesh, layout = self.wire.mesh, self.layout
         uneven = [
@@ -227,9 +230,8 @@ class Spec:
 
     @cached_property
     def as_copy(self) -> Spec:
-        """The spec for a view copy in this layout (see `aliasing`).
-
-        It is a different object with the same layout and wire, and its `is_copy` is True.
+        """The spec of a view copy with this layout: another object, whose `is_copy` is True
+        (`aliasing`).
         """
         if self.is_copy:
             return self
@@ -239,7 +241,7 @@ class Spec:
 
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
-        """`(offset, length)` of this rank's piece in each dimension of the global tensor."""
+        """`(offset, length)` of this rank's shard in each dimension of the global tensor."""
         return self.wire.region(self.layout)
 
     def __repr__(self) -> str:
@@ -264,7 +266,7 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
 
 
 def any_spec(kind: type = Wire) -> Spec | None:
-    """Returns some spec that is in use on a wire of class `kind`; None if there is none."""
+    """Returns any spec in use on a wire of the class `kind`; None if there is none."""
     return next((s for s in list(_INTERNED.values()) if isinstance(s.wire, kind)), None)
 
 
@@ -292,9 +294,11 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
 
 
 def spec_for_write_into(spec: Spec) -> Spec:
-    """Returns the spec that a value needs before it is written into memory of `spec`.
+    """Returns the spec to which a value is redistributed before it is written into memory of
+    `spec`.
 
-    It is `spec`, except for a Partial max or min: there each rank gets the whole value."""
+    It is `spec`, except for a Partial max or min: there each rank gets the whole value.
+    """
     return spec if all(op == "sum" for _, op in spec.layout.partial) else spec.reduced
 
 
@@ -325,7 +329,7 @@ OURS = frozenset(("_spec", _STATE, "_origin"))
 
 @dataclass(frozen=True)
 class ZeroLayouts:
-    """The specs that ZeRO uses for a parameter's gradient and update.
+    """How ZeRO lays out a parameter's gradient and update.
 
     Attributes:
         gradient: the spec of the gradient after reduction.
@@ -342,7 +346,8 @@ class ZeroLayouts:
 
 @dataclass(frozen=True, slots=True)
 class RetypedValue:
-    """A cached alias of a tensor with another spec, so that its gradient has another layout.
+    """A cached alias of a tensor with another spec, so that its gradient has the layout an op
+    needs.
 
     It may be used while the tensor's version and grad_fn are unchanged.
 
@@ -356,8 +361,8 @@ class RetypedValue:
     value: torch.Tensor
 
     def is_of(self, x: torch.Tensor, spec: Spec) -> bool:
-        """True if this alias can be used for `x` in this spec: neither x nor its graph has
-        changed.
+        """True if this cached alias is still right for `x` in this spec: x and its graph are
+        unchanged.
         """
         return (
             self.spec is spec
@@ -369,7 +374,7 @@ class RetypedValue:
 
 @dataclass(slots=True)
 class TensorState:
-    """The data that are stored for one tensor; most tensors have none.
+    """What partita stores about one tensor, besides its spec; most tensors have none.
 
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
@@ -404,9 +409,7 @@ class TensorState:
 
     @property
     def written_unseen(self) -> bool:
-        """True if the tensor may be written through its `.data`, which torch does not count as a
-        write.
-        """
+        """True if the tensor may be written through `x.data`, without a change of `x._version`."""
         return self.unseen_writes > 0 or self.data is not None
 
 
@@ -414,20 +417,21 @@ _NOTHING = TensorState()
 
 
 def state_of(x: torch.Tensor) -> TensorState:
-    """Returns partita's data about the tensor `x`, only to be read: tensors without data share one
-    object.
+    """Returns partita's data about the tensor `x`, for reading only.
+
+    Tensors without data share one object.
     """
     state: TensorState = x.__dict__.get(_STATE, _NOTHING)
     return state
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
-    """Returns partita's data about each tensor, to be read (`state_of`)."""
+    """Returns partita's data about each tensor, for reading only."""
     return [x.__dict__.get(_STATE, _NOTHING) for x in tensors]
 
 
 def own_state(x: torch.Tensor) -> TensorState:
-    """Returns partita's data about the tensor `x`, to be changed. Makes an object if `x` has
+    """Returns partita's data about the tensor `x`, for changes. Creates the object if there is
     none.
     """
     state: TensorState | None = x.__dict__.get(_STATE)
@@ -465,9 +469,7 @@ def count_unseen_writes(x: torch.Tensor) -> int:
 
 
 def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns for each tensor the number of writes that torch does not count
-    (`count_unseen_writes`).
-    """
+    """Returns `count_unseen_writes(x)` for each tensor."""
     # Nearly all have nothing to count, and ZeRO calls this for each gradient of each step.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
@@ -495,7 +497,7 @@ def note_other_memory(x: torch.Tensor) -> None:
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:
-    """True if `x` may have been written since `count_writes(x)` was `count`."""
+    """True if `x` may have been written in place since `count_writes(x)` returned `count`."""
     return count_writes(x) != count or state_of(x).written_unseen
 
 
@@ -504,11 +506,11 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 @dataclass(slots=True)
 class CopiedView:
-    """The data of a view copy: the source and the view op from which it is made.
+    """How to make a view copy again: the source tensor and the view op.
 
     The copy is result `index` of `view(source, *args, **kwargs)`.
 
-    A view copy has its own memory, but on one device it would be a view, which changes with its
+    A view copy has its own memory, but in plain PyTorch it would be a view, which changes with its
     base. So it is copied again when it is read after its source was written. Torch counts a
     tensor's writes, equally on all ranks, so all ranks copy again together. In inference mode, and
     through `.data`, writes are not counted. Then it is copied again at each read. A write without
@@ -554,9 +556,8 @@ class CopiedView:
 
 
 def current(x: Any) -> Any:
-    """Returns `x` with up-to-date values.
-
-    That is `x` itself, or a new copy if `x` is a view copy whose source was written.
+    """Returns `x` itself; if it is a view copy whose source was written since, an
+    up-to-date copy.
     """
     copied = state_of(x).copied_view
     return x if copied is None else copied.take_again(x)
@@ -566,17 +567,17 @@ def current(x: Any) -> Any:
 
 
 class Watcher(Protocol):
-    """An object that intercepts calls that a `TorchFunctionMode` does not intercept.
+    """The interface by which remat intercepts calls that no `TorchFunctionMode` intercepts.
 
     Those are an `autograd.Function` (such as a region compiled by torch), a region compiled by
-    partita, and redistributions. Rematerialization uses it: it runs a part of the program again,
-    and must find each call of the first run in the second.
+    partita, and redistributions. Remat runs a part of the program again, and must find each call of
+    the first run in the second.
     """
 
     def run_function(
         self, function: Any, args: tuple[Any, ...], kwargs: Kwargs, run: Callable[[], Any]
     ) -> Any:
-        """Intercept a call of an `autograd.Function` or of a compiled region.
+        """Runs a call of an `autograd.Function` or of a compiled region, and returns its result.
 
         Args:
             function: the function whose `apply(*args, **kwargs)` is called.
@@ -589,7 +590,7 @@ class Watcher(Protocol):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Intercept the redistribution of the local tensor `x`.
+        """Runs a redistribution of the local tensor `x`, and returns its result.
 
         Args:
             what: the redistribution: a plan of moves.
@@ -651,9 +652,7 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True inside a TorchDispatchMode if a derivative formula of torch called it, not a backward
-    hook.
-    """
+    """True if torch's own backward formula, and not a backward hook, called a TorchDispatchMode."""
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return (
         in_backward()
@@ -694,7 +693,7 @@ def saving_hooks() -> tuple[Any, Any] | None:
 
 
 def without_history(t: torch.Tensor) -> torch.Tensor:
-    """Returns a detached alias of `t`, for hooks that pack tensors that autograd saves.
+    """Returns a detached alias of `t`, for `saved_tensors_hooks` that store tensors.
 
     A node may save its own result. That result refers to the node, which refers to the packed
     object: a cycle through C++ that is not collected until a backward pass runs.
@@ -704,7 +703,7 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
 
 
 def count_holders(storage: torch.UntypedStorage) -> int:
-    """Returns the number of tensors and storage objects that share this memory, the argument
+    """Returns the number of tensors and storage objects that share this memory, `storage`
     included.
     """
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

@@ -678,8 +678,7 @@ are compiled like a user's: models, and benches with their rivals.
 
 
 def only_entered(function: F) -> F:
-    """Make Dynamo never compile `function` by itself, but allow it to inline it into other
-    functions.
+    """Makes Dynamo compile `function` only inside functions that call it, never by itself.
 
     If Dynamo compiled a function that calls `is_dynamo_compiling()` by itself, it would fold the
     call to True, and always run Dynamo's branch. Private torch: `torch.compiler` can disable a

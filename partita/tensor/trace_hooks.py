@@ -17,16 +17,19 @@ _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class TraceHooks:
-    """Methods that code calls so that a capture can record or replace an action; here they act
-    eagerly.
+    """Actions that a capture records in its graph. The methods here are for eager code.
+
+    Tensors, optimizers and remat regions call them as `HERE.trace`; a capture overrides them.
     """
 
     def is_behind_forward(self) -> bool:
-        """True if a backward is traced that the program has not called yet."""
+        """True while a capture traces a backward that the program itself has not called."""
         return False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of partita that calls no user code. Profilers do not record it."""
+        """Runs a function of partita that calls no user code, unseen by a capture's profile
+        function.
+        """
         return function(*args)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
@@ -35,35 +38,41 @@ class TraceHooks:
             _set_data(x, value)
 
     def may_replace_value(self, x: torch.Tensor) -> bool:
-        """True if `replace_value` may be called on `x`."""
+        """True if `replace_value` may be called on `x`: always, except on inputs of a captured
+        graph.
+        """
         return True
 
     def alias_data(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns what a captured `x.data` is; None: the alias whose writes count as those of x."""
+        """Returns the tensor that `x.data` gives in a capture; None in eager code."""
         return None
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `x.data = value`, which has the shape of `x`."""
+        """Set `x.data = value`, where both have one shape. A capture writes `x` in place."""
         _set_data(x, value)
 
     def step(
         self, optimizer: Any, run: Callable[[], Any], originals: Mapping[Any, torch.Tensor]
     ) -> None:
-        """Run the update of an element-wise optimizer, so that a capture can record it.
+        """Runs the update of an element-wise optimizer. A capture may split it by blocks.
 
         Args:
-            run: a function that makes it.
+            run: a function that makes the update.
             originals: maps each tensor that it updates to the parameter that contains it; a
                 parameter itself has no entry.
         """
         run()
 
     def take_step(self, run: Callable[[], Any]) -> Any:
-        """Returns `run()`, a step that partita makes; None: torch does, or ZeRO in place."""
+        """Returns `run()` in a capture, where partita makes an optimizer's step; None in eager
+        code.
+        """
         return None
 
     def limit_bucket(self, nbytes: int) -> int:
-        """Returns the most bytes of gradients that are reduced together."""
+        """Returns the most bytes of gradients that one collective may reduce; -1 for one gradient
+        each.
+        """
         return nbytes
 
     def begin_block(self, gather: Any) -> bool:
@@ -87,10 +96,9 @@ class TraceHooks:
         return False
 
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Swap the contents of two tensors as `torch.utils.swap_tensors` does, if this is a
-        capture.
+        """Swaps the contents of two tensors in a capture, and returns True. Eagerly returns False.
 
-        Returns True if it did so. Eagerly it returns False, and the caller swaps them.
+        The caller then uses `torch.utils.swap_tensors`.
         """
         return False
 
@@ -99,28 +107,37 @@ class TraceHooks:
         return torch.compiler.is_compiling()
 
     def run_region(self, again: Callable[[], Any], once: Callable[[], Any]) -> Any:
-        """Run a remat region by `again`, so that backward runs it again. A capture calls `once`."""
+        """Returns `again()`, which runs a remat region so that backward can rerun it.
+
+        A capture returns `once()`, because its graph decides what is recomputed.
+        """
         return again()
 
     def choose_control_flow(self, compiled: Any, unrolled: Any) -> Any:
-        """Returns the function to run for `torch.cond` of plain tensors: torch's own by default."""
+        """Returns the function to run for `torch.cond` and similar on plain tensors: `compiled`,
+        torch's own.
+
+        A capture may return `unrolled`, which runs as ordinary calls.
+        """
         return compiled
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager for the calls of a rematerialization region."""
+        """Returns a context manager for the calls of one remat region, which a capture notes on
+        nodes.
+        """
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager in which the remat region saves all results for backward, if
-        `keep`.
+        """Returns a context manager: if `keep`, the results made inside are saved and not
+        recomputed.
         """
         return nullcontext()
 
     def keep(self, x: torch.Tensor) -> None:
-        """Make the current remat region save `x` for backward instead of recomputing it."""
+        """Save `x` for backward, where the current remat region would recompute it."""
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise if a remat region cannot have a memory budget here. Eagerly this does nothing.
+        """Raise if a remat region cannot have its own memory budget, as in a capture.
 
         Args:
             nbytes: the budget, in bytes.

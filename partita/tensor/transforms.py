@@ -81,7 +81,7 @@ _active = _Active()
 
 
 class WholeValues(TorchFunctionMode):
-    """A mode that replaces DTensors by plain tensors of their whole value while a transform runs.
+    """A torch-function mode for transforms such as `vmap`: DTensors become plain tensors, gathered.
 
     Plain tensors from outside the transform are compared across ranks, as in every op that also
     takes DTensors.
@@ -134,8 +134,8 @@ class WholeValues(TorchFunctionMode):
             self._entered[id(leaf)] = leaf
 
     def replace(self, value: Any) -> Any:
-        """Returns a copy of `value` (maybe nested) in which DTensors are plain tensors of the whole
-        value.
+        """Returns a copy of `value` (maybe nested) in which each DTensor is gathered to a plain
+        tensor.
         """
         return tree_map_only(DTensor, self._find_whole, value)
 
@@ -165,7 +165,7 @@ class WholeValues(TorchFunctionMode):
             self._is_gathering = False
 
     def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call `function`. Threads that are ranks take turns if it uses forward-mode autograd."""
+        """Calls `function`. Ranks that are threads take turns if it uses forward-mode autograd."""
         if name not in _FORWARD_MODE or any_spec(RankWire) is None:
             return function(*args, **kwargs)
         if not _FORWARD_LOCK.acquire(timeout=_PATIENCE):
@@ -203,7 +203,7 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """Returns a plain result of the transform as a DTensor, if the transform had DTensors as
+        """Returns a plain result of a transform as a DTensor, if the transform had DTensors as
         input.
         """
         if self.wire is None or not _is_plain(leaf):
@@ -412,7 +412,8 @@ def _run_associative_scan(
     combine_mode: str = "pointwise",
 ) -> Any:
     """Scan by the rules of pointwise ops. Other functions are scanned by torch's `vmap`, on whole
-    values."""
+    values.
+    """
     leaves, structure = tree_flatten(xs)
 
     def combine(*values: torch.Tensor) -> Any:

@@ -45,9 +45,9 @@ _data: Any = torch._C.TensorBase.data
 
 
 def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
-    """Returns an uninitialized local tensor of `spec`, with memory for padding after its end.
+    """Returns an uninitialized local tensor of `spec`, with spare memory after its end for padding.
 
-    A captured graph uses the padded size (that of the first rank's piece).
+    A captured graph uses the padded size (that of the first rank's shard).
     """
     if not _has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
@@ -59,7 +59,7 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
 
 
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns a contiguous copy of the local tensor, with memory for padding after its end."""
+    """Returns a contiguous copy of a local tensor, with spare memory after its end for padding."""
     # A call of the program on every rank, also for a mode that records calls (remat).
     copy = local.clone(memory_format=torch.contiguous_format)
     if _has_room(spec, local.device):
@@ -69,7 +69,9 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns the local tensor if it has memory for padding after its end; otherwise copies it."""
+    """Returns the local tensor itself if it has spare memory for padding after its end, else a
+    copy.
+    """
     if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
     return copy_with_room(local, spec)
@@ -83,8 +85,7 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
 
 
 def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the first elements of a tensor as a tensor whose storage seems to have only that
-    size.
+    """Returns the first elements of `whole`, as a tensor whose storage seems to end there.
 
     The full memory stays allocated, and `find_padded` returns it.
 
@@ -103,8 +104,7 @@ def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """Returns `local` together with its padding as one tensor of `shape`; None if it has no
-    padding.
+    """Returns a local tensor together with the spare memory after it; None if there is none.
 
     Args:
         shape: the shape of `local`, except that one dimension is larger. All dimensions before
@@ -129,7 +129,7 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
 
 
 def give_room(x: torch.Tensor) -> None:
-    """Replace the memory of `x` by memory with space for padding after its end, if it has none.
+    """Move `x` to memory with space for padding after its end, if it has none.
 
     It does nothing if another tensor shares that memory, or if torch did not allocate it: writes to
     `x` would no longer be visible there.
@@ -152,14 +152,14 @@ def give_room(x: torch.Tensor) -> None:
 
 
 def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function | None:
-    """Wraps a kernel that reduces padded shards: it first fills the padding with neutral values.
+    """Wraps a kernel of a captured graph: it first fills padding with values that do not matter.
 
-    Pieces are padded only while a step is captured (`Wire.padded`). An op that keeps the split
-    names runs unchanged. An op that reduces such a name gets operands whose padding does not change
-    the result. The gradient does not flow into the original padding, so it is 0 there.
+    For a sum, for example, these are zeros. Shards are padded only while a step is captured
+    (`Wire.padded`). An op that keeps the split dimension runs unchanged. The gradient does not flow
+    into the original padding, so it is 0 there.
 
     Args:
-        kernel: the kernel for even pieces; None for the function itself.
+        kernel: the kernel for even shards; None for the function itself.
         plan: the plan of the call; its kernel is not set yet.
 
     Raises:
@@ -434,7 +434,9 @@ def node_of_tensor(t: torch.Tensor) -> Node:
 
 
 def nodes_behind(outs: Iterable[torch.Tensor], ends: Iterable[Node]) -> set[Node]:
-    """Returns the autograd nodes that lead from `outs` back to the nodes `ends`, both included."""
+    """Returns the autograd nodes on all paths from `outs` back to the nodes `ends`, both
+    included.
+    """
     ends = {*ends}
     ahead = [node_of_tensor(t) for t in outs if t.requires_grad]
     seen: set[Node] = set()
@@ -486,9 +488,9 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Returns `t` connected in autograd to `operands`, although it does not depend on them.
+    """Returns `t` connected in autograd to `operands`, which thus get gradients of zeros.
 
-    Each of them gets a gradient of zeros.
+    So every rank has the same autograd graph, although here `t` does not depend on them.
     """
     tied: torch.Tensor = _TieWithZeros.apply(t, *operands)
     return tied

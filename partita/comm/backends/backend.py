@@ -82,17 +82,19 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how an all-reduce sums `x` over `n` ranks: "own", "gather" or "exchange".
+        """Returns how an all-reduce of `x` over `n` ranks is computed: "own", "gather" or
+        "exchange".
 
-        "own" is the group's all-reduce. "gather" gathers all shares, and "exchange" exchanges
-        parts of them; each rank then adds in rank order.
+        "own" is the process group's all-reduce. With "gather" each rank gathers all addends; with
+        "exchange" it gets a part of each. It then adds them in rank order.
         """
         return "own"
 
     def gathers_pieces(self, x: torch.Tensor) -> bool:
-        """True if a gather of a bucket of tensors writes each gathered tensor contiguously.
+        """True if an all-gather of several tensors in one bucket can write each result
+        contiguously.
 
-        It is one call, and nothing has to be copied out of the bucket.
+        Then nothing has to be copied out of the bucket.
 
         Args:
             x: the bucket.
@@ -102,21 +104,15 @@ class Backend:
     # -- memory beside the operands, while a collective is under way -------------------------------
 
     def staging_of_gather(self, out: torch.Tensor) -> int:
-        """Returns the bytes of temporary memory that an all-gather allocates in addition to
-        `out`.
-        """
+        """Returns the bytes of temporary buffers in an all-gather into `out`."""
         return 0
 
     def staging_of_scatter(self, x: torch.Tensor) -> int:
-        """Returns the bytes of temporary memory that a reduce-scatter allocates in addition
-        to `x`.
-        """
+        """Returns the bytes of temporary buffers in a reduce-scatter of `x`."""
         return 0
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:
-        """Returns the bytes of temporary memory that an all-reduce over `n` ranks allocates besides
-        `x`.
-        """
+        """Returns the bytes of temporary buffers in an all-reduce of `x` over `n` ranks."""
         return 0
 
     # -- collectives -------------------------------------------------------------------------------
@@ -136,8 +132,10 @@ class Backend:
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """Begin a reduce-scatter as an exchange of addends, which each rank then adds in rank
-        order.
+        """Begins a reduce-scatter in which each rank receives all addends of its part and sums
+        them.
+
+        The sum is in rank order, so its bits do not depend on the backend.
         """
         n, rank, each = group.size(), group.rank(), x.numel() // group.size()
         shares: Sequence[torch.Tensor]

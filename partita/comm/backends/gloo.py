@@ -153,7 +153,7 @@ def can_compare() -> bool:
 
 
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
-    """Makes a process group of some ranks of the job, which find each other by a name.
+    """Makes a process group of some ranks of the job, which find each other by `name`.
 
     `new_group` is not sufficient: it names a group by the number of groups that a rank is in
     already, which may differ between the ranks.

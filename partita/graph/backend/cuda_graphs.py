@@ -88,7 +88,7 @@ def find_device(program: Program) -> torch.device:
 
 
 def is_of_host(value: torch.Tensor) -> bool:
-    """True if the tensor is on the CPU, so that the host computes it and no kernel is recorded."""
+    """True if a tensor is on the CPU. The host then computes it, outside the CUDA graph."""
     return value.device == HOST
 
 
@@ -101,7 +101,7 @@ def _describe_source(node: fx.Node) -> str:
 
 
 class HostSplit:
-    """A program cut into two: a graph that the host computes, and a program for the device.
+    """A program cut in two: a graph that the CPU runs in each call, and a program for the device.
 
     Args:
         device: the device to which values that cross are copied.
@@ -273,7 +273,7 @@ class _RecordedProgram:
 
 
 class ReplayedProgram:
-    """A function that runs a program with CUDA graphs: it records the second call and replays it
+    """A function that runs a program with CUDA graphs: it records its second call and replays it
     later.
 
     The first call is normal, because kernels are compiled and tuned in it.
@@ -283,7 +283,7 @@ class ReplayedProgram:
         pool: a function from the kind of device to the memory that recordings of the step share.
 
     Attributes:
-        split: the program.
+        split: the program, cut into a part for the CPU and one for the device.
         host_call, device_call: the functions that run the parts.
 
     Raises:

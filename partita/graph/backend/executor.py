@@ -132,7 +132,8 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """Returns the code line of a node, including the deletion of names that are not read later.
+        """Returns the line of Python code for a node, which also deletes values that are not read
+        later.
 
         Args:
             dropped: the nodes whose values no later node reads.
@@ -147,7 +148,7 @@ class GraphWriter:
         return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
 
     def call_of(self, section: Subgraph) -> SectionCall:
-        """Returns the function that runs a section; writes its code if it was not compiled."""
+        """Returns the function that runs a section: its compiled code, or code written here."""
         if section not in self._calls:
             written = GraphWriter(section.graph, self.groups, drops_inputs=True)
             self._calls[section] = run = written.function()
@@ -155,7 +156,7 @@ class GraphWriter:
         return self._calls[section]
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Returns the nodes whose values must stay alive until a node has run."""
+        """Returns the nodes whose values must not be freed before a node has run."""
         if self.groups is not None or node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
@@ -164,7 +165,7 @@ class GraphWriter:
         return (begun, *begun.all_input_nodes)
 
     def line(self, node: fx.Node) -> str:
-        """Returns the Python statement that runs a node, without deletions."""
+        """Returns the Python statement that runs a node, without the deletion of values."""
         target: Any = node.target
         if node.op == "output":
             return f"return {self.text(node.args[0])}"
@@ -218,9 +219,7 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """Returns Python code for an operand: the variable of a node, a literal, or a bound
-        name.
-        """
+        """Returns Python code for an operand: a variable, a literal, or a name from `bind`."""
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):
@@ -231,8 +230,8 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Returns a name for an object, such as a constant or an operator, in the generated
-        code.
+        """Makes an object, such as a constant, available to the generated code. Returns its name
+        there.
         """
         name = self._of.get(id(value))
         if name is None:
@@ -306,7 +305,7 @@ def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tenso
 
 @dataclass(frozen=True, eq=False)
 class Sections:
-    """A graph cut into sections, which are compiled separately, and the outer graph that calls
+    """A graph cut into parts that are compiled separately (sections), and the graph that calls
     them.
 
     Attributes:
@@ -322,7 +321,7 @@ class Sections:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes that are compiled: those of all different sections."""
+        """The number of nodes that must be compiled. Equal sections count once."""
         return sum(len(s.graph.graph.nodes) for s in self.different)
 
 

@@ -71,8 +71,8 @@ from .store import Artifact, Store, Untrusted, check_folder, default_store
 def build(
     program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
 ) -> Built:
-    """Compile a program with Inductor, or load it from the store. All ranks of `wires` call this
-    together.
+    """Compiles a program with Inductor, or loads it from the store. All ranks of `wires` must call
+    this.
 
     Args:
         program: the program, which is the same on all ranks and has its key.
@@ -419,7 +419,7 @@ def _has_checked_inputs(program: Program | Subgraph) -> bool:
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
-    """Returns the compiled function in a payload that `compile_program` made, maybe in another
+    """Returns the compiled function in a payload of `compile_program`, possibly from another
     process.
 
     The payload is executed, so it must come from a file that only this user can write.
@@ -638,8 +638,7 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Returns `saved` (a pickled result of Inductor), without the checks of its inputs' shapes and
-    strides in its code.
+    """Returns Inductor's pickled result without the checks of input shapes and strides in its code.
 
     Guards have checked them, and in a tiny step the checks take as long as the kernels.
     """
@@ -715,7 +714,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(nbytes: Any) -> Any:
-    """Returns a size in bytes rounded up as Inductor's generated code with planned memory does."""
+    """Returns a size in bytes, rounded up as Inductor does for buffers in its memory pools."""
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)

@@ -59,11 +59,10 @@ _OURS, _PACKS = "partita", "packs"
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node of a graph, so that `Choices` knows where it comes from when Inductor fuses
-    kernels.
+    """Mark a node with its origin, which `Choices` reads when Inductor fuses kernels.
 
-    The mark says that it is a node of forward, is recomputed, or concatenates a bucket. `custom` is
-    the only entry of a node's `meta` that tracing copies and torch leaves to users.
+    The origin: forward, recomputed, or the concatenation of a bucket. `custom` is the only entry of
+    a node's `meta` that tracing copies and torch leaves to users.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):

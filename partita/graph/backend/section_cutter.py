@@ -52,7 +52,8 @@ reads."""
 
 
 def sections_of(program: Program, always: bool = False) -> Sections | None:
-    """Cuts a program's graph into sections, so that equal sections are compiled once.
+    """Cuts a program's graph into sections, so that each of several equal ones is compiled only
+    once.
 
     Returns None if the graph has values that are not tensors, or if a cut does not pay off.
 
@@ -91,7 +92,9 @@ def sections_of_blocks(
 
 
 class UnsureOfSections(Exception):
-    """Raised if a graph cannot be cut into sections: a part would return a view or a non-tensor."""
+    """Raised if a graph cannot be cut into sections, because one would return a view or
+    non-tensor.
+    """
 
 
 class _GraphCutter:

@@ -304,9 +304,7 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(Exception):
-    """Raised for a file or folder that another user may have written, so that it must not be
-    executed.
-    """
+    """Raised for a file or folder that another user may have written, so its code must not run."""
 
 
 def _open_trusted(path: Path) -> BinaryIO:

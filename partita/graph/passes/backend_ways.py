@@ -35,7 +35,7 @@ _MOST_ADDITIONS = 8
 
 
 def backend_ways(program: Program) -> str:
-    """Collectives are done in their backend's preferred form, as in eager code (`comm/backends`).
+    """Collectives take the form that their backend uses in eager code, so that the bits are equal.
 
     A gather may become a broadcast by each rank. Partial values may be exchanged and summed in rank
     order. If the sum is read much later, it is computed early, so that the exchanged values (ranks

@@ -109,7 +109,7 @@ def run_passes(program: Program) -> None:
 
 
 def record_changes(program: Program) -> Iterator[Change]:
-    """Run all passes, and yield what each one changed before the next one runs."""
+    """Runs all passes one by one. After each it yields what that pass changed."""
     before = GraphFigures(program)
     for name, change, did in _run_one_by_one(program):
         now = GraphFigures(program)
@@ -173,7 +173,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class PassContract:
-    """The properties of a program that a pass must not change.
+    """The properties of a program that a pass must not change: inputs, outputs, and what it writes.
 
     Attributes:
         inputs, outputs: the descriptions (`program.Input`, `program.Output`), compared by identity.
@@ -344,7 +344,7 @@ _LABELS = {
 
 
 def format_figure(what: str, value: float) -> str:
-    """Returns the text of a figure before or after a pass, such as "12 MiB".
+    """Returns a figure of a `Change` as text with its unit, such as "12 MiB".
 
     Args:
         what: the name of the field of `Change`.
@@ -355,7 +355,7 @@ def format_figure(what: str, value: float) -> str:
 
 
 class GraphFigures:
-    """The figures of a graph at one time, to be compared with those after a pass."""
+    """Figures of a graph (nodes, collectives, bytes sent), to compare before and after a pass."""
 
     def __init__(self, program: Program):
         nodes = list(program.graph.graph.nodes)

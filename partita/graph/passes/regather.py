@@ -135,12 +135,13 @@ class GatheredParameter:
 
     @property
     def block(self) -> str:
-        """The name of the model's block to which the parameter belongs."""
+        """The name of the block (such as a layer) to which the parameter belongs."""
         return note_of(self.gather).op
 
 
 class UseRuns:
-    """The runs of a graph (parts that use one block each), and which gathered parameters each uses.
+    """A graph cut into *runs*, each of which uses one block, with the gathered parameters that it
+    reads.
 
     Attributes:
         found: the gathered parameters, in order of their gathers.
@@ -166,25 +167,23 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run (use of a block) in which `user` reads a gathered
-        parameter.
-        """
+        """Returns the index of the run (the use of a block) in which `user` reads a parameter."""
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run (use of a block) that reads a gathered parameter; -1
-        if none.
+        """Returns the index of the first run (the use of a block) that reads a parameter; -1 if
+        none.
         """
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:
-        """Returns the index of the run (use of a block) to which a call belongs; -1 before the
-        first run.
+        """Returns the index of the run (the use of a block) that contains a node; -1 before the
+        first.
         """
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
-        """Returns the first call in a run of the graph (the part that uses one block)."""
+        """Returns the first node of a run (the part of the graph that uses one block)."""
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
@@ -220,7 +219,9 @@ def find_moved(
     moves: Callable[[fx.Node], bool] = only_moves,
     operands: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("all_input_nodes"),
 ) -> list[fx.Node]:
-    """Returns the node `start` and all nodes that only view, copy or cast its value, in order.
+    """Returns `start` and the later nodes that only view, copy or cast its value, in order.
+
+    For a gather, these nodes bring the gathered parameter into the form in which it is used.
 
     Args:
         place: the index of each node in the graph.
@@ -238,11 +239,10 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Returns the nodes that prepare the operand of a collective.
+    """Returns the nodes that pack (pad, view, copy or cast) the operand of a collective.
 
     Returns:
-        The collective with the nodes that only pack (pad, view, copy or cast) its operand, and the
-        nodes that these read.
+        The collective and these nodes; and the nodes that they read.
     """
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:

@@ -285,7 +285,8 @@ def flops_of(node: fx.Node) -> int:
 
 
 def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
-    """Returns the operations and bytes of the calls that a graph recomputes in backward.
+    """Returns the floating-point operations and bytes of all calls that a graph recomputes in
+    backward.
 
     Calls in sections are included. Parameters that are gathered again do not count (see
     `regather`).

@@ -19,7 +19,7 @@ from ..verify import IllegalGraph
 
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
-    """Returns the calls of a graph that match, in order. The result is a list: the graph may be
+    """Returns the call nodes of a graph that match, as a list in order. The graph may then be
     changed.
 
     Args:
@@ -93,6 +93,8 @@ class NodeBuilder:
 
 
 def fake_value_of(node: fx.Node) -> Any:
-    """Returns the fake value of a call, computed from the fake values of its operands."""
+    """Returns the fake value (shape, dtype, strides) of a node, computed from those of its
+    operands.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return call_without_memory(node.target, args, kwargs).value

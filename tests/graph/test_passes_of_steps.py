@@ -153,9 +153,9 @@ def test_every_pass_says_what_it_changed():
     assert text.splitlines()[-1].endswith(f"-> {human(last)} predicted peak above the inputs")
 
 
-def test_the_page_on_compiling_names_every_pass():
-    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| .* \|$", page.partition("## Passes")[2], re.M)
+def test_the_page_on_passes_names_every_pass():
+    page = (Path(__file__).parents[2] / "docs" / "passes.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| .* \|$", page.partition("run in this order")[2], re.M)
     assert rows[1:] == list(PASSES)
 
 

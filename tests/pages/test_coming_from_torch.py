@@ -19,7 +19,10 @@ import torch.utils.checkpoint
 
 import partita as pt
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_torch.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n\n".join(
+    (DOCS / name).read_text() for name in ("coming_from_torch.md", "dtensor_from_torch.md")
+)
 HOMES = (
     torch.distributed.tensor,
     torch.distributed.tensor.placement_types,

@@ -50,9 +50,9 @@ _Finds = Mapping[tuple[str, str], _Find]
 
 
 class NanWatch:
-    """The object that `detect_nan` returns: it owns the hooks that look for NaN in one model.
+    """What `detect_nan` returns: the hooks that look for NaN in one model, in a `with` block.
 
-    Use it in a `with` block, which removes the hooks at its end.
+    The end of the block removes the hooks.
     """
 
     def __init__(self, model: nn.Module):

@@ -49,7 +49,9 @@ __all__ = [
 
 
 class ParallelStyle:
-    """A way to parallelize one module. A subclass implements `_apply`, as in torch."""
+    """The base of styles, which say how to parallelize one module. A subclass implements
+    `_apply`.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         """Parallelize `module` over a mesh of one dimension. In place; returns the module."""

@@ -98,7 +98,8 @@ class _Child:
 
 
 def launch(command: list[str], ranks: int, show: Show) -> int:
-    """Run `python -m partita COMMAND` as `ranks` ranks of this machine until all have ended.
+    """Starts `python -m partita COMMAND` as `ranks` processes on this machine, and waits for their
+    end.
 
     Args:
         command: the arguments, the same for every rank.
@@ -228,11 +229,13 @@ def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 
 
 
 def state_of_child(pid: int, which: int) -> int:
-    """Returns the signal or exit code with which a child process is in a state; 0 if it is not.
-
-    `which` is the state, as in `os.waitid`.
+    """Returns the signal that stopped or killed a child process, or its exit code; 0 if it still
+    runs.
 
     An exit code of 0 is returned as -1. The status is not consumed, so other code may read it.
+
+    Args:
+        which: the state to check for, as in `os.waitid`.
     """
     if not hasattr(os, "waitid"):  # macOS until Python 3.13
         return 0
@@ -299,7 +302,7 @@ def _end_children(children: list[_Child]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """This process as a rank of a training job.
+    """This process as a rank of a job that `launch` or torchrun has started.
 
     Attributes:
         rank, world: its number, and the number of ranks.
@@ -318,7 +321,7 @@ def is_rank() -> bool:
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Join the training job that started this process, and leave it when all ranks end the block.
+    """Joins the training job that started this process; at the end of the block all ranks leave it.
 
     Args:
         show: a function that gets rank 0's events if no parent reads them, as under torchrun.

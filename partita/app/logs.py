@@ -38,8 +38,7 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class RunLog(Protocol):
-    """The interface of a log: it receives a training run's events. `begin` is called before the
-    first.
+    """The interface of a log, which receives the events of a training run. `begin` is called first.
 
     Attributes:
         option: the option that requests it, and its destination: "--log run.jsonl".
@@ -366,8 +365,8 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds since the last printed line. After a while, another line shows that the run
-        continues.
+        """Seconds since the last printed line. After a while, a line is printed to show that the
+        run goes on.
         """
         return time.monotonic() - self._said
 

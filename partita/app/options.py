@@ -264,7 +264,7 @@ class Options:
             )
 
     def leave_out_idle(self) -> tuple[Options, list[str]]:
-        """Drop options that have no effect on one rank.
+        """Drops options that have no effect with only one rank.
 
         Returns:
             The other options, and a line for the user about each dropped one.
@@ -296,9 +296,7 @@ class Options:
 
 
 def flag(name: str) -> str:
-    """Converts the name of a field to the option's name on the command line: "save_every" to
-    "save-every".
-    """
+    """Returns the command-line name of an option's field: "save_every" gives "save-every"."""
     return name.replace("_", "-")
 
 

@@ -248,7 +248,7 @@ def _zero_precision(options: Options) -> pt.MixedPrecision | None:
 
 
 def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
-    """Check a mesh: train on it, then on one device, and compare the loss of each step.
+    """Checks a mesh: trains on it, then on one device, and compares the loss of each step.
 
     Must be called on all ranks. The rank with `compare` makes the second run and emits the event
     "verify". It returns True if all relative differences are at most 1e-5. Other ranks return True.

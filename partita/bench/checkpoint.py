@@ -136,7 +136,7 @@ def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -
 
 
 def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
-    """Measure the bench, and return the seconds of each way to save, by round, on the slowest rank.
+    """Runs the bench. Returns the seconds of each way to save, by round, on the slowest rank.
 
     Args:
         mib: the size of the weights in MiB.

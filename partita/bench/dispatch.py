@@ -127,7 +127,7 @@ def _time(call: Call, tensors: dict[str, Any], n: int) -> float:
 
 @dataclass(frozen=True)
 class KindTimes:
-    """The measured times of partita's DTensors, or of torch's.
+    """The measured times of one implementation of DTensors: partita's or torch's.
 
     Attributes:
         ops: the microseconds of a call of each op, plain and on DTensors; nan if it raised.
@@ -181,8 +181,9 @@ def _time_beside_plain(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Returns the geometric mean of overheads in microseconds, without nan. Less than 0.01 counts
-    as 0.01.
+    """Returns the geometric mean of overheads in microseconds, without nan.
+
+    Values below 0.01 count as 0.01.
     """
     finite = [max(v, 0.01) for v in values if not math.isnan(v)]
     return math.exp(sum(map(math.log, finite)) / len(finite))

@@ -38,7 +38,7 @@ _MARK = "PARTITA_TRIAL"
 
 @dataclass
 class Trial:
-    """The result of one trial, in which a rank of a job got a signal.
+    """The result of one trial: a signal was sent to a rank of a running job.
 
     Attributes:
         took: seconds from the signal to the end of the job.
@@ -142,9 +142,11 @@ class RunningJob:
         raise RuntimeError(f"there is no rank {rank}:\n{self._said()}")
 
     def look_at(self, name: str, rank: int, took: float) -> Trial:
-        """Check how the job has ended after a signal to a rank. Returns the result of the trial.
+        """Checks how the job has ended after a signal to a rank. Returns the result of the trial.
 
-        `took` is the seconds from the signal to the end.
+        Args:
+            name: the signal without "SIG".
+            took: seconds from the signal to the end.
         """
         said, faults = self._said(), []
         if took > DEADLINE:
@@ -196,8 +198,8 @@ class RunningJob:
         return state["step"]
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Returns the environment variables of each process of the job except the first, by process
-        id.
+        """Returns the environment variables of each process of the job, by process id, without the
+        first.
         """
         found = {}
         for place in Path("/proc").iterdir():

@@ -69,7 +69,7 @@ def _rank(
 def measure(
     makes: Sequence[Make], ranks: int, rounds: int, *args: Any, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Time several ways to train in turns. Returns each one's seconds per step, on the slowest
+    """Times several ways to train, in turns. Returns the seconds per step of each, on the slowest
     rank.
 
     Args:
@@ -190,7 +190,7 @@ def in_turns(
     together: Callable[[], Any] = lambda: None,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Time several steps in turns, in this process. Returns each one's seconds, by round.
+    """Times several steps in turns, in this process. Returns the seconds of each, by round.
 
     Args:
         warm: the number of calls of each step that are not timed.
@@ -208,14 +208,16 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Returns how many times as long as `base` a way takes: the median of the ratio in each
-    round.
+    """Returns how many times as long as the way `base` the way `name` takes: the median over
+    rounds.
     """
     return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the results as text: each way's milliseconds, and how many times `base` it takes."""
+    """Returns the results as text: the milliseconds of each way, and the ratio to the way
+    `base`.
+    """
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
         over, best = ratio(seconds, name, base), min(times) / min(seconds[base])
@@ -224,7 +226,7 @@ def table(seconds: dict[str, list[float]], base: str) -> str:
 
 
 def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the row of a result for the table in the README.
+    """Returns a row with the results of a bench for the table in the README.
 
     Args:
         what: the first cell.

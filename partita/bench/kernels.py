@@ -73,7 +73,7 @@ Counts = Counter[tuple[str, str]]
 
 @contextmanager
 def counting_kernels(counts: Counts) -> Iterator[None]:
-    """Count the kernels of the code that Inductor generates inside the block, into `counts`.
+    """Inside the block, count into `counts` the kernels in the code that Inductor generates.
 
     Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
     """
@@ -318,7 +318,7 @@ def lower_in_process(
     blocks: int,
     **options: str,
 ) -> dict[str, Counts]:
-    """Count a step's kernels in a process of its own, and how many more another block adds.
+    """Counts a step's GPU kernels in a new process, and how many more one more block adds.
 
     Args:
         options: `chip`, and `optimizer`, "foreach" or "fused".

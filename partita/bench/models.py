@@ -141,7 +141,7 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data, and its parts.
+    """A model of the benches, with its data and its blocks.
 
     Attributes:
         make: a function of the width factor that returns the model.

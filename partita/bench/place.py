@@ -49,7 +49,7 @@ def make_dp_mesh(ranks: int) -> Any:
 
 
 def end_rank() -> NoReturn:
-    """End the process of a rank, whose process group may have threads that never end.
+    """Ends this process, even if its process group has threads that never end.
 
     The finalizers of multiprocessing run first. They remove semaphores, for example of progress
     bars in torch.compile, which the parent process would report as leaked.

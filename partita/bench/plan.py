@@ -88,7 +88,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class PlacedWay:
-    """A way to train that the bench measures, and what the plan says about it.
+    """One training configuration (way): its place in a plan, its predicted and its measured time.
 
     Attributes:
         place: its position in the plan; 0 if it is not among the best.

@@ -31,7 +31,7 @@ BUDGETS = 10
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and how it is trained, for a prediction of its memory.
+    """A model and how it is trained: one case in which predicted and counted memory are compared.
 
     Attributes:
         model: its name in `MODELS`.
@@ -66,7 +66,7 @@ class Peaks:
 
 
 def relative_error(found: Peaks) -> float:
-    """Returns by which fraction a predicted peak is too high: (predicted - counted) / counted."""
+    """Returns (predicted - counted) / counted for the peak memory of a step."""
     return (found.predicted - found.counted) / found.counted
 
 

@@ -73,9 +73,9 @@ class _Row:
 
 
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
-    """Measures ways to train on ranks, and returns their simulated and their measured seconds.
+    """Measures several training configurations; returns simulated and measured seconds of each.
 
-    All ways must have the same number of ranks.
+    All must have the same number of ranks.
     """
     results = on_ranks(_measure_steps, ways[0].ranks, ways, machine, steps)
     rows = []

@@ -60,8 +60,8 @@ class Shape:
 def sharded_step(
     model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any, stage: int, how: Any = None
 ) -> Step:
-    """Returns a function that makes one training step under `pt.zero` with a stage; 0 is data
-    parallel.
+    """Returns a function that makes one training step under `pt.zero`, or data parallel for stage
+    0.
 
     Args:
         batch: this rank's samples.
@@ -102,7 +102,7 @@ def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> 
 def measure_ways(
     ways: Sequence[str], ranks: int, rounds: int, shape: Shape, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Time several ways to train in turns. Returns each one's seconds per step, by round.
+    """Times several ways to train, in turns. Returns the seconds per step of each, by round.
 
     Rivals have their own processes, and each compiled rival, too: Dynamo would reuse code that it
     compiled for another one, for example without the buckets of DDP.
@@ -120,7 +120,8 @@ def measure_ways(
 
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Returns the ways that a user selected (`only`), and "alone"; all ways if none was selected.
+    """Returns those of `ways` that a user selected in `only`, and "alone"; all if none was
+    selected.
 
     Raises:
         SystemExit: one of `only` is not in `ways`.

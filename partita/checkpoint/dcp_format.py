@@ -59,10 +59,10 @@ MARK = "partita-"
 
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
-    """Returns torch's metadata of the chunk that a rank holds: a list of one, or [] if it is empty.
+    """Returns torch's metadata of the shard that a rank holds: a list of one, or [] if it is empty.
 
     Args:
-        region: `(offset, length)` of the rank's piece, in each dimension.
+        region: `(offset, length)` of the rank's shard, in each dimension.
         shape: the global shape.
     """
     sizes = torch.Size(length for _, length in region)
@@ -72,7 +72,7 @@ def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
 
 
 class LoadPieces(DefaultLoadPlanner):
-    """A planner for torch's reader: it reads tensors in place into a rank's pieces.
+    """A load planner for torch's checkpoint reader: it reads tensors in place into local shards.
 
     Other values are read into the dictionary `values`.
 
@@ -100,10 +100,10 @@ class LoadPieces(DefaultLoadPlanner):
         self.trial = False
 
     def plan_tensors(self) -> LoadPlan:
-        """Returns torch's plan to read the parts of tensors that this rank needs.
+        """Returns torch's `LoadPlan` for the parts of tensors that this rank needs.
 
         Raises:
-            ValueError: the chunks in the metadata do not cover a piece.
+            ValueError: the chunks in the metadata do not cover a shard.
         """
         stored = self._reader.metadata.state_dict_metadata
         plan = LoadPlan([])
@@ -116,7 +116,7 @@ class LoadPieces(DefaultLoadPlanner):
         return plan
 
     def plan_values(self) -> LoadPlan:
-        """Returns torch's plan to read the values that are not tensors."""
+        """Returns torch's `LoadPlan` for the values that are not tensors."""
         none = torch.Size((0,))
         indices = map(MetadataIndex, self._names)
         return LoadPlan([ReadItem(LoadItemType.BYTE_IO, i, none, i, none, none) for i in indices])
@@ -377,9 +377,9 @@ _MADE_OF = {
 @message
 @dataclass(frozen=True)
 class Offer:
-    """A piece of a tensor, or another value, that a rank has in memory and could write.
+    """A part of a tensor, or a value, that a rank could write into a checkpoint.
 
-    If several ranks offer the same piece, one of them writes it.
+    If several ranks offer the same part, one of them writes it.
 
     Attributes:
         name: the name of the tensor or value.
@@ -396,7 +396,7 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """A text that must be equal on all ranks that offer a piece or value with this name."""
+        """A text that must be equal on all ranks that could write this tensor or value."""
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:
@@ -410,7 +410,7 @@ class Offer:
 
 
 def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
-    """Returns what a rank with `piece` can write: a list of one offer, or [] if the piece is
+    """Returns what a rank could write of a tensor: a list of one `Offer`, or [] if its shard is
     empty.
     """
     shape = tuple(piece.shape)
@@ -421,14 +421,12 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """Returns the items by which torch's writer writes this piece of a tensor; [] if it is
-    empty.
-    """
+    """Returns the `WriteItem`s by which torch's writer writes this rank's part of a tensor."""
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 
 class SavePieces(DefaultSavePlanner):
-    """A planner for torch's writer: it writes a rank's pieces, and values that are bytes
+    """A save planner for torch's checkpoint writer: it writes shards, and values that are bytes
     already.
     """
 
@@ -437,10 +435,10 @@ class SavePieces(DefaultSavePlanner):
         self._pieces, self._values = pieces, values
 
     def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
-        """Decide which rank writes which of the offered pieces and values, so that each is written
-        once.
+        """Decides which rank writes which parts of tensors and which values, so that each is
+        written once.
 
-        Of several ranks that offer the same piece, the one with the fewest bytes so far writes it.
+        Of several ranks that offer the same part, the one with the fewest bytes so far writes it.
 
         Args:
             offered: the offers of each rank.
@@ -514,8 +512,8 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Write the pieces and values that this rank was assigned. Returns where they are in the
-        files.
+        """Writes what this rank was assigned to the checkpoint's files. Returns the position of
+        each part.
         """
         # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]

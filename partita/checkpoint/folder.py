@@ -126,9 +126,7 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Computes the checksum of `.metadata`, and returns it with the given checksums of the
-        chunks.
-        """
+        """Returns checksums with the given ones of the chunks, and computes that of `.metadata`."""
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
@@ -177,7 +175,7 @@ class Checksums:
         ones.
 
         Args:
-            places: the place of each chunk, and the name of its tensor or value.
+            places: the (file, offset, length) of each chunk, and the name of its tensor or value.
 
         Raises:
             ValueError: a chunk has a wrong checksum, or its file is missing.

@@ -399,7 +399,7 @@ def _exchange_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.
 
 
 def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None) -> None:
-    """Allocate memory for the model's parameters and buffers that are on the meta device.
+    """Allocate memory for parameters and buffers of a model that are on the meta device.
 
     Args:
         names: allocate only those with these names. None: all in the state dict.

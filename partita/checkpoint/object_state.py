@@ -28,7 +28,7 @@ KIND = "__kind__"
 @message
 @dataclass(frozen=True)
 class Stored:
-    """The metadata of one entry of a checkpoint.
+    """What a checkpoint's metadata says about one of its entries.
 
     Attributes:
         path: the keys that lead to the entry.
@@ -41,7 +41,7 @@ class Stored:
 
     @classmethod
     def of(cls, value: Any, path: KeyPath = ()) -> Stored:
-        """Returns the metadata that an entry with this `value` would have in a checkpoint."""
+        """Returns the metadata that a checkpoint would have for an entry with this `value`."""
         if isinstance(value, torch.Tensor):
             return cls(path, tuple(value.shape), value.dtype)
         return cls(path)
@@ -119,7 +119,7 @@ def unpack_containers(packed: Any, like: Any = None) -> Any:
 
 
 def is_one_value(value: Any) -> bool:
-    """True if a state stores `value` as one entry.
+    """True if a checkpoint stores `value` as one entry, not as several below it.
 
     A list is one entry if it contains no tensor, dict or stateful object.
     """
@@ -155,9 +155,9 @@ Allocate = Callable[[KeyPath, Stored], "torch.Tensor | None"]
 
 
 def find_stored_tree(stored: Mapping[str, Stored] | None, path: KeyPath) -> Any:
-    """Returns the part of a checkpoint's entries below `path`, as nested dicts and lists.
+    """Returns the part of a checkpoint below `path`, as nested dicts and lists of `Stored` objects.
 
-    The leaves are `Stored` objects. Returns {} if there are no entries.
+    Returns {} if there are no entries.
 
     Args:
         stored: the metadata of all entries, by name.
@@ -185,10 +185,11 @@ def _with_lists(node: Any) -> Any:
 def grow_from_checkpoint(
     live: Any, there: Any, allocate: Allocate, replace: bool = False, path: KeyPath = ()
 ) -> Any:
-    """Adds the entries that only the checkpoint has to an object's state dict, so that it can be
-    loaded.
+    """Adds to an object's state dict the entries that only the checkpoint has, so that it can load
+    them.
 
-    Tensors of `live` with the right size and dtype are kept.
+    An example is the state of an optimizer that has not stepped yet. Tensors of `live` with the
+    right size and dtype are kept.
 
     Args:
         live: the packed state dict of the object.

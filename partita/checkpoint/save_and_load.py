@@ -81,9 +81,9 @@ Strict = bool | Literal["state"]
 
 
 def attempt(do: Callable[[], Any]) -> Any:
-    """Calls `do`, and returns its result, or, instead of raising, the exception.
+    """Returns `do()`, or the exception that it raised, to be passed to other ranks.
 
-    A rank then passes the exception to the other ranks (`decide`), so that all raise it.
+    The ranks then all raise it (`ControlPlane.decide`).
     """
     try:
         return do()
@@ -317,8 +317,7 @@ class _StagedState:
 
 
 def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
-    """Returns the pieces and values of `state` that this rank may have to write, copied to
-    `memory`.
+    """Copies the shards and values of `state` that this rank may have to write, and returns them.
 
     All ranks of a tensor's mesh must call it together. Partial tensors are reduced first, with one
     collective each, which the ledger records as explicit.
@@ -747,7 +746,8 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
-    """Raise on all ranks if any rank cannot load. Otherwise returns the names that this rank skips.
+    """Raises on all ranks if any rank found that it cannot load. Else returns the names to skip
+    here.
 
     Raises:
         LayoutError: some ranks found mismatches. Every rank raises it, with all mismatches.

@@ -31,7 +31,7 @@ from .optimizer_state import name_parameters, open_optimizer, strip_wrapper_name
 
 @dataclass
 class Leaf:
-    """The position of one tensor or value in a nested state, so that it can be read and replaced.
+    """Where a tensor or value is in a nested state, so that it can be read and replaced.
 
     Attributes:
         path: the keys (as text) and list indices that lead to it.

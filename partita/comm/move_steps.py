@@ -253,7 +253,7 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
 
 
 def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
-    """Returns zeros (of either sign) whose addition changes no bit of `x`.
+    """Returns zeros with the signs of `x`, whose addition changes no bit of `x`.
 
     They stay neutral if all addends are multiplied by a number, whatever its sign.
     """

@@ -69,9 +69,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @property
     def joined_batches(self) -> int:
-        """How many of a loader's batches are joined to one batch, which all ranks compute
-        together.
-        """
+        """The number of a data loader's batches that form one global batch, over all ranks."""
         return 1 if self.split_batches else self._run.batches
 
     # -- prepare -----------------------------------------------------------------------------------
@@ -81,15 +79,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return self._run.shard_model(super().prepare_model(model, *args, **options))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Returns a loader that yields the same batch on each rank: the joined batches of all
-        ranks.
+        """Returns a loader that yields the same global batch on each rank: the batches of all
+        ranks, joined.
         """
         if not (self.split_batches or getattr(data_loader, "_is_accelerate_prepared", False)):
             data_loader = self._run.join_batches(data_loader)
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns a scheduler that makes as many steps as with accelerate: one for each rank's
+        """Returns a scheduler that advances as often as with accelerate: once for each rank's
         batch.
         """
         prepared = super().prepare_scheduler(scheduler)

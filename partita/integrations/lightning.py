@@ -34,8 +34,7 @@ def _log_whole(module: Any, name: Any, value: Any, *args: Any, **options: Any) -
 
 
 class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """Lightning's strategy for a module on a mesh of partita, in processes that torchrun has
-    started.
+    """Lightning's strategy for a module on a mesh of partita, in processes started by torchrun.
 
     Lightning itself works as on one device.
 
@@ -77,8 +76,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             module.log = partial(_log_whole, module)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader that yields the same batch on each rank: the joined batches of all
-        ranks.
+        """Returns a loader that yields the same global batch on each rank: the batches of all
+        ranks, joined.
         """
         return self._run.join_batches(dataloader)
 

@@ -30,7 +30,8 @@ from partita.tensor.dtensor import DTensor
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """The mesh of another package's training loop, with methods for its model, batches and results.
+    """The mesh on which another package's trainer runs, with methods for its model, batches,
+    results.
 
     Attributes:
         mesh: the mesh; None in a job of one process.
@@ -42,7 +43,7 @@ class ShardedRun:
 
     @classmethod
     def start(cls, mesh: Any, stage: int, device: str | None) -> ShardedRun:
-        """Returns a run on `mesh`; if that is None, on a mesh of all ranks of the job."""
+        """Returns a `ShardedRun` on `mesh`; if that is None, on a mesh of all ranks of the job."""
         if mesh is None and (count_ranks() or 1) > 1:
             mesh = init_mesh_of_all_ranks(device)
         return cls(mesh, stage)
@@ -63,9 +64,9 @@ class ShardedRun:
         return count
 
     def shard_model(self, model: nn.Module) -> nn.Module:
-        """Shard a plain model by ZeRO, in place, and make any model split the rows of its inputs.
+        """Shards a plain model by ZeRO, in place, and returns it.
 
-        Returns the model.
+        Its forward then takes global batches, and keeps this rank's rows of them.
         """
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             if self.mesh is None:
@@ -77,7 +78,7 @@ class ShardedRun:
         return model
 
     def join_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Returns a loader each of whose batches joins one batch for each rank.
+        """Returns a loader that yields global batches: one batch of `loader` for each rank, joined.
 
         The batch size of the given loader is the size on one rank. The last batch may be shorter;
         no row is repeated.
@@ -151,7 +152,7 @@ class JoinedBatchSampler(BatchSampler):
         return batches // self.count if self.drop_last else -(-batches // self.count)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the other sampler, which determines the order of rows."""
+        """Set the epoch of the joined sampler, which determines the order of rows."""
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
 

@@ -22,15 +22,14 @@ from .text import Fix, LayoutError
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns the offset and length, in elements, of one chunk of a dimension, as `torch.chunk`
-    cuts it.
+    """Returns `(offset, length)` of one chunk of a dimension, as `torch.chunk` cuts it.
 
     If `torch.chunk` returns fewer than `parts` chunks, the missing chunks are empty.
 
     Args:
-        size: the length of the dimension.
+        size: the length of the dimension, in elements.
         parts: the number of chunks.
-        index: the chunk whose `(offset, length)` is returned.
+        index: the number of the chunk.
     """
     step = -(-size // parts)
     start = min(index * step, size)
@@ -192,7 +191,7 @@ class Layout:
     # -- what one rank holds -------------------------------------------------------------------
 
     def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
-        """Returns the shape, in elements, of the piece on one rank.
+        """Returns the local shape on one rank, in elements.
 
         Args:
             at: the rank's coordinate, one index for each axis of the mesh.
@@ -200,7 +199,8 @@ class Layout:
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
-        """True if the rank at coordinate `at` has an empty piece of a tensor that is not empty.
+        """True if the rank at coordinate `at` holds no element, although the global tensor has
+        some.
 
         This happens if a dimension has fewer elements than there are ranks to shard it.
         """

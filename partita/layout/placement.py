@@ -76,7 +76,7 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.sizes)))
 
     def group(self, axes: tuple[str, ...], at: Coordinate) -> tuple[Coordinate, ...]:
-        """Returns the coordinates of the ranks that differ from `at` only along `axes`.
+        """Returns the ranks that differ from the one at `at` only along `axes`, as coordinates.
 
         The first of `axes` varies slowest.
         """
@@ -101,7 +101,7 @@ class Placement:
     """The placement of a tensor on one mesh axis: Shard, Replicate, Partial or Invariant."""
 
     def dual(self) -> Placement:
-        """Returns the placement of the gradient of a value with this placement.
+        """Returns the placement of the gradient: Shard for Shard, Partial for Replicate, and so on.
 
         A gradient's placement depends only on its value's placement. Only this method defines it.
         """
@@ -171,8 +171,8 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Every rank holds a share. The value is the sum, max or min (`reduce_op`) of all ranks'
-    shares.
+    """Every rank holds one addend. The value is the sum (or max, or min: `reduce_op`) over the
+    ranks.
 
     Only a Partial sum has a gradient, which is Replicate. There is no "avg": a mean is a sum
     divided by the global number of elements.
@@ -223,7 +223,7 @@ class Invariant(Placement):
 
 
 def own_placement(given: Any) -> Any:
-    """Converts a placement of `torch.distributed.tensor` to partita's. Returns other values
+    """Converts a placement of `torch.distributed.tensor` to partita's. Other values are
     unchanged.
     """
     kind = type(given)
@@ -241,11 +241,11 @@ def own_placement(given: Any) -> Any:
 def own_placements(
     mesh: Mesh, given: Sequence[Any], order: Sequence[str]
 ) -> tuple[list[Any], Sequence[str]]:
-    """Converts a user's placements to partita's, and finds the order in which axes split a
+    """Converts a user's placements to partita's. Also returns the order in which axes split a
     dimension.
 
     In torch a `_StridedShard` means that later axes of the mesh split the same dimension before
-    this one. Its split factor is the number of pieces that they make.
+    this one. Its split factor is the number of shards that they make.
 
     Args:
         order: returned unchanged if there is no `_StridedShard`.
@@ -269,9 +269,9 @@ def own_placements(
 
 
 def split_factors(mesh: Mesh, stacks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Returns the split factor of each axis, from which torch's `_StridedShard` is made.
+    """Returns the `split_factor` of each axis for torch's `_StridedShard`.
 
-    It is the number of pieces that later mesh axes make of a dimension before this axis splits it.
+    It is the number of shards that later mesh axes make of a dimension before this axis splits it.
 
     Args:
         stacks: for each dimension, the axes that split it, outermost first.

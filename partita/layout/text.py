@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fix:
-    """A correction that an error proposes: the code to write, and its traffic ("all_reduce 12
+    """A correction that an error proposes: code to write, and what it would send ("all_reduce 12
     MiB").
     """
 
@@ -56,9 +56,7 @@ class LayoutError(ValueError):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The arguments with which this error was constructed, by name. Used to build a changed
-        copy.
-        """
+        """The arguments with which this error was constructed, by name, to make a changed copy."""
         return {name: getattr(self, name) for name in _PARTS}
 
     def with_place(self, place: str) -> LayoutError:
@@ -99,8 +97,7 @@ def escape_controls(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns text for a wrong argument in an error message: a number or string as it is, else its
-    type.
+    """Returns the text for a wrong argument in an error: a number or string itself, else its type.
 
     Reading the value of a tensor may wait for other ranks, and a `repr` may be long.
     """

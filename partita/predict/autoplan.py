@@ -51,7 +51,7 @@ MOST = 32
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The fastest ways to train a model on a cluster, as found by `autoplan`. Print it.
+    """The result of `autoplan`: the fastest ways to train a model on a cluster. Print it.
 
     A way is a mesh, a ZeRO stage, tensor and sequence parallelism, remat, and micro-batches.
 
@@ -280,7 +280,7 @@ _DOUBT = 4
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """A way to train the model that fits into memory, with its simulation.
+    """One way (mesh and strategy) to train the model that fits into memory, with its simulation.
 
     Attributes:
         way: the mesh and the strategy.
@@ -297,7 +297,7 @@ class PlannedWay:
 
 
 class WaySearch:
-    """The search of `autoplan` for the best ways (a way is a mesh and a strategy).
+    """The search of `autoplan` for the best ways to train a model (a mesh and a strategy).
 
     Attributes:
         memory: bytes that a rank may hold.
@@ -332,7 +332,7 @@ class WaySearch:
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        """Search `ways`, simulating at most `most` of them. Returns the best that fit, fastest
+        """Searches `ways`, simulating at most `most` of them. Returns the best that fit, fastest
         first.
         """
         left = self._leave_out(ways, BOUND, self._is_too_big_at_least)
@@ -427,7 +427,8 @@ class WaySearch:
     def price_way(
         self, way: Way, known: int = 4, blocks: int = _WHOLE
     ) -> tuple[float, int, Simulation]:
-        """Returns the seconds of a step, the peak bytes and the simulation of a way, at full size.
+        """Simulates a way at full size. Returns the seconds of a step, the peak bytes, the
+        simulation.
 
         If all micro-batches have more than `blocks` blocks together, the first `known`
         micro-batches are simulated. Each further one adds the same seconds and peak as the last of
@@ -545,9 +546,8 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a lower bound of the peak memory of a way, in bytes: what a rank holds between steps.
-
-    That is its weights, and AdamW's state of those that get a gradient.
+    """Returns a lower bound of a way's peak memory in bytes: weights, and AdamW's state of trained
+    ones.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     weights = needs.weights / way.tp / (way.dp if of.zero == 3 else 1)
@@ -555,8 +555,7 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a lower bound of the seconds of a step: the longest of the processor's and links'
-    times.
+    """Returns a lower bound of the seconds of a step in a way: the longer of computing and sending.
 
     The processor computes the matrix products of the unsharded model, each rank of tp its part.
     Over dp each gradient is summed once per step; stage 3 also gathers each weight once per

@@ -91,7 +91,7 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    """Returns a machine description that is fitted to the measurements of all ranks.
+    """Returns a `Machine` that is fitted to the measurements of all ranks.
 
     Args:
         reports: each rank's measurements of kernels and collectives.
@@ -386,7 +386,7 @@ _WIDTH = 128  # of the rows of a kernel that works on rows
 
 @dataclass(frozen=True)
 class DeckCall:
-    """A kernel call whose time is measured.
+    """A kernel call that is timed to measure the machine.
 
     Attributes:
         rate: the kind of kernel, one of `machine.RATES`.
@@ -402,15 +402,13 @@ class DeckCall:
 
 
 def make_deck() -> list[DeckCall]:
-    """Returns the kernel calls to measure: for each kind of kernel, calls with several amounts of
-    work.
-    """
+    """Returns the kernel calls to time: for each kind of kernel, calls of several sizes."""
     pools: dict[int, list[torch.Tensor]] = {}
     return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
 
 
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
-    """Returns a random order in which to run the calls, as indices into `deck`.
+    """Returns a random order in which to time the calls, as indices into `deck`.
 
     Small calls come first, each a few times in a row. A step also repeats kinds of calls: an
     optimizer updates all of its parameters.

@@ -154,9 +154,7 @@ class _Call:
 
 
 class Explainer:
-    """The object that receives the plan and the moves of each call while `explain` runs a
-    function.
-    """
+    """Records, while `explain` runs a function, the plan and the redistributions of each call."""
 
     def __init__(self) -> None:
         self.calls = [_Call("")]
@@ -166,23 +164,23 @@ class Explainer:
         self._names: dict[int, str] = {}
 
     def make_wire(self, wire: Wire) -> Wire:
-        """Returns a wire that sends nothing and reports its moves to this explainer, to replace
-        `wire`.
-        """
+        """Returns a wire for `wire`'s mesh that sends nothing and records redistributions here."""
         found = _ExplainedWire.from_wire(wire)
         found.explainer = self
         self.wires.append(found)
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Store the names of modules and their submodules, which `ExplainedOp.module` shows."""
+        """Store the names of modules and submodules, so that a call can be shown with its
+        module.
+        """
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Receive this thread's calls on DTensors while the block runs."""
+        """Inside the block, record this thread's calls on DTensors."""
         before, HERE.explainer = HERE.explainer, self
         entered = register_module_forward_pre_hook(self._enter_module)
         left = register_module_forward_hook(self._leave_module, always_call=True)
@@ -241,7 +239,8 @@ class Explainer:
     def record_rows(
         self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser
     ) -> None:
-        """Record the rows (ways to place the op) that dispatch has priced for the running call.
+        """Record the possible placements (rows) whose prices dispatch has compared for the running
+        call.
 
         Args:
             places: the position of each operand in the call, and the names of its parameters.
@@ -384,7 +383,7 @@ class ExplainedMove:
 
 @dataclass(frozen=True)
 class ConsideredRow:
-    """A legal way to run an op on one mesh axis, and its cost.
+    """One legal way (row) to run an op on a mesh axis, and its cost, for `explain`.
 
     Attributes:
         axis: the mesh axis.
@@ -460,19 +459,19 @@ class ExplainedOp:
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row that the op uses on a mesh axis; None if the op has no rule."""
+        """Returns the row (placements) that the op uses on a mesh axis; None if the op has
+        no rule.
+        """
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
-        """Returns the second-best row on a mesh axis: the cheapest one that is not used, or
-        None.
-        """
+        """Returns the second-best row (placements) on a mesh axis; None if there is only one."""
         others = [row for row in self.rows if row.axis == axis and not row.chosen]
         return min(others, key=lambda row: row.seconds, default=None)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes for which ways to place the op (rows) were priced."""
+        """The mesh axes for which rows (possible placements) were priced."""
         return tuple(dict.fromkeys(row.axis for row in self.rows))
 
     def __str__(self) -> str:

@@ -56,7 +56,7 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value that an argument or field may have, with its check.
+    """A check of an argument's value: which values are allowed.
 
     Attributes:
         allowed: a description of them, for errors.
@@ -103,7 +103,7 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """A measured curve: the seconds for an amount of work, interpolated between measured points.
+    """Seconds as a function of an amount of work, interpolated between measured points.
 
     Attributes:
         amounts: bytes or operations, in increasing order.
@@ -139,7 +139,7 @@ class MeasuredCurve:
 
 
 def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
-    """Returns a curve through measured points `(amount, seconds)`, which may be in any order.
+    """Returns a curve through measured points `(amount, seconds)`, given in any order.
 
     Seconds never decrease: a point below an earlier one gets that one's seconds.
     """
@@ -230,7 +230,7 @@ class Machine:
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns the name that a kernel of a captured graph has on this machine.
+        """Returns the name of the kernel that this machine runs for one of a captured graph.
 
         If torch had no GPU during the capture, the graph has the CPU's fused attention. The GPU's
         kernel has the same operands and results.
@@ -238,7 +238,9 @@ class Machine:
         return name.replace("_for_cpu", "") if self.overlaps else name
 
     def given_link(self, axes: Sequence[str]) -> Link | None:
-        """Returns the link that the user gave for these axes (in `links`), or None."""
+        """Returns the link that the machine file or the user sets for exactly these axes,
+        or None.
+        """
         for name, link in self.links.items():
             if sorted(name.split()) == sorted(axes):
                 return link
@@ -278,7 +280,7 @@ class Machine:
         return Link(self.network.latency, bandwidth)
 
     def is_each_on_its_host(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
-        """True if each rank of a collective over these axes is on a different host.
+        """True if no two ranks of a collective over these axes share a host.
 
         Axes with a given link return False.
         """
@@ -652,7 +654,7 @@ _THIN = 4
 
 
 def rate_of(node: fx.Node, name: str, kind: str) -> str:
-    """Returns the name of the measured speed that applies to a graph node; "" if it costs no time.
+    """Returns the kind of measured speed (in `RATES`) for a graph node; "" if it costs no time.
 
     Args:
         name: the name of the operator.

@@ -71,7 +71,8 @@ def run_on_fakes(
     kwargs: dict[str, Any],
     make_wire: Callable[[Wire], Wire] = DryWire.from_wire,
 ) -> Iterator[tuple[Callable[[], Any], State]]:
-    """Prepare to run `fn` on tensors without memory, and restore at the end what it changes.
+    """Yields a function that runs `fn` on tensors without memory; afterwards restores what it
+    changed.
 
     Args:
         make_wire: a function that makes the replacement for the wire of a mesh.
@@ -112,9 +113,7 @@ def run_on_fakes(
 
 
 def runs_nothing(fn: Callable[..., Any]) -> bool:
-    """True if a call of `fn` does not run its body, because it is a generator or coroutine
-    function.
-    """
+    """True if a call of `fn` does not run its body: it is a generator or coroutine function."""
     fn = fn.step if isinstance(fn, CompiledStep) else fn
     fn = fn.forward if isinstance(fn, torch.nn.Module) else fn
     while isinstance(fn, functools.partial):
@@ -126,10 +125,7 @@ def runs_nothing(fn: Callable[..., Any]) -> bool:
 
 
 class LocalFakes(FakeTensorMode):
-    """A fake tensor mode in which DTensors have the shape and strides of this rank's piece.
-
-    DTensors report their local shard's metadata in this mode.
-    """
+    """A fake tensor mode in which kernels see the local shape and strides of DTensors."""
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
         with local_ops():
@@ -181,7 +177,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def make_refusal(
     fact: str, *fixes: str | tuple[str, str], reason: str = "", place: str | None = None
 ) -> LayoutError:
-    """Returns the error for a request that cannot be served.
+    """Returns the error for a request that is impossible, with fixes.
 
     Args:
         fact: what is impossible.

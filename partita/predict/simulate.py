@@ -398,7 +398,7 @@ _COMPUTE = "compute"
 
 @dataclass
 class SimulatedStep:
-    """The simulated times of a step's graph: when each kernel and collective runs.
+    """When each kernel and collective of a step's graph runs, as simulated.
 
     Attributes:
         seconds: the time until the last stream has ended.
@@ -528,7 +528,7 @@ class _Player:
 
 
 def bytes_per_axis(program: Program) -> dict[str, int]:
-    """Returns the bytes that a rank sends in a program, for each set of axes of a collective."""
+    """Returns the bytes that a rank sends in a program, by the mesh axes of the collectives."""
     found: dict[str, int] = {}
     for record in list_sent_moves(program):
         stream = " ".join(record.axes)
@@ -559,7 +559,7 @@ _BACKWARD_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Kernel:
-    """The work that a graph node means for the processor: its operations and bytes.
+    """The work of one graph node as a kernel: its operations and bytes.
 
     Attributes:
         kind: "matmul", "attention", "elementwise", "other" or "free" (a view, a number).
@@ -595,7 +595,7 @@ class Kernel:
 
 
 def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
-    """Returns the processor's work for each call in a graph, except collectives.
+    """Returns the kernel for each call in a graph, except collectives.
 
     Args:
         graph: the graph of a program; its nodes have shapes.
@@ -629,7 +629,7 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
 
 
 def count_flops(node: fx.Node) -> float:
-    """Returns the operations of a graph node: a matrix product, convolution or attention; else 0.
+    """Returns the flops of a graph node: of a matrix product, convolution or attention; else 0.
 
     Causal attention counts half, because fused kernels skip the masked half.
     """

@@ -35,7 +35,7 @@ from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, c
 class StrategyError(ValueError):
     """Raised if a model, strategy, mesh or argument is invalid.
 
-    The value is unknown, has a wrong type or no effect, or the mesh does not divide it.
+    It is unknown, has a wrong type or no effect, or the mesh does not divide the model.
     """
 
 
@@ -326,7 +326,7 @@ def _check_effects(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to distribute and train a model: its mesh and its strategy.
+    """One way to distribute and train a model: mesh sizes and a strategy.
 
     Attributes:
         dp, tp: the number of ranks of each axis.
@@ -339,8 +339,8 @@ class Way:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The mesh of this way: the axes with more than one rank; {"dp": 1} if there is one
-        rank.
+        """The mesh as sizes by axis: the axes with more than one rank; {"dp": 1} for a
+        single rank.
         """
         sizes = {name: n for name, n in (("dp", self.dp), ("tp", self.tp)) if n > 1}
         return sizes or {"dp": 1}
@@ -389,7 +389,8 @@ _BYTES = 256
 
 
 def write_code(shape: ModelShape, way: Way) -> str:
-    """Returns the text of a program that trains the model in the way `way`, for all ranks.
+    """Returns a Python program that trains the model with the mesh and strategy of `way`, on all
+    ranks.
 
     Its step is the one that `make_step` makes. If the model is not one of partita's, the program
     uses a `ModelShape` named `shape`.
@@ -461,7 +462,10 @@ def write_code(shape: ModelShape, way: Way) -> str:
 
 
 def train_options(shape: ModelShape, way: Way) -> str:
-    """Returns the `partita train` command for `way`; "" if it cannot build the model."""
+    """Returns the `partita train` command for the mesh and strategy of `way`; "" if there is none.
+
+    The command can build only models of partita.
+    """
     of = way.strategy
     if not shape.code.startswith("GPT(") or shape.vocab != _BYTES or of.remat_every > 1:
         return ""

@@ -94,12 +94,12 @@ class Move:
 
     @property
     def sends(self) -> bool:
-        """True if a move of this kind communicates (on axes of more than one rank)."""
+        """True if a move of this kind communicates, when its axes have more than one rank."""
         return self.kind in COLLECTIVES
 
     @property
     def way(self) -> str:
-        """Two letters: the placement of the moved axes before and after, such as "SR" for an
+        """The placements of the moved axes before and after, as two letters: "SR" for an
         all-gather.
         """
         axis = self.axes[0]
@@ -108,7 +108,8 @@ class Move:
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
-        """Returns the move that maps the gradient of `after` to the gradient of `before`.
+        """Returns the move that backward makes: from the gradient of `after` to the gradient of
+        `before`.
 
         Raises:
             LayoutError: a Partial max or min has no gradient.
@@ -127,10 +128,10 @@ class Move:
 
 
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
-    """Returns the axes whose placement must change in a redistribution.
+    """Returns the axes whose placement changes in a redistribution.
 
-    An axis that is Shard before and after must change, too, if the axes that split its dimension
-    outside of it differ.
+    An axis that is Shard before and after is included if the axes that split its dimension before
+    it differ.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.
@@ -153,9 +154,7 @@ def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str
 
 
 def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
-    """Returns the one move that changes layout `before` into `after`; None if several are
-    needed.
-    """
+    """Returns the move that redistributes from `before` to `after`; None if several are needed."""
     moved = find_changed_axes(before, after)
     start, end = next(iter(moved.values()))
     way = f"{LETTERS[start]}{LETTERS[end]}"
@@ -172,9 +171,10 @@ def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
 
 
 def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Returns the number of equal leading axes of two stacks.
+    """Returns how many leading axes are equal in two tuples of axes that split a dimension.
 
-    A stack is the axes that split one dimension, outermost first.
+    Args:
+        stack, other: the axes, outermost first.
     """
     same = 0
     while same < min(len(stack), len(other)) and stack[same] == other[same]:
@@ -183,10 +183,7 @@ def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def placement_of_each_axis(layout: Layout) -> dict[str, str]:
-    """Returns the placement of each axis in `layout`, without axes that are Replicate.
-
-    A placement is "S", "I" or a reduce op.
-    """
+    """Returns the placement of each axis: "S", "I" or a reduce op. Replicate axes are left out."""
     out = dict(layout.partial)
     for stack in layout.shards:
         for axis in stack:
@@ -233,16 +230,22 @@ RETYPE = 1e-7
 
 
 def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
-    """Returns the bytes that the first rank sends in `move`; `itemsize` is bytes per element."""
+    """Returns the bytes that the first rank sends in a move.
+
+    Args:
+        itemsize: bytes per element.
+    """
     n = math.prod(mesh.size(a) for a in move.axes)
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
     return bytes_of(move.kind, n, have)
 
 
 def bytes_of(kind: str, n: int, have: int) -> int:
-    """Returns the bytes that each of `n` ranks sends in a collective of kind `kind`.
+    """Returns the bytes that each of `n` ranks sends in a collective.
 
-    `have` is the bytes that each rank holds before.
+    Args:
+        kind: the kind of the collective, such as "all_gather".
+        have: the bytes that each rank holds before.
     """
     return int(_ring_bytes_sent(kind, n, have))
 
@@ -265,18 +268,19 @@ def seconds_of_work(operations: float) -> float:
 
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Returns an estimate of the seconds of a move and of the move of its gradient.
+    """Returns an estimate of the seconds of a move and of its gradient's move in backward.
 
-    `itemsize` is bytes per element.
+    Args:
+        itemsize: bytes per element.
     """
     return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
 
 
 def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
-    """True if `move` or its transpose sends so much padding that several moves might cost less.
+    """True if a move of uneven shards sends so much padding that several moves might be faster.
 
-    Uneven pieces are padded to the size of the largest. The padding must cost more than the
-    latency of one more collective, which any other path needs.
+    Uneven shards are padded to the size of the largest. The padding must cost more than the latency
+    of one more collective, which any other path needs.
     """
     way = move.way
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
@@ -293,7 +297,7 @@ def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
 
 
 def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:
-    """Returns the number of elements of the largest piece, which the first rank of `mesh` holds.
+    """Returns the number of elements in the largest local tensor, which the first rank holds.
 
     Args:
         shape: the global shape.
@@ -326,8 +330,8 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 
 
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
-    """Returns an estimate of the seconds of a redistribution, forward and backward, without a
-    search.
+    """Returns an estimate of the seconds of a redistribution, in forward and backward, without
+    planning it.
 
     It is exact if one move is enough. Otherwise axes with the same change count as one move (small
     results first), as if every axis could change at any time.

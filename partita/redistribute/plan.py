@@ -44,8 +44,7 @@ _PLANS_KEPT = 4096
 
 @dataclass(frozen=True)
 class Plan:
-    """A redistribution from one layout to another, as a sequence of moves. Empty if nothing
-    changes.
+    """A redistribution as a sequence of moves, each with at most one collective. May be empty.
 
     Attributes:
         moves: the moves; each starts from the layout with which the previous move ends.
@@ -55,7 +54,8 @@ class Plan:
     _transposes: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
 
     def transpose(self, mesh: Mesh) -> Plan:
-        """Returns the plan of the gradient: each move transposed, in reverse order. Cached.
+        """Returns the redistribution of the gradient: each move transposed, in reverse order.
+        Cached.
 
         Raises:
             LayoutError: a move reduces a max or a min, which has no gradient.

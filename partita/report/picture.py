@@ -19,7 +19,7 @@ _RANKS_SHOWN = 4
 
 @dataclass(frozen=True)
 class DimPiece:
-    """A piece of one dimension in a picture, and which ranks hold it.
+    """A shard of one dimension in a picture, and which ranks hold it.
 
     Attributes:
         offset, length: the position of the piece, in elements.
@@ -42,7 +42,7 @@ class DimPiece:
 
 @dataclass(frozen=True)
 class PictureCell:
-    """A cell of a picture: one piece of the tensor, and the ranks that hold it.
+    """A cell of a picture: one shard of the tensor, and the ranks that hold it.
 
     Attributes:
         ranks: "0, 1": Replicate on these ranks. "0 = 1": Invariant. "0 + 1": Partial sum.
@@ -72,7 +72,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the ranks that hold each part of a tensor.
+    """A drawing that shows which rank holds which part of a tensor.
 
     Attributes:
         title: the layout and the mesh, as text.
@@ -91,9 +91,7 @@ class Picture:
 
     @property
     def corner(self) -> str:
-        """The label in the corner of the picture, which names the two drawn dimensions: `dim 0↓
-        1→`.
-        """
+        """The text in the picture's corner, which names the two drawn dimensions: `dim 0↓ 1→`."""
         if self.across is None:
             return ""
         down = "" if self.down is None else f"{self.down}↓ "

@@ -23,7 +23,7 @@ _EVENT = '{"event": '  # what a line of a log begins with
 
 @dataclass
 class RunFacts:
-    """What is known about one training run, for a report.
+    """All that a report shows about one training run.
 
     Attributes:
         name: the name in the report.
@@ -405,7 +405,7 @@ def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
 
 
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:
-    """Simplify a timeline for a picture: returns at most about `most` events on each stream.
+    """Joins short events of a timeline, so that a picture has about `most` events on each stream.
 
     The duration is divided into `most` intervals. Longer events stay unchanged. The shorter events
     of an interval become one, with their total duration and the kind that takes most of it.

@@ -24,9 +24,9 @@ from .sentence import Names
 
 @own_op
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with its Partial axes reduced.
+    """Returns `x` with Partial axes reduced. For a value that is used several times.
 
-    Call it on a value that is used several times, so that it is reduced only once.
+    Otherwise each use would reduce it.
     """
     return x.view_as(x)
 
@@ -66,7 +66,7 @@ Dim = int | Sequence[int] | None
 
 @own_op
 def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
-    """Returns the maximum over this rank's piece only, as a Partial max. It has no gradient.
+    """Returns the maximum over this rank's shard, as a Partial max. It has no gradient.
 
     Args:
         sign: 1 for the maximum, -1 for the minimum.
@@ -125,10 +125,10 @@ def _derive_first_index(x: Arg, best: Arg, dim: int | None) -> KernelRule:
 
 @own_op
 def is_at_place(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns a mask that is True for the elements of `x` at the position `at` along `dim`.
+    """Returns a mask that is True for the elements of `x` at index `at` along `dim`.
 
     Args:
-        at: positions along `dim`, with size 1 in that dimension.
+        at: indices along `dim`, with size 1 in that dimension.
     """
     return _is_at_place(x, at, dim, 0)
 
@@ -247,7 +247,7 @@ def moments(
 
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
-    """Returns the sum of |x|^p over `dim`, as an op with a rule. Norms are computed from it."""
+    """Returns the sum of |x|^p over `dim`, from which norms are computed, as an op with a rule."""
     if p == 2:  # without |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
@@ -375,9 +375,9 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """Returns the number by which a mean loss is divided.
+    """Returns the number by which a mean loss is divided: the sum of its targets' class weights.
 
-    It is the sum of the class weights of all targets that are not ignored.
+    Targets that are ignored do not count.
     """
     kept = target != ignore_index
     if weight is None:
@@ -400,11 +400,10 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 
 
 def make_mean_loss(loss: Any) -> Any:
-    """Returns a function that computes the mean loss over class indices, if each rank has all
-    classes.
+    """Returns a function that computes the mean of a loss over class indices.
 
-    Each rank sums the losses of its samples by torch's kernel, and divides by the weight of the
-    samples of all ranks.
+    It is for ranks that have all classes. Each rank sums the losses of its samples by torch's
+    kernel, and divides by the weight of the samples of all ranks.
     """
 
     def run_in_wide_dtype(

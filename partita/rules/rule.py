@@ -28,7 +28,8 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Arg:
-    """What a rule function gets in place of a tensor argument: shape, and how dimensions are split.
+    """What a rule function gets in place of a tensor: its shape, and how its dimensions are
+    sharded.
 
     Attributes:
         shape: the global shape, in elements.
@@ -46,13 +47,13 @@ class Arg:
 
     @property
     def names(self) -> Names:
-        """A name for each dimension of the tensor (`a b c ...`), from which a rule builds its
+        """Names for the tensor's dimensions (`a b c ...`), with which a rule function writes its
         sentence.
         """
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
-        """True if a dimension in `dim` (None: any dimension) is split over ranks.
+        """True if one of the dimensions `dim` is sharded over ranks; None means any dimension.
 
         False if the dimension has no elements: every rank then has the whole value, and torch's own
         kernel returns the right result for an empty input.
@@ -65,7 +66,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What a rule gets to make a kernel for one rank: shapes, and which piece the rank has.
+    """What a rule gets to make a local kernel: shapes, and this rank's shard of each dimension.
 
     Attributes:
         run: the function that the user called.
@@ -83,13 +84,13 @@ class KernelCall:
     share: Callable[[tuple[Any, ...], Callable[[], Any]], Any] = lambda name, make: make()
 
     def is_split(self, *names: str) -> bool:
-        """True if a dimension with one of these names is split over ranks in this call."""
+        """True if a dimension with one of these names is sharded in this call."""
         return any(n in self.pieces for n in names)
 
 
 @dataclass(frozen=True)
 class KernelRule:
-    """A rule with a kernel of its own, which a rank runs in place of the called function.
+    """A rule with its own local kernel, which a rank runs instead of the called function.
 
     Attributes:
         text: the sentence.
@@ -112,7 +113,7 @@ class KernelRule:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A rule for an op that is computed by other ops.
+    """A rule for an op that is written as calls of other ops.
 
     Attributes:
         run: a function of DTensors that is called with the op's arguments.
@@ -155,7 +156,7 @@ class Rule:
     must_fit: bool = False
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the rule function with the arguments that it declares, and returns the rule.
+        """Returns the rule for a call: calls the rule function with the arguments that it declares.
 
         Raises:
             LayoutError: see `check_given`.
@@ -258,9 +259,9 @@ def _names_in(function: FunctionType) -> set[str]:
 
 
 def builtin_rule(*what: Any) -> Any:
-    """Register one of partita's own rules, like `rule`.
+    """Registers a rule of partita itself, like `rule`, except for calls that it does not fit.
 
-    Operands of calls that it does not fit are gathered; there is no error.
+    Operands of such calls are gathered; there is no error.
     """
     return _register_rule(what, must_fit=False)
 
@@ -280,9 +281,12 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Decorate a function that returns a rule and gets the arguments as a dictionary.
+    """Decorates a function that returns a rule; it gets the call's arguments as one dictionary.
 
     Use it for several functions whose sentences are similar, but whose parameters differ.
+
+    Args:
+        takes: the parameters, such as "input dim=-1".
     """
     signature = read_signature(takes)
 
@@ -299,7 +303,7 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorate a function that computes other functions (`functions`) by calling ops on DTensors.
+    """Decorates a function on DTensors that replaces `functions`, written as calls of other ops.
 
     Args:
         takes: the parameters on which plans depend, such as "input dim=-1".
@@ -381,8 +385,8 @@ def _check_terms(sentence: Sentence, function: Any) -> None:
 
 
 def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function so that it becomes an op: on DTensors it runs by the rule registered for
-    it.
+    """Decorates a function of partita so that, on DTensors, it runs by its own rule like an op of
+    torch.
     """
 
     @functools.wraps(run)
@@ -404,17 +408,17 @@ def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
 def index_in_piece(
     index: Any, piece: tuple[int, int, int], *, from_end: bool = False
 ) -> tuple[Any, Any]:
-    """Converts indices of a whole dimension to indices of this rank's piece.
+    """Converts indices into a whole dimension to indices into this rank's shard of it.
 
     An index that is out of range stays out of range, so that the kernel raises torch's error.
 
     Args:
         index: indices in the whole dimension: a number or a tensor.
-        piece: `(offset, length, size)` of this rank's piece.
+        piece: `(offset, length, size)` of this rank's shard.
         from_end: True if negative indices count from the end.
 
     Returns:
-        The index in the piece, and a mask of indices that are on other ranks.
+        The index in the shard, and a mask of indices that are on other ranks.
     """
     offset, length, size = piece
     at = torch.where(index < 0, index + size, index) if from_end else index
@@ -437,18 +441,18 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
 
 
 def make_connected_shares(input: Any, shape: Sequence[int]) -> Any:
-    """Returns a tensor that changes nothing in a sum, connected to `input` in autograd.
+    """Returns the addend of a rank that contributes nothing to a Partial sum, connected to `input`.
 
-    So the gradient of `input` is zeros and not None.
+    So `input` gets a gradient of zeros in autograd, and not None.
     """
     out = input.new_full(shape, NEUTRAL_SHARE)
     return out - input.flatten()[:0].sum() if input.requires_grad else out
 
 
 def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
-    """Returns a kernel maker for an op that fails if its first dimension is empty on a rank.
+    """Makes a rule's kernel function for an op that fails on an empty batch (first dimension).
 
-    On a rank with an empty piece, the kernel runs the op on one dummy row and drops the result.
+    On a rank whose shard is empty, the kernel runs the op on one dummy row and drops the result.
 
     Args:
         name: the name of the first dimension in the sentence.
@@ -463,9 +467,8 @@ def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
 
 
 def with_dummy_row(run: Kernel) -> Kernel:
-    """Wraps `run` for an input whose first dimension is empty: it runs on one dummy row instead.
-
-    The row of the result is dropped.
+    """Wraps a kernel for an input without rows: it runs on one dummy row, whose result is
+    dropped.
     """
 
     def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:

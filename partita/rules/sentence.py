@@ -42,8 +42,9 @@ class SentenceError(ValueError):
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of a term: the names that are joined in it. Its size is the product of their
-    sizes.
+    """One dimension of a tensor in a sentence: usually one name, or several joined like `(a b)`.
+
+    Its size is the product of the names' sizes.
     """
 
     names: tuple[str, ...]
@@ -59,7 +60,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Term:
-    """The part of a sentence that describes one operand or output: its dimensions.
+    """One operand or output in a sentence: its dimensions.
 
     Attributes:
         reduce: how an output reduces the names that it lacks: "sum", "max" or "min".
@@ -75,7 +76,9 @@ class Term:
 
 @dataclass(frozen=True)
 class Products:
-    """How operands are combined: a sum of products. Numbers are indices into `Sentence.terms`."""
+    """How a sentence combines its operands: as a sum of products. Numbers are indices into its
+    terms.
+    """
 
     products: tuple[tuple[int, ...], ...]
     linear: bool
@@ -169,8 +172,8 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """Names for the dimensions of an operand, to build the text of a sentence. `str` gives "a
-    b".
+    """The names of a tensor's dimensions, with which a rule writes a sentence. `str` gives
+    "a b".
     """
 
     def __str__(self) -> str:
@@ -218,7 +221,7 @@ class Names(tuple[str, ...]):
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
     def put(self, dim: int, text: str) -> Names:
-        """Returns the names with `text` in place of the name of dimension `dim`."""
+        """Returns the names with the one of dimension `dim` replaced by `text`."""
         i = self.at(dim)
         return Names((*self[:i], text, *self[i + 1 :]))
 
@@ -230,7 +233,7 @@ class Names(tuple[str, ...]):
     @staticmethod
     @lru_cache(maxsize=256)
     def of(ndim: int) -> Names:
-        """Returns names for `ndim` dimensions: a b c ...; after z: a1 b1 ..."""
+        """Returns names for `ndim` dimensions: a b c ... z a1 b1 ..."""
         return Names(chr(97 + i % 26) + (str(i // 26) if i >= 26 else "") for i in range(ndim))
 
 
@@ -254,11 +257,10 @@ def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
-    """Returns the sentence (rule) of a view from shape `before` to shape `after`.
+    """Returns the rule (sentence) of a view from one global shape to another, neither with -1.
 
-    Both shapes are global and have no -1. Dimensions are split into factors that both shapes have
-    in common, and each factor gets a name. Where there are none (6 x 4 viewed as 4 x 6), the
-    dimensions stay whole.
+    Dimensions are split into factors that both shapes have in common, and each factor gets a name.
+    Where there are none (6 x 4 viewed as 4 x 6), the dimensions stay whole.
 
         view_sentence((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
 
@@ -476,7 +478,7 @@ Operand = tuple[int, ...] | _Number | None
 
 @dataclass(frozen=True)
 class Bound:
-    """A sentence with the shapes of a call: the sizes of its names, and all legal rows.
+    """A rule's sentence, applied to the shapes of a call: sizes of its names, and its legal rows.
 
     Attributes:
         operands: each term's global shape; `NUMBER` for a Python number; None if absent.
@@ -498,7 +500,7 @@ class Bound:
     even: frozenset[str]
 
     def can_split(self, name: str, parts: int) -> bool:
-        """True if the dimension called `name` can be split into `parts` pieces.
+        """True if the dimension called `name` can be sharded over `parts` ranks.
 
         A name that is joined with others into one dimension, or marked `%`, must be split evenly.
 
@@ -521,7 +523,7 @@ class Bound:
 
 
 def bind(sentence: Sentence, operands: Sequence[Operand]) -> Bound:
-    """Fits a sentence to the global shapes of operands, and finds all legal rows.
+    """Applies a sentence to the global shapes of operands, and finds the legal rows (placements).
 
     Args:
         operands: one per term, in order; those missing at the end count as None.
@@ -649,7 +651,8 @@ def _format_shapes(operands: tuple[Operand, ...]) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """The number of operations of a matrix product or convolution, and which names distribute them.
+    """The flops of a matrix product or convolution, and the dimensions that distribute them over
+    ranks.
 
     Other ops are not counted, because their time depends on memory and not on operations.
 
@@ -666,7 +669,7 @@ class Work:
 
 
 def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
-    """Returns the operations of the matrix products in an op; empty if it has none.
+    """Returns the flops of the matrix products in an op; empty if it has none.
 
     Args:
         said: a text for each product with its names, and numbers as factors: `"... q k d"`. The

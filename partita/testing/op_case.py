@@ -35,7 +35,7 @@ RTOL, ATOL, LARGEST_SCALE = 1e-4, 1e-5, 1e3
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case: one op with one sample and one class of layouts.
+    """How one test case ended: one op with one sample and one class of layouts.
 
     Attributes:
         kind: one of OUTCOMES.
@@ -70,7 +70,7 @@ Convert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Reference:
-    """One sample of an op, and the results that are right: those on one device.
+    """One sample of an op, with the right results: those on one device.
 
     Attributes:
         call: `call(convert)` runs the op with `convert(t)` for each tensor argument t. It returns

@@ -45,7 +45,9 @@ MOST_COMBINATIONS = 150
 
 @dataclass
 class Proof:
-    """The result of proving one rule. It prints a line for each row that is wrong or missed.
+    """The result of `prove` for one rule. It prints a line for each row that is wrong or missed.
+
+    A row is one way to place an op's operands and results on a mesh axis.
 
     Attributes:
         name: the name of the rule.
@@ -68,10 +70,11 @@ class Proof:
 
 
 def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool = True) -> Proof:
-    """Check each row of `function`'s rule, forward and backward, on 2 and 3 simulated ranks.
+    """Checks each row of a function's rule, forward and backward, on 2 and 3 simulated ranks.
 
-    No process is started: the ranks are simulated one after the other. Their joined results must
-    equal the function's result on one device, up to rounding.
+    A row is one way to place operands and results on a mesh axis. No process is started: the ranks
+    are simulated one after the other. Their joined results must equal the function's result on one
+    device, up to rounding.
 
         proof = prove(bias_gelu, [((x, bias, 0.5), {})])
         assert not proof.wrong, str(proof)

@@ -37,7 +37,7 @@ def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
 
 
 def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
-    """Joins the parts of simulated ranks into the value that they hold together.
+    """Returns the global value of which the simulated ranks hold `parts`.
 
     Args:
         parts: each rank's part.

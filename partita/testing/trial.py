@@ -14,7 +14,7 @@ from partita.rules.sentence import NUMBER, parse
 
 
 class Trial:
-    """One sample call of a function with a rule. Its operands can be replaced by pieces.
+    """One sample call of a function with a rule, which can be repeated with parts of its operands.
 
     Attributes:
         expected: the function's results on one device.
@@ -34,7 +34,7 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Returns how many terms an element of a result may be the sum of, to bound rounding
+        """Returns the most terms that one element of a result may be the sum of, to bound rounding
         errors.
 
         Args:
@@ -55,7 +55,9 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """Returns the arguments, other than tensors, that the rule does not read."""
+        """Returns the arguments of the sample call, other than tensors, that the rule does not
+        read.
+        """
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
         rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
@@ -98,8 +100,9 @@ class Trial:
         ]
 
     def evaluate_rule(self) -> Iterator[KernelRule | Decomposition | None]:
-        """Yields what the rule returns if all operands are whole, and if one dimension of one is
-        split.
+        """Yields the different rules that a rule function returns for sharded operands.
+
+        The operands are first whole; then one dimension of one of them is sharded at a time.
         """
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)
@@ -138,8 +141,10 @@ class Trial:
         return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Run `kernel` on the sample call with other operands (`tensors`). Returns the resulting
-        tensors.
+        """Runs `kernel` on the sample call with other operands, and returns the resulting tensors.
+
+        Args:
+            tensors: the operands.
         """
         leaves = list(self.leaves)
         for place, x in zip(self.places, tensors, strict=True):
@@ -151,10 +156,7 @@ class Trial:
 
 
 def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
-    """Returns random values with the shape of an output, as its gradient.
-
-    They are equal for equal shapes.
-    """
+    """Returns random values as the gradient of an output. Equal shapes get equal values."""
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
     return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

@@ -66,10 +66,8 @@ def make_block(width: int, heads: int, groups: int, hidden: int) -> Block:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads: several heads of queries share a head of keys and
-    values.
-
-    The number that share one is `heads // groups`.
+    """Causal attention with grouped heads: `heads // groups` query heads share a key and value
+    head.
     """
 
     def __init__(self, width: int, heads: int, groups: int):

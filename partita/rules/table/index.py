@@ -325,7 +325,7 @@ def _is_basic_entry(e: Any) -> bool:
 def make_pick_kernel(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
-    """Returns a kernel for `input[entries]` in which an int selects from a split dimension; else
+    """Returns a local kernel for `input[entries]` if an int selects from a sharded dimension; else
     None.
 
     Args:

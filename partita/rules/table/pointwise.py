@@ -124,8 +124,9 @@ def allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def is_linear_cast(dtype: Any) -> bool:
-    """True if a cast to `dtype` is linear, so that Partial values may be cast. None means no
-    cast.
+    """True if a cast to `dtype` may be applied to each addend of a Partial value.
+
+    None means no cast.
     """
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 

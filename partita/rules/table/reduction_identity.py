@@ -29,10 +29,10 @@ GetArgument = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
 def argument_getter(place: int, name: str, default: Any) -> GetArgument:
-    """Returns a function that gets one argument of a call, passed by position or by name.
+    """Returns a function that gets one argument from a call's `args` and `kwargs`.
 
     Args:
-        place, name: the position and the name.
+        place, name: the position and the name of the argument.
         default: the value if it is not passed.
     """
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)

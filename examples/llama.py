@@ -3,9 +3,9 @@
     torchrun --nproc-per-node=4 examples/llama.py
 
 The mesh has 2 x 2 ranks. Over "tp" each rank has some of the heads and of the hidden features, and
-between the blocks a piece of the sequence. Over "dp" each rank has some rows of the batch, and
-between steps half of the weights that its place on "tp" has (ZeRO, stage 3). Blocks are recomputed
-in backward. The ledger shows what is sent. The text is Python's own sources.
+between the blocks a piece of the sequence. Over "dp" each rank has some rows of the batch. Between
+steps each rank along "dp" stores half of the weights (ZeRO, stage 3). Blocks are recomputed in
+backward. The ledger shows what is sent. The text is Python's own sources.
 """
 
 from __future__ import annotations

@@ -144,6 +144,26 @@ class Ledger:
             for m in self.moves
         )
 
+    def summary(self, *fields: str) -> str:
+        """Returns a table of the moves that send something, largest sum of bytes first.
+
+        Args:
+            fields: the attributes of `Record` by which moves are grouped. By default "source",
+                "kind", "axes" and "reason".
+        """
+        fields = fields or ("source", "kind", "axes", "reason")
+        sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        for m in self.moves:
+            values = (getattr(m, name) for name in fields)
+            words = (" ".join(v) if isinstance(v, tuple) else str(v) for v in values)
+            if m.nbytes:
+                sums[tuple(word or "-" for word in words)].append(m.nbytes)
+        rows = [
+            [human(sum(sent)), str(len(sent)), *words]
+            for words, sent in sorted(sums.items(), key=lambda item: -sum(item[1]))
+        ]
+        return format_table([["bytes", "moves", *fields], *rows], {0, 1})
+
     def to_json(self) -> str:
         """Returns the ledger as JSON.
 

@@ -920,10 +920,10 @@ class Simulation:
             said = f"{self.tokens:,} a step, all ranks together"
             rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}", said))
         said = f"of {self.machine.peak_flops(self.dtype) / 1e12:.4g} TFLOP/s in {self.dtype}"
-        rows.append(("MFU", f"{self.mfu:.1%}", said + "; what is made again is not counted"))
+        rows.append(("MFU", f"{self.mfu:.1%}", said + "; recomputation is not counted"))
         said = f"of {human(int(self.machine.memory_bytes))}: "
         said += "fits" if self.fits else "DOES NOT FIT"
-        rows.append(("peak memory", human(self.peak), said + "; run node by node, no fragments"))
+        rows.append(("peak memory", human(self.peak), said + "; without fusion and fragmentation"))
         rows += [(f"  {name}", human(size), "") for name, size in self.classes.items() if size]
         return rows
 
@@ -931,7 +931,7 @@ class Simulation:
         table = format_table(self._make_rows(), {1}).splitlines()
         lines = [self.title, *(f"  {line}" for line in table)]
         if self.holders:
-            lines.append("  held at the peak, biggest first")
+            lines.append("  largest buffers at the peak")
             for buffer in self.holders[:_SHOWN]:
                 why = " ".join(filter(None, (buffer.phase, buffer.reason, buffer.source)))
                 lines.append(f"    {human(buffer.nbytes):>9}  {buffer.name} {buffer.made_by} {why}")

@@ -74,6 +74,21 @@ def test_a_ledger_prints_a_table_and_says_when_it_is_empty():
     assert log.count(reason="implicit") == 2 and log.count("all_gather", reason="explicit") == 0
 
 
+def test_a_summary_adds_up_the_bytes_and_leaves_out_moves_that_send_nothing():
+    wire = comm.wire_of(comm.dry_mesh(dp=4))
+    keep = move("slice", "dp", "[8]", "[8@dp]")
+    with comm.ledger() as log:
+        for op in ("linear", "add", "add"):
+            wire.carry(GATHER, torch.zeros(256, 256), op=op, reason="implicit")
+        wire.carry(keep, torch.zeros(8), op="mul", reason="explicit")
+    head, first, second = log.summary("op").splitlines()
+    assert head.split() == ["bytes", "moves", "op"]
+    assert first.split() == ["1.5", "MiB", "2", "add"]
+    assert second.split() == ["768", "KiB", "1", "linear"]
+    assert log.summary("axes", "kind").splitlines()[1].split() == "2.2 MiB 3 dp all_gather".split()
+    assert log.summary().splitlines()[0].split() == "bytes moves source kind axes reason".split()
+
+
 def test_what_is_no_mesh_and_a_rank_that_is_not_there_are_refused():
     with pytest.raises(LayoutError, match="device_mesh is 'cpu', which is not a mesh"):
         comm.wire_of("cpu")

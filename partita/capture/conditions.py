@@ -1,7 +1,7 @@
-"""Conditions: checks of a call's inputs that decide whether a program may run in the call.
+"""Conditions: checks of a call's inputs that decide if a captured program may run in the call.
 
-Some numbers, gradients and facts of tensors must be equal to those at capture (`Conditions`). If
-one differs, another program is found or captured, and `reason` says why. A program must not write
+Some numbers, gradients and properties of tensors must be as at capture (`Conditions`). If one
+differs, another program is found or captured, and `reason` says why. A program must not write
 memory that another input overlaps (`Sharing`): its graph treats inputs as separate values, so it
 would not do what eager does.
 """

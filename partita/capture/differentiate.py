@@ -1,13 +1,13 @@
-"""Gradients of a captured function whose results require gradients: a region of a larger model.
+"""Gradients of a captured part of a model, through whose results the caller may go backward.
 
-The caller may call backward on these results. So backward is traced right after forward into the
-same graph, which graph passes see as a whole. The gradients of results become "cotangent" inputs of
-the graph. Their placements are the duals of the results' placements.
+So backward is traced right after forward into the same graph, which graph passes see as a whole.
+The gradients of results become "cotangent" inputs of the graph. Their placements are the duals of
+the results' placements.
 
-Results that share history form one `ResultPart`. They go backward together, so that the history is
-traversed once, as in eager. If a result is computed from another one and they share no other
-history, they are separate parts. The part of the earlier result runs later, because autograd first
-sums its gradients and calls its hooks with the sum.
+Results that share autograd history form one `ResultPart`. They go backward together, so that the
+history is traversed once, as in eager. If a result is computed from another one and they share no
+other history, they are separate parts. The part of the earlier result runs later, because autograd
+first sums its gradients and calls its hooks with the sum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _SPENT = (
 
 @dataclass(frozen=True)
 class Seed:
-    """A node for the gradient of a result, with which the traced backward begins. Becomes an input.
+    """The gradient of a result, with which the traced backward begins, as a node of the graph.
+
+    It becomes an input of the graph.
 
     Attributes:
         node: the name of the node.
@@ -87,7 +89,7 @@ def differentiate(
     recorder: Recorder,
     again: bool = False,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
-    """Trace backward: the gradients of `inputs` with respect to `results`.
+    """Traces backward into the graph: the gradients of `inputs` with respect to `results`.
 
     Args:
         again: True to retain the autograd graph, so that `differentiate` can be called again.
@@ -202,7 +204,7 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside the block, backward stops at `results`, and hooks of `results` do not run.
 
-    So the backward of one part of a graph can be traced without the parts before it.
+    So backward can be traced in parts: from later results to these, and from these to the inputs.
     """
     handles, hidden = [], []
     try:

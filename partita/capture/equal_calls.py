@@ -1,10 +1,9 @@
-"""Equal calls: only the first of several equal calls is traced.
+"""Equal calls: of several equal calls only the first is traced, because tracing is slow.
 
-A model repeats a few structures: of the thousands of calls in its graph, about a hundred differ.
-`RepeatedCalls` adds a node at once for a call whose key is known (`graph.fake_values`), because to
-trace it, the dispatcher would enter Python three times. In a call over lists, such as an
+Of the thousands of calls in a model's graph, about a hundred differ. `RepeatedCalls` adds a node at
+once for a call whose key is known (`graph.fake_values`). In a call over lists, such as an
 optimizer's over all parameters, positions with equal operands are computed once. `node_of` returns
-the node that makes a fake; `tensors_of` returns fakes that a node makes.
+the node that computes a fake tensor; `tensors_of` makes fake tensors for nodes.
 """
 
 from __future__ import annotations

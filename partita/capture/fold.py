@@ -1,10 +1,10 @@
-"""The fold: equal blocks of a traced step become calls of one subgraph.
+"""The fold: equal blocks of a traced step become calls of one subgraph, so they are compiled once.
 
 While a step is traced, each node gets the number of its block call (`Recorder.block`). In forward
 this is the call of the module that runs, in backward the call that created the autograd node.
-`StepBlocks` compares the nodes of these calls (each call is a `_BlockRun`): targets, operands by
-position, metadata of operands from outside, notes. What may differ between equal blocks is passed
-to each call: operands, labels, and floats (if a tensor instead gives the same bits).
+`StepBlocks` compares the nodes of these calls: targets, operands by position, metadata of operands
+from outside, notes. What may differ between equal blocks is passed to each call: operands, labels,
+and floats (if a tensor instead gives the same bits).
 
     f = call_subgraph(block, operands)          getitem(f, i), for each result
     b = call_backward(block, f, cotangents)     getitem(b, i), for each gradient
@@ -12,12 +12,9 @@ to each call: operands, labels, and floats (if a tensor instead gives the same b
 The update of a block's parameters is a block call, too. It may write inputs of the step if no later
 node uses them. Numbers that depend only on equal step counts are computed once, outside the calls.
 
-A block is left flat, as it was traced, if a call would change the results of the step. For example,
-a block writes memory that other nodes use, or its later nodes need a value that other nodes compute
-from its earlier ones.
-
-`StepBlocks` first decides for all blocks of the traced graph, and then replaces them. So no
-decision depends on an earlier replacement.
+A block is left *flat* (not folded) if a call would change the results of the step. For example, a
+block writes memory that other nodes use. `StepBlocks` first decides for all blocks of the traced
+graph, and then replaces them, so that no decision depends on an earlier replacement.
 """
 
 from __future__ import annotations

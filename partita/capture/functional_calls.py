@@ -1,15 +1,13 @@
-"""Calls without writes: the replacements of single calls in a graph without in-place writes.
+"""Functional calls: what replaces a single call in a graph that must not write in place.
 
 Three kinds of calls are replaced: calls that write, calls over lists (`_foreach_*`, which become
 one call for each tensor), and calls with a number that is known only when the graph runs. In the
-graph such a number is a `Scalar`: a 0-d float64, int64 or bool tensor. `call_with_scalars` makes a
-call with such a tensor, `compute_scalar` does Python's arithmetic on tensors.
+graph such a number is a `Scalar`: a 0-d float64, int64 or bool tensor.
 
-`call_without_writes` and `call_in_list` make the replacing calls while torch functionalizes them.
-The trace of this is a `Pattern`. It is cached for calls with equal operator, numbers, dtypes and
-number of dimensions (and shapes, if the pattern contains sizes). `functionalize` copies it into the
-graph. The op of CTC loss, which has a result of unknown shape, is replaced while the step is traced
-(`REPLACED`).
+The replacement is traced once (`Pattern`) and cached for calls with equal operator, numbers, dtypes
+and number of dimensions (and shapes, if the pattern contains sizes). `functionalize` copies it into
+the graph. The op of CTC loss, which has a result of unknown shape, is replaced while the step is
+traced (`REPLACED`).
 """
 
 from __future__ import annotations

@@ -238,9 +238,10 @@ _BY_STRIDES = ("as_strided", "_conj", "_neg_view")
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Make each `as_strided` read the tensor that allocated the storage, not a view of that tensor.
+    """Make each `as_strided` read the tensor that allocated the storage, instead of a view of it.
 
-    The result depends only on the storage. The inverse is known only for a tensor of all of it.
+    The result depends only on the storage. A write through `as_strided` can be functionalized only
+    from a tensor that covers all of it.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]
@@ -263,7 +264,7 @@ def share_memory_of_results(
     memory: Mapping[fx.Node, int],
     made: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Make results of the graph without writes views of each other where the original results were.
+    """Make results of the functionalized graph share memory where they did in the original graph.
 
     Args:
         before: the graph with writes.

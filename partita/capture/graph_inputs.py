@@ -1,13 +1,13 @@
-"""Inputs of a graph: a fake for each tensor of the state and the arguments.
+"""Inputs of a graph: a fake tensor for each tensor of the state and the arguments.
 
-The inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and
-arguments, and their gradients. An input without a gradient gets a "mark" instead: a fake gradient
-that shows whether the step reads it. Floats become inputs when the step reads them. If ranks have
-shards of different sizes, the fake has the size of the largest, the first one. So all ranks trace
-the same graph.
+The inputs are the rank's coordinate on each mesh axis, the tensors of the state and the arguments,
+and their gradients. An input without a gradient gets a "mark" instead: a fake gradient that shows
+whether the step reads it. Floats become inputs when the step reads them. If ranks have shards of
+different sizes, the fake has the size of the largest, the first one. So all ranks trace the same
+graph.
 
-Reads of an input's facts (is it a leaf, a view, shared, conjugated) become conditions of the
-program (`TensorFacts`). Reading its address or version counter is refused.
+If the step reads properties of an input (is it a leaf, a view, shared, conjugated), these become
+conditions of the program (`TensorFacts`). Reading its address or version counter is refused.
 """
 
 from __future__ import annotations
@@ -120,10 +120,11 @@ class GraphInputs:
             self.identities.add(id(fake))
 
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
-        """Add the input nodes to the graph that is being traced, before any other node.
+        """Adds the input nodes to the graph that is being traced, before any other node. Returns
+        them.
 
-        A node's metadata are those of the snapshot, because the fake gets a layout and may be
-        written.
+        A node's metadata are those of the input before the trace, because its fake may be written
+        later.
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):

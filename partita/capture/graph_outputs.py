@@ -1,10 +1,9 @@
 """Outputs of a graph: what a function returns, and what it stores in the state and in `.grad`.
 
-For results with a history, the graph also returns gradients of inputs ("cotangent" outputs). Two
-kinds of outputs serve only checks: "admitted" (plain tensors used with DTensors, which must be
-equal on all ranks) and "answers" (the results of branches on values). `program_of_trace` drops
-inputs that nothing reads, gradients that would only hold memory, and the tensors of the captured
-call.
+If results require grad, the graph also returns gradients of inputs ("cotangent" outputs). Two kinds
+of outputs serve only checks: "admitted" (plain tensors mixed with DTensors, which must be equal on
+all ranks) and "answers" (the results of branches on values). `program_of_trace` makes the program;
+it drops inputs that nothing reads and gradients that would only hold memory.
 """
 
 from __future__ import annotations
@@ -202,7 +201,8 @@ class GraphOutputs:
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
-        """Trace the backward of results and add the gradients of inputs to the outputs.
+        """Trace the backward of results that require grad, and add gradients of inputs to the
+        outputs.
 
         Adds none if the step has freed the results' autograd history.
         """

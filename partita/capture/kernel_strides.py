@@ -1,8 +1,7 @@
 """Strides of fake results, found by running the real kernel on small operands.
 
-A graph is traced over fakes, and a step may depend on their strides: `reshape` is a view or a copy,
-`contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands are
-transposed, the decomposition's result may have other strides than the kernel's:
+A step may depend on strides: `reshape` is a view or a copy. Torch computes many fakes by a
+decomposition, whose result may have other strides than the kernel's if operands are transposed:
 
     softplus_backward(grad, x)    the fake has the strides of x, the kernel's result those of grad
 

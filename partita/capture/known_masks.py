@@ -1,11 +1,10 @@
-"""Known masks: the removal of attention masks that are causal or hide nothing.
+"""Known masks: removes attention masks that are causal or hide nothing, so that fast kernels can
+run.
 
-Models compute masks from positions. A mask that hides from each query the later keys means the same
-as `is_causal`. But with a mask torch uses a slower kernel than flash attention, which reads one
-more tensor of shape (queries, keys) and saves it for backward. Libraries omit such masks in eager,
-but make them when they are traced (for example transformers, which then checks positions for packed
-sequences). So a mask that depends only on constants is computed once, at capture, and removed from
-the call:
+With a mask torch uses a slower kernel than flash attention, and saves one more tensor of shape
+(queries, keys) for backward. Libraries omit such masks in eager, but make them when they are
+traced. So a mask that depends only on constants is computed once, at capture, and removed from the
+call:
 
     scaled_dot_product_attention(q, k, v, mask)  ->  ...(q, k, v, is_causal=True), or no mask at all
 
@@ -255,9 +254,8 @@ class KnownNode:
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Compute the values of all nodes that are small enough to be computed as a whole.
-
-        Values that are not needed any more are freed.
+        """Compute the values of all nodes that are small enough, in order, and keep those still
+        needed.
         """
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}

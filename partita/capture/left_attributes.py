@@ -1,7 +1,7 @@
-"""Fakes that a captured function leaves in attributes of declared modules.
+"""Fake tensors that a captured function stores in module attributes: removed, and an error is
+raised.
 
-A program would not repeat the assignment, and the module would keep a fake. So the attributes are
-restored, and capture raises an error.
+A program would not repeat the assignment, and the module would keep a fake.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def is_list_of_parameters(value: Any, before: Any) -> bool:
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block, restore module attributes in which the block has stored fake tensors.
+    """After the block, restore module attributes in which it has stored fake tensors, and raise.
 
     Raises:
         CaptureError: there were such attributes, and the block itself has raised nothing.

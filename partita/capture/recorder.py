@@ -1,17 +1,16 @@
 """The modes of a captured step: `Recorder`, for ATen calls, and `StepFunctionMode`, for functions.
 
-`Recorder` is the dispatch mode that every ATen call goes through. It traces the call (or repeats an
-equal one: `RepeatedCalls`), and gives the new nodes a `Note`: the user's line (in backward: the
-line of the forward call whose gradient it is), the phase of the step and, inside a redistribution,
-the redistribution (move). A redistribution is traced once, and its nodes are copied for other
-tensors of equal metadata (`RepeatedMoves`): the parameters of all blocks are gathered in the same
-way, and copying nodes is ten times as fast as tracing.
+`Recorder` is the dispatch mode that every ATen call goes through. It adds a node for the call, with
+a `Note`: the user's line (in backward: the line of the forward call whose gradient it is), the
+phase of the step and, inside a redistribution, the redistribution. Equal calls and redistributions
+are traced once, and their nodes are copied (`RepeatedCalls`, `RepeatedMoves`), which is much
+faster.
 
-`StepFunctionMode`, a torch-function mode, follows the functions that the step calls on tensors.
+`StepFunctionMode`, a torch-function mode, intercepts the functions that the step calls on tensors.
 
 - `x.data = y` replaces the node of x: later reads of x use y. At the step's end the value of y is
   copied into the memory of x. Other views of that memory keep their values until then, as in eager.
-- `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
+- `.item()`, `bool(x)`: return numbers that are known when the graph runs (`fakes`).
 - Metadata of inputs, such as `is_leaf`: conditions of the program (`graph_inputs.TensorFacts`).
 - Checks of values that torch makes in eager, but omits when it traces, become nodes of the graph.
 - Attention masks that are not needed are removed (`known_masks`).
@@ -409,8 +408,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager: if `keep`, values that are made inside are saved for
-        backward.
+        """Returns a context manager: if `keep`, backward uses the values that are made inside,
+        saved.
+
+        Otherwise a remat region would recompute them.
         """
         return self._noting(kept=self._within.kept or keep)
 
@@ -962,7 +963,7 @@ _PLAIN = frozenset(
 
 
 class LibraryCalls:
-    """Calls torch functions for a capture, without profiling where no user code runs.
+    """Calls torch functions in a capture; the profile function is off where no user code can run.
 
     Modes and hooks of the user could intercept a function's calls. So calls are profiled if a
     function mode of the user is active, or if there are more dispatch modes or saved-tensor hooks

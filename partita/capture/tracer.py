@@ -1,12 +1,12 @@
-"""The tracer: `Tracer` makes a graph of one run of a function, and `capture` uses it.
+"""The tracer: makes a graph of one run of a function over fake tensors.
 
-In a run, fake tensors (metadata without memory) replace the tensors of modules, optimizers and
-arguments. The function then runs as it is, and torch's `make_fx` records each ATen call, also in
-backward and in the optimizer, as a node. A redistribution becomes functional collectives on local
-tensors (`TraceWire`). Nothing is sent, and the real tensors do not change.
+Fake tensors (metadata without memory) replace the tensors of modules, optimizers and arguments. The
+function then runs as it is, and torch's `make_fx` records each ATen call, also in backward and in
+the optimizer, as a node. A redistribution becomes functional collectives on local tensors
+(`TraceWire`). Nothing is sent, and the real tensors do not change.
 
-`capture` takes only declared state. `guards.capture_run` drives a `Tracer` for steps that reach
-their state through Python objects.
+`capture` is for functions whose state is passed to it. `guards.capture_run` uses a `Tracer` for
+steps that reach their state through Python objects.
 """
 
 from __future__ import annotations

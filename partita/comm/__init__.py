@@ -1,18 +1,17 @@
 """Communication between ranks. This is the only package that imports `torch.distributed`.
 
 A *wire* (class `Wire`) is one rank's connection to the other ranks of one mesh. It *carries* moves:
-it runs each step of a redistribution on this rank's piece of a tensor. The *ledger* records them.
+it runs each step of a redistribution on this rank's local tensor. The *ledger* records them.
 
 In reading order:
 
-- a move: `collective` (requests, pending work, and transports), `move_steps` (the elements that
-  each rank sends, and each kind of move as a function), `wire` (`carry`: a move on a transport;
-  mesh handles, and dry meshes, which have one rank)
+- a move: `collective` (requests, pending work, and the interface of transports), `move_steps`
+  (which
+  elements each rank sends), `wire` (`carry`; mesh handles, and dry meshes, in which one rank runs)
 - the record: `ledger` (moves, the user's lines that caused them, `strict`, `check_ranks`)
-- transports: `groups` (process groups, and what their ranks compare) with `backends/`, `ranks`
-  (ranks that are threads of one process), `trace` (nodes of a captured graph, between padded
-  pieces)
-- agreement of ranks: `agreement` (texts on a mesh; messages; values on all ranks of the job)
+- transports: `groups` (process groups) with `backends/`, `ranks` (ranks that are threads of one
+  process), `trace` (nodes of a captured graph)
+- comparison of ranks: `agreement` (texts that must be equal; decisions of all ranks)
 - ranks that wait or have ended: `waiting`
 - how a job begins: `meshes`; where it computes: `device`
 - torch.distributed: `torch_distributed` (its DTensors, and its functions that may get partita's)

@@ -1,5 +1,5 @@
-"""Agreement of ranks: checks that a text is equal on all ranks of a mesh, and decisions that all
-ranks of the job make together.
+"""Agreement of ranks: checks that a text is equal on all ranks, and decisions of all ranks
+together.
 
     check_equal_on_ranks("from_local", "f32[8, 16] Shard(0)", wire)
     paths = control_plane().decide("saves", mine, lambda gathered: [gathered[0]] * len(gathered))
@@ -68,12 +68,11 @@ def is_alone(wire: Wire) -> bool:
 
 
 def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
-    """True if the ranks need not compare `key`, because earlier comparisons predict it.
+    """True if the ranks need not compare `key` now, because earlier comparisons predict it.
 
-    Also True if there are no other ranks. It does not suffice that `key` was compared before: ranks
-    that know two keys may take a different one each. All ranks have the same history, which
-    predicts one key. So at most one of two different keys is not compared, and the rank with the
-    other one compares.
+    For example, a loop whose shapes repeat. Also True if there are no other ranks. All ranks have
+    the same history, which predicts one key. If two ranks come with different keys, at most one of
+    them is the predicted one; the other rank compares, and the error is found.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.

@@ -1,12 +1,10 @@
-"""Collectives and transports: requests, splits of buffers, pending work, and how a transport runs a
-collective for any dtype.
+"""Collectives and transports: how a collective is described, begun and waited for, for any dtype.
 
-A transport is a rank's place in a mesh. It runs collectives with the ranks that differ from it
+A transport is a rank's connection to a mesh. It runs collectives with the ranks that differ from it
 along some axes: over process groups in `groups`, over threads in `ranks`, with no other rank in
-`wire`. It does not know the purpose of a collective: `move_steps` builds moves on it, and
-`Wire.carry` runs them.
+`wire`. `move_steps` builds redistributions on it, and `Wire.carry` runs them.
 
-Shares (addends of a Partial value) are added in the order of the ranks (`reduce_in_rank_order`; in
+The addends of a Partial value are added in the order of the ranks (`reduce_in_rank_order`; in
 graphs `sum_of_shares`). So the bits of a sum do not depend on the collective.
 """
 

@@ -2,9 +2,10 @@
 
 Each `Backend` (`backends`) defines how its kind of process group runs collectives. Messages, such
 as texts to compare, use the mesh's `ControlGroup`, a separate process group. Each message begins
-with a digest of its reason, so a rank never mistakes it for another message or for a tensor. Before
-the control group exists, some ranks may still be in collectives that others have not begun. Ranks
-then wait for one another with keys in the job's store (`barrier_in_store`), not with a collective.
+with a digest of its reason, so a rank never mistakes it for another message or for a tensor.
+
+Before the control group exists, ranks wait for one another with keys in the job's store
+(`barrier_in_store`), because a collective could be mixed up with another one.
 """
 
 from __future__ import annotations

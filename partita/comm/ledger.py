@@ -453,9 +453,9 @@ def own_lines_shown(*files: str) -> Iterator[None]:
 
 
 def user_line(frame: FrameType | None = None, here: str = "") -> str:
-    """Returns `"file:line"` of the user's code that is running, for errors and ledgers.
+    """Returns `"file:line"` of the user's code that is running now, for errors and ledgers.
 
-    This frame is the innermost outside partita, torch, numpy and Python's library. This walks the
+    It is the innermost frame outside partita, torch, numpy and Python's library. This walks the
     stack, so call it only if needed.
 
     Args:

@@ -1,13 +1,14 @@
-"""Move steps: a move as a function of the local tensor, made once for each move and rank.
+"""Move steps: turns a move (step of a redistribution) into a function of this rank's local tensor.
 
-Positions of pieces are computed from the sizes of the axes, without communication. As in
-`torch.chunk`, all full pieces come first. So along each axis there are equal pieces at equal
-distances, then at most one shorter piece, then empty ones (`DimChange`, `span`). A move therefore
-takes the same few steps for any number of ranks. A collective's buffer holds the pieces end to end,
-in the order of the ranks. One strided copy (a few for uneven pieces) moves them there or back
-(`PieceLayout`). Even shards of dimension 0 need no copy. Pieces of different sizes are sent padded
-to the largest. `resize_` cuts the padding off, so that no result is a view of a larger tensor:
-in-place ops and autograd would fail on such a view.
+The function is made once for each move and rank. Positions of shards are computed from the sizes of
+the axes, without communication. As in `torch.chunk`, all full shards come first, then at most one
+shorter shard, then empty ones (`DimChange`, `span`). So a move takes the same few steps for any
+number of ranks.
+
+A collective's buffer holds the shards end to end, in the order of the ranks. One strided copy (a
+few for uneven shards) moves them there or back (`PieceLayout`). Even shards of dimension 0 need no
+copy. Shards of different sizes are sent padded to the largest. `resize_` cuts the padding off, so
+that no result is a view of a larger tensor: in-place ops and autograd would fail on such a view.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The trace wire: moves as nodes of a captured graph that is the same on every rank.
+"""The trace wire: during a capture it turns moves into nodes of a graph that is equal on every
+rank.
 
-A `TraceWire` replaces a rank's wire while a step is captured. Its graph does not contain the rank's
-coordinate as a number: each coordinate is a tensor, an input of the graph. Everything that differs
-between ranks is computed from it, by the arithmetic of `move_steps`. Shapes are the first rank's,
-which has the largest pieces. A smaller piece is padded with copies of its last element (an empty
-piece: of the element before it), so that kernels compute finite values there. Gradients are padded
-with zeros, which do not change a rank's sums.
+A `TraceWire` replaces a rank's wire. The rank's coordinates are not numbers in the graph but
+inputs: each is a tensor. Everything that differs between ranks is computed from it, by the
+arithmetic of `move_steps`. Shapes are those of the first rank, which has the largest shards. A
+smaller shard is padded with copies of its last element (an empty shard: of the element before it),
+so that kernels compute finite values there. Gradients are padded with zeros, which do not change a
+rank's sums.
 
     7 rows over 4 ranks:    0 1 | 2 3 | 4 5 | 6 6
 """

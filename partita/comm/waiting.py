@@ -1,12 +1,13 @@
-"""Detection of deadlocks: errors for a rank that waits for ranks that have ended, are late, or wait
-for something else.
+"""Detection of deadlocks: a rank that would wait forever raises an error that says why.
 
-A rank that has waited for `SLICE` seconds writes a *post* to the job's store: what it waits for,
-and which collectives it has begun. If all ranks that it depends on have posts and wait for
-different things, the first rank that sees this writes a *verdict*, an error that every rank then
-raises. A rank that computes writes no post. Other ranks wait for it until a deadline if they
-compare or read a value, otherwise until the process group's timeout. Ranks on the same machine
-detect that a rank has ended by its process (`RankGoneError`).
+The other ranks may have ended, be late, or wait for something else. A rank that has waited for
+`SLICE` seconds writes a *post* to the job's store: what it waits for, and which collectives it has
+begun. If all ranks that it depends on have posts and wait for different things, the first rank that
+sees this writes a *verdict*, an error that every rank then raises.
+
+A rank that computes writes no post. Other ranks wait for it until a deadline if they compare or
+read a value, otherwise until the process group's timeout. Ranks on the same machine detect by its
+process that a rank has ended (`RankGoneError`).
 
     {"text": "waits in all_reduce over dp ...", "ranks": [0, 1], "group": "2", "number": 7, ...}
 """
@@ -219,9 +220,9 @@ def end_graph() -> None:
 
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the block, a collective of torch runs, for which deadlocks are detected.
+    """Inside the block, detects a deadlock while a collective of torch runs.
 
-    If it takes long, this rank writes into the job's store that it waits (a post).
+    If it takes long, this rank writes into the job's store what it waits for (a post).
 
     Args:
         name: the name of the collective.

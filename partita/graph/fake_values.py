@@ -1,9 +1,8 @@
 """Fake values of nodes: the metadata of a call's result, computed once for equal calls.
 
-The fake value of a call depends on its target, its numbers, and the shapes, strides, dtypes and
-devices of its operands. These are its key (`key_of_call`). Calls with equal keys share one
-FakeTensor (`call_without_memory`). So a node's `meta["val"]` has the metadata of its value. But two
-nodes may share a fake, and thus a fake storage, although their values share no memory.
+Calls are equal if they have the same target, numbers, and shapes, strides, dtypes and devices of
+operands (`key_of_call`). They share one FakeTensor (`call_without_memory`) as `node.meta["val"]`.
+So two nodes may share a fake, and thus a fake storage, although their values share no memory.
 """
 
 from __future__ import annotations
@@ -212,9 +211,9 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
 
 
 def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a key that is equal for calls with equal fake results.
+    """Returns a key that is equal for calls whose results have equal metadata.
 
-    None if the result depends on more than metadata.
+    None if the metadata depend on more than the operands' metadata.
     """
     try:
         key = (

@@ -1,19 +1,16 @@
-"""Memory of a captured step: each buffer, where it is allocated and freed, and the peak.
+"""Memory of a captured step: when each buffer is allocated and freed, and the peak.
 
-A schedule (`Memory`) counts time in places. A place is a node of the graph if the step runs node by
-node (`memory_of`), or a line of the generated code if Inductor compiled it
+A schedule (`Memory`) is a list of *places* in time. A place is a node of the graph if the step runs
+node by node (`memory_of`), or a line of the generated code if Inductor compiled it
 (`backend.codegen_memory`). In both cases the schedule is known before anything runs, and is the
-same on every rank.
+same on every rank. `scheduled` returns the one of the code that runs; `peak_of` only a peak.
 
 `Storages` finds the storages of a graph call by call over fake tensors (`fake_values`). If no
 operand has the storage of a result, the result is new memory; otherwise it is a view. A storage
 lives from the node that makes it to the last node that reads a view of it, because the executor
 drops a value after its last use. The memory that a kernel allocates and frees while it runs
-(`workspace`) is computed; for the operators of `OpFacts.workspace` it was measured. The staging
+(`workspace`) is computed; for the operators of `OpFacts.workspace` it was measured. The temporary
 buffers of collectives are known from their backends (`staging`).
-
-`scheduled` returns the schedule of the code that runs, `memory_of` the schedule of the graph, and
-`peak_of` only the peak of `memory_of`.
 """
 
 from __future__ import annotations

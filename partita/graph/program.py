@@ -1,12 +1,13 @@
-"""Programs: a graph, and where the values of its inputs and outputs are in the user's step.
+"""Programs: a captured graph, with where its inputs come from in a call and where its outputs go.
 
-An input says where its value is in each call (`Input.local_value`): a tensor argument or state
-tensor (a "leaf" of the call, by `index`), the gradient of a leaf, a Python float at
-`home[path...]`, or the rank's coordinate on a mesh axis. An output says what its value becomes: a
-part of the step's result, the new content of a slot, a gradient. `Program.run_graph` runs the
-compiled graph (`Built`) over local tensors. If a rank's shard is smaller than the largest, it is
-padded before the graph, and the outputs are cut after it (`PaddingBoundary`).
-`guards.captured_program` and `compile.region` write the outputs back.
+An input is a tensor argument or state tensor (a *leaf* of the call, by `index`), the gradient of a
+leaf, a Python float at `home[path...]`, or the rank's coordinate on a mesh axis
+(`Input.local_value`). An output becomes a part of the step's result, a new tensor of the state (in
+a *slot*), or a gradient. `Program.run_graph` runs the compiled graph (`Built`) over local tensors;
+`guards.captured_program` and `compile.region` store the outputs.
+
+If a rank's shard is smaller than the largest, it is padded before the graph, and the outputs are
+cut after it (`PaddingBoundary`).
 """
 
 from __future__ import annotations
@@ -413,7 +414,7 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """The program that runs when this one is called: itself. A `Region` returns its forward."""
+        """The program that runs in a call: this one, or for a `Region` its forward."""
         return self
 
     @property
@@ -447,7 +448,7 @@ class Program:
     def run_graph(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
-        """Runs the graph and returns the local values of the outputs.
+        """Runs the graph in a call, and returns this rank's local tensors of the outputs.
 
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
@@ -540,9 +541,9 @@ class PaddingBoundary:
     """How a rank's smaller shard is padded before a graph, and how outputs are cut after it.
 
     A graph is compiled for the shape of the first rank, whose shard is the largest. A smaller shard
-    is padded with copies of its last slice, so that the padding causes no NaN or infinity that the
-    values do not cause. A gradient is padded with zeros. A rank with an empty shard copies from the
-    rank before it. If the storage has room behind the shard, it is padded and written in place.
+    is padded with copies of its last slice, so that no new NaN or infinity appears. A gradient is
+    padded with zeros. A rank with an empty shard copies from the rank before it. If the storage has
+    space after the shard, it is padded and written in place.
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
@@ -606,7 +607,8 @@ class PaddingBoundary:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """Returns the traffic of the collectives that pad empty shards with other ranks' values.
+        """Returns the traffic of the collectives with which ranks with empty shards get values as
+        padding.
 
         Returns:
             For each collective: its axes, and the bytes that a rank sends.

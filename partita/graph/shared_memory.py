@@ -1,9 +1,11 @@
 """Shared memory: which nodes of a graph share memory, and which results overlap.
 
-This follows from the schemas and facts of ops, not from fake tensors: equal calls share one fake
-(`fake_values`), so fakes may share a storage although the values do not. A value "shows" the memory
-of another value if it is a view of it. `overlapping_results` finds pairs of results with common
-elements, which passes must preserve. `keep_apart` copies others that a pass made overlap.
+This follows from the ops' schemas, not from fake tensors: equal calls share one fake
+(`fake_values`), so fakes may share a storage although the values do not. A value *shows* the memory
+of another value if it is a view of it.
+
+`overlapping_results` finds pairs of results with common elements, which passes must preserve.
+`keep_apart` copies results that only a pass has made overlap.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Numbers and answers: branches of a step on its floats and on tensors' values.
+"""Numbers and answers: what a captured step does when it branches on a float or on a tensor's
+value.
 
 A float that the step reads (a learning rate, an argument) becomes a symbolic float, an input of the
 graph (`CapturedNumbers`). Branches on it become conditions: the program is used for other floats
 that take the same branches.
 
-A branch on a tensor's value, or a shape that depends on it, is a *question*. Capture continues with
-a guess of its *answer*: the answer of an earlier run, or one computed from the call's small inputs
-(`predicted_values`). Without a guess, the values read so far are computed (`ValuesWanted`), and
-capture starts again with them. The graph computes the true answers as one more output. If one
-differs from the guess, the graph writes nothing (`gate_writes`), and the call runs the program for
-the true answers (`OtherAnswers`).
+A branch on a tensor's value, or a shape that depends on it, is a *question*; the value is its
+*answer*. Capture continues with a guessed answer: that of an earlier run, or one computed from the
+call's small inputs (`predicted_values`). Without a guess, the values read so far are computed
+(`ValuesWanted`), and capture starts again with them.
+
+The graph also returns the true answers. If one differs from the guess, the graph writes nothing
+(`gate_writes`), and the call runs a program for the true answers (`OtherAnswers`).
 """
 
 from __future__ import annotations
@@ -247,8 +249,8 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Converts a node of torch's shape environment to a symbolic number (`torch.SymInt` and
-    similar).
+    """Converts a node of torch's shape environment to the number class that users get, like
+    `torch.SymInt`.
     """
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
@@ -317,13 +319,16 @@ class OtherAnswers:
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
-        """True if a program that assumes `answers` may run in this call."""
+        """True if a program that assumes `answers` is right for this call, as far as they are
+        known.
+        """
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The results of branches on tensor values that a program assumes.
+    """The results of branches on tensor values that a program assumes, to compare with the true
+    ones.
 
     Attributes:
         values: the answers, in the order of the questions.

@@ -1,10 +1,10 @@
-"""The guard of a call: compares a call with the last one.
+"""The call guard: decides fast if a call is like the last one, so that the same program may run.
 
-Describing hundreds of tensors takes longer than a small step computes. But most calls have the same
-tensor objects in the same storages as the call before, which identity comparisons show.
+It compares tensor objects and storages by identity, because to describe hundreds of tensors takes
+longer than a small step computes. Most calls have the same tensor objects as the call before.
 
-The leaves of a call are the result of `tensors_of_call`: the tensors of the state, then tensors and
-values of the arguments. `t.is_leaf` has autograd's meaning: a tensor without a history.
+The *leaves* of a call are the result of `tensors_of_call`: the tensors of the state, then tensors
+and values of the arguments. `t.is_leaf` has autograd's meaning: a tensor without a history.
 """
 
 from __future__ import annotations

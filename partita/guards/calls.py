@@ -1,8 +1,8 @@
-"""Function calls of a captured step, watched by this thread's profile function.
+"""Function calls of a captured step, watched with `sys.setprofile` in this thread.
 
-`Calls` handles each call of a Python or C function, classified once per code object (`_kind_of`).
-The record gets the user's functions. A setting that is read (of torch, Python, the environment)
-becomes a place, which is read again before a later call. Calls that no guard can cover raise a
+`Calls` gets each call of a Python or C function, and decides once per code object what it is
+(`_kind_of`). A user's function is recorded. A setting that is read (of torch, Python, the
+environment) is read again before a later call, and compared. Calls that no guard can cover raise a
 CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only at
 capture, with a warning.
 """

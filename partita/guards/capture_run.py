@@ -1,9 +1,8 @@
-"""The capture of a step that reads Python objects: runs, until one yields a complete graph.
+"""The capture of a step that uses Python objects: it is run until one run gives a complete graph.
 
-A *run* is one execution of the step over fakes. `CaptureRun` traces it (`capture.tracer`), and
-records what the step reads from and writes to Python objects. Floats, and answers to branches on
-values, are inputs or conditions of the program. `capture_step` repeats runs as long as a run shows
-that another one is needed.
+A *run* is one execution of the step over fake tensors. `CaptureRun` traces it (`capture.tracer`),
+and records what the step reads from and writes to Python objects. `capture_step` repeats runs,
+because a run may show that another one is needed: for example, that a float must be a constant.
 """
 
 from __future__ import annotations
@@ -323,10 +322,10 @@ class CaptureRun:
         self.other_tensors: list[tuple[torch.Tensor, str]] = []
 
     def program(self) -> CapturedProgram | None:
-        """Run the step, and return its program.
+        """Runs the step, and returns its program.
 
-        None if the step has read gradients that do not exist (`read_marks`): another run is then
-        needed.
+        None if the step has read `.grad` of a tensor that has no gradient (`read_marks`): another
+        run is then needed.
         """
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False

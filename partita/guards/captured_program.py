@@ -1,11 +1,13 @@
-"""Captured programs: how a call runs a program, what ranks compare before, and what ledgers record.
+"""Captured programs: how a call runs a program, and what is checked and recorded before.
 
-`CapturedProgram.run` runs the graph and stores its outputs as the step would: in slots, in `.grad`,
-and in the result. Conditions, guards and answers decide when the program may run in place of the
-step. Plain tensors that are used with DTensors must be equal on all ranks. A small graph computes
-them (`ReplicatedInputCheck`) before the first run, and under `check_ranks()` before each run. A
-graph's redistributions are known in advance, so they cost nothing in a run without a ledger and
-without `strict()`.
+`CapturedProgram.run` runs the graph and stores its outputs as the step would: in the state, in
+`.grad`, and in the result. Conditions, guards and answers decide if the program may run in place of
+the step.
+
+Plain tensors that the step mixes with DTensors must be equal on all ranks. A small graph computes
+them (`ReplicatedInputCheck`), and ranks compare them before the first run (under `check_ranks()`
+before each run). A graph's redistributions are known in advance, so a run without a ledger and
+without `strict()` pays nothing for them.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ class CapturedProgram(Program):
 
     @cached_property
     def changes(self) -> list[Any]:
-        """What each pass changed in the graph. Takes seconds: it runs the passes again."""
+        """What each pass changed in the graph, as `Change`s. Takes seconds: it runs the passes
+        again.
+        """
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
@@ -303,10 +307,9 @@ def extract_compared(
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
 ) -> ReplicatedInputCheck | None:
-    """Returns a check that `values` are equal on all ranks, with a copy of the nodes that compute
-    them.
+    """Returns a check that some values in a graph are equal on all ranks; None if there are none.
 
-    Returns None if there are no values.
+    It has a copy of the nodes that compute them.
 
     Args:
         given: the graph's inputs, by node.
@@ -342,7 +345,8 @@ def extract_values(
 
 
 def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
-    """Returns a copy of the part of a program's graph that computes some of its answers.
+    """Returns a graph that computes some of a program's answers (results of branches) before it
+    runs.
 
     Args:
         numbers: the indices of the answers.

@@ -1,11 +1,13 @@
-"""Guards: decide whether a program may be used for another call, and if not, why.
+"""Guards: decide if a program may be used for another call, and if not, why.
 
-A call has a signature (`signature_of`): the metadata of its tensors and of the state's tensors, the
-keys of other arguments, torch's modes. Calls of equal signatures may run the same program if its
-guards hold: `Guards` (what the step read of Python) and `TensorGuard`. `Guards.hold` first compares
-object identities, in a few C calls. Then it compares by type and content the places that hold or
-reach other objects than in the last call. The differences become the reason, as text: "x: shape (8,
-4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+A call has a signature (`signature_of`): metadata of its tensors and of the state's tensors, other
+arguments, torch's modes. A program may run for calls with its signature if its guards hold:
+`Guards` (what the step read from Python objects) and `TensorGuard` (storages and metadata of the
+state).
+
+`Guards.hold` first compares object identities, in a few C calls. Only places with other objects
+than in the last call are then compared by type and content. The differences become the reason, as
+text: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
 
 A "leaf" in this module is one of the tensors and values that `tensors_of_call` returns. Only
 `t.is_leaf` has autograd's meaning.
@@ -177,7 +179,9 @@ class Guards:
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of the expected values, equal for captures that have read equal values."""
+        """Returns a hash of the expected values, to detect that a step is captured again for the
+        same ones.
+        """
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
@@ -648,8 +652,9 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """True if the state has the same tensors, with the same storages and metadata, as when this
-        guard was made.
+        """True if the state's tensors are the same as when this guard was made.
+
+        Objects, storages and metadata are compared.
         """
         try:
             if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
@@ -802,7 +807,7 @@ _IN_A_ROW = 3  # captures in a row because of one value, after which it counts a
 def describe_call(
     state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
 ) -> Description:
-    """Returns a description of a call, from which `History` explains why a new capture is needed.
+    """Returns a readable description of a call; `History` compares two to say what changed.
 
     Args:
         tensors, names: the tensors and values of the call, and their names.

@@ -1,15 +1,14 @@
-"""The state of a step: what it reaches, and the place of each value.
+"""The state of a step: the modules, optimizers and tensors that it uses, and where each tensor is.
 
-The state is what a step reads and writes besides its arguments: modules, optimizers, tensors, and
-lists and dictionaries of them. `find_state` searches in closures, defaults, globals that the code
-uses, and the object of a method; in those of the user's functions that these reach; in places that
-a capture run has read; and in `state=`. Each tensor gets a slot. The leaves of a call are the
+`find_state` searches in closures, defaults, globals that the code uses, and the object of a method;
+in those of the user's functions that these refer to; in places that a capture run has read; and in
+`state=`. Each tensor gets a *slot*, the place where it is stored. The *leaves* of a call are the
 values of all slots, then the leaves of the arguments (`tensors_of_call`). Inputs of a graph refer
 to them by index.
 
 A slot is identified by the path on which it was found. If an object on the path has been replaced,
-a new search gives the slots their new homes (`State.has_changed`). Guards check that the step reads
-the same leaves as the graph.
+a new search gives the slots their new places (`State.has_changed`). Guards check that the step
+reads the same leaves as the graph.
 """
 
 from __future__ import annotations
@@ -233,10 +232,10 @@ def _modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves of a call: the values in all slots, then tensors and values of the
+    """Returns the leaves of a call: the values of the state's slots, then the leaves of the
     arguments.
 
-    Inputs of a graph refer to leaves by index.
+    Inputs of a graph refer to them by index.
     """
     found: list[Any] = []
     for slot in slots:

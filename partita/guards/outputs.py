@@ -1,7 +1,8 @@
-"""Python outputs of a step: attributes of modules, containers, results that are not tensors.
+"""Python outputs of a step: what it assigns to attributes and containers, and results that are
+objects.
 
-Outputs that later calls could not repeat raise an error: tensors stored in lists or variables,
-attributes of tensors, writes to Python objects that differ in each call.
+A program must repeat these in each call. What it cannot repeat raises an error at capture: tensors
+stored in lists or variables, attributes of tensors, writes that differ in each call.
 """
 
 from __future__ import annotations
@@ -325,7 +326,7 @@ def make_left_error(name: str, value: Any = None) -> Exception:
 
 
 def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
-    """Returns the error for a write to a Python object that the program could not repeat in each
+    """Returns the error for a change of a Python object that a program could not repeat in each
     call.
 
     Args:

@@ -1,4 +1,4 @@
-"""Predicted values: values that depend on the small inputs of a call, on every rank.
+"""Predicted values: tensor values that a step reads at capture, computed in advance on the CPU.
 
 A step may read values (`grid.tolist()`) and branch on them. While the graph is traced,
 `PredictedValues` runs each new node on the CPU if all its operands are known: constants, small

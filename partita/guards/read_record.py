@@ -1,15 +1,18 @@
-"""Reached values: the places to which each value that a captured step reaches leads.
+"""The read record: which attributes, globals and items a captured step reads, and may read.
 
-Some reads cannot be seen when they happen, so the places that code may read are recorded in
-advance. When a function runs for the first time, it leads to the globals, closure cells, defaults
-and attributes of modules that its bytecode names. A class, module or function leads to its
-variables whose names occur in code; if code reflects (`getattr(x, key)`, `vars(x)`), to all of its
-variables. Containers are recorded whole, and a bound method leads to its owner. A value that no
-guard can cover, such as an iterator, raises an error.
+Not every read can be seen when it happens. So when a value is read, the *places* to which its code
+can go from there are recorded in advance:
 
-To *reach* a value is to record, once, the places to which it leads. `reach_*` do this; `read_*`
-record that a place is read, and reach its value. A value is reached *by name* if code contains the
-name of its place, but possibly never reads it.
+- a function, when it first runs: the globals, closure cells, defaults and attributes that it names
+- a class, module or function as an object: its variables whose names occur in code; all of them if
+  code uses `getattr(x, key)` or `vars(x)`
+- a container: all of its items; a bound method: its object
+
+A value that no guard can cover, such as an iterator, raises an error.
+
+To *reach* a value is to record these places, once (`reach_*`). `read_*` record that a place is
+read, and reach its value. A value is reached *by name* if code contains the name of its place, but
+possibly never reads it.
 """
 
 from __future__ import annotations
@@ -264,7 +267,7 @@ class ReadRecord(PlaceRecord):
                 yield value, f"an entry of a {type(huge).__name__}"
 
     def make_guards(self, inputs: ReadInputs, extra: Iterable[Place], call: Any) -> Guards:
-        """Returns guards that expect all places which were read to have their current values.
+        """Returns guards that expect every place that was read to have its current value.
 
         Args:
             inputs: the values that are inputs of the graph.

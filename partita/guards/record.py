@@ -1,8 +1,8 @@
-"""The record of the places that a step reads while it is captured, and of its writes.
+"""The record of what a step reads and writes while it is captured.
 
-A value that is read may lead to others: it is *reached*, which means that the places to which it
-leads are recorded (`read_record`). It is also copied, so that `Snapshots.find_writes` finds the
-step's changes.
+A *place* is an attribute, a global or an item. A value that is read is also *reached*: the places
+that can be read from it are recorded (`read_record`). It is copied, so that `Snapshots.find_writes`
+finds the step's changes.
 
 Reads of attributes are seen by a `__getattribute__` that reports them to the record of this thread.
 While a step is captured, it is installed in nn.Module, optimizers, schedulers and each class of the
@@ -202,7 +202,8 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """Returns True if `value` is reached only by name, so that the step may not read it.
+        """Returns True if code contains the name of `value`, but may never read it: then it raises
+        no error.
 
         If the step reads it later, the error is raised then.
         """
@@ -372,7 +373,7 @@ class Snapshots:
         self._raw: list[tuple[Place, Any]] = []
 
     def snapshot_place(self, place: Place, value: Any) -> None:
-        """Store the value that a place has now, to detect that it is replaced."""
+        """Store the value that a place has now, to find out later if it was replaced."""
         self._places.setdefault(place.identity, (place, value))
 
     def snapshot_object(self, value: Any, name: str) -> None:

@@ -1,16 +1,15 @@
-"""Values and places: keys that compare values with those of capture, and places that hold values.
+"""Values and places: how a guard compares a Python value with the one at capture, and where it
+finds it.
 
 `content_key` makes a hashable key of a value. Keys are equal if a program cannot distinguish the
 values. Numbers and strings are compared by type and bits (0.0 is not -0.0, True is not 1, NaN is
 NaN), containers by their contents, arrays and buffers by their bytes, other objects by identity. A
-tensor is an input of the graph. `find_difference` returns the place in which two keys differ:
+tensor is an input of the graph. `find_difference` says how two keys differ:
 
     find_difference(content_key([1, 2]), content_key([1, 3]))    ("[1]", "2", "3")
 
-A `Place` has a home and a key, which identify it, a name for messages, and functions that read and
-write its value. There is a function for each kind of place: cells, slots, attributes of classes,
-settings. An attribute of an object may be in its `__dict__`, in a slot, in a dictionary of an
-nn.Module, or in a class. Attributes and hooks are compared for all tensors at once.
+A `Place` is where a value is stored: an attribute, a global, an item, a setting. It has a home and
+a key, which identify it, a name for messages, and functions that read and write its value.
 
     Place("cfg.scale", vars(cfg), "scale").value    the current value of `cfg.scale`
 """
@@ -206,9 +205,10 @@ def _keys_of_members(kind: type, keys: list[Any] | None, is_whole: bool = False)
 
 
 def argument_key(value: Any) -> Any:
-    """Returns the key that represents an argument that is not a tensor, to compare two calls.
+    """Returns the comparison key of an argument that is not a tensor. For a float it is only the
+    type.
 
-    For a float only its type counts, because floats are inputs.
+    Floats are inputs of the graph, so their values do not matter.
     """
     if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
@@ -221,7 +221,9 @@ def whole_key(value: Any) -> Any:
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """Returns a hashable key of a value. Keys are equal if a program cannot distinguish the values.
+    """Returns a hashable key of a value, to compare it later with the one at capture.
+
+    Keys are equal if a program cannot distinguish the values.
 
     Args:
         walk: the walk to use; None for a new one. It is for values that are not number inputs.
@@ -238,7 +240,7 @@ def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
 
 @dataclass
 class ContentWalk:
-    """Makes keys of values that may contain other values, which may occur several times.
+    """Makes comparison keys of nested values, in which an object may occur several times.
 
     Attributes:
         is_whole: True to compare dataclasses by their fields, tensors by identity, and two objects
@@ -814,9 +816,7 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the `Place` of an attribute that a class, module, function or other object has
-    itself.
-    """
+    """Returns the `Place` of an attribute of a class, module or function, which has it itself."""
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else dict_of(space)
@@ -1108,7 +1108,7 @@ def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
 
 
 def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
-    """True if a frame is a call of the function `f`, judged by the variables of its closure."""
+    """True if a stack frame is a call of `f`, and not of another closure with the same code."""
     local = frame.f_locals
     pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     return all(cell_content(where) is local.get(key) for key, where in pairs)

@@ -1,13 +1,12 @@
-"""FSDP groups: when each block's parameters are gathered and released (stage 3).
+"""FSDP groups: when each block's parameters are gathered and freed under ZeRO-3.
 
-A block is a module that is called as a whole, such as a layer of a transformer. A group is one
-block's parameters. `ZeroState` is the state of the model, with all groups. While a block computes,
-the next block's parameters are gathered, and in backward the previous block's gradients are
-reduced. At most two blocks are gathered at any time, and blocks between them that are at least 8
-times smaller. `fsdp_hooks`
-calls a group when its block runs. `FlatBuffer.release` frees memory.
+A block is a module that is called as a whole, such as a layer of a transformer. A group is the
+parameters of one block. `ZeroState` is the state of the model, with all groups. While a block
+computes, the next block's parameters are gathered, and in backward the previous block's gradients
+are reduced. At most two blocks are gathered at any time, and blocks between them that are at least
+8 times smaller. `fsdp_hooks` calls a group when its block runs. `FlatBuffer.release` frees memory.
 
-`ShardedState` is common to all stages. `MixedPrecision` has the dtypes of a step.
+`ShardedState` is common to all stages of ZeRO. `MixedPrecision` has the dtypes of a step.
 """
 
 from __future__ import annotations
@@ -388,9 +387,9 @@ class FsdpGroup:
 
     @property
     def may_recompute_within(self) -> bool:
-        """True if a part of the block may run under a checkpoint of its own.
+        """True if a part of the block may be under an activation checkpoint of its own.
 
-        That checkpoint intercepts saved tensors, so the hooks of this group do not get them.
+        The checkpoint's hooks then get the saved tensors, and the hooks of this group do not.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -714,9 +713,9 @@ class CallCounts:
 
 @dataclass
 class BackwardPass:
-    """The gradients that have arrived in one backward pass.
+    """The state of one backward pass under ZeRO-3: which gradients have arrived.
 
-    A hook may run another pass inside it, over the same forward.
+    A hook may run another backward pass inside it, over the same forward.
 
     Attributes:
         groups: the blocks that the pass has gathered, as keys in this order.

@@ -1,11 +1,13 @@
-"""Hooks of a block under ZeRO-3: gathered for its forward and its backward, released after each.
+"""Hooks of a block under ZeRO-3: they gather its parameters for forward and backward, and free
+them.
 
-Forward hooks gather a block's parameters and release them. In place of a gathered parameter,
-autograd saves a record of its position, so that no autograd graph keeps gathered memory alive. When
-the record is unpacked, the block is gathered again. An autograd node (`_GatherBlock`) connects
-shards and gathered parameters; its backward reduce-scatters gradients. A captured step has no such
-hooks: its graph has only the moves. The graph pass `graph/passes/regather` adds another gather for
-distant uses, and the executor drops a value after its last read (`graph/backend/executor`).
+In place of a gathered parameter, autograd saves a record of its position, so that no autograd graph
+keeps gathered memory alive. When backward needs it, the block is gathered again. An autograd node
+(`_GatherBlock`) connects shards and gathered parameters; its backward reduce-scatters gradients.
+
+A captured step has no such hooks: its graph has only the collectives. The graph pass
+`graph/passes/regather` adds another gather for distant uses, and the executor drops a value after
+its last read (`graph/backend/executor`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Optimizer steps on DTensors: gradients are reduced once, and updates run on plain tensors.
+"""Optimizer steps on DTensors: gradients are reduced once, and updates run on plain local tensors.
 
 The gradient of a Replicate parameter is Partial. Accumulating micro-batches adds Partial gradients
 and sends nothing. The first use of the whole gradient (a clip, a step, a printed norm) reduces it
 once. Then parameter, gradient and state have the same layout, and an element-wise optimizer can run
-on local tensors. So torch's pre-step hook runs the step itself, on the local tensors, and torch
-then steps an optimizer without parameters. All other optimizers run through dispatch, op by op.
+on local tensors.
+
+To do so, a pre-step hook makes the step itself, on the local tensors; torch then steps an optimizer
+without parameters. All other optimizers run through dispatch, op by op.
 """
 
 from __future__ import annotations

@@ -438,7 +438,8 @@ class _Bucket:
 
 
 class GradReducer(ShardedState):
-    """The state of ZeRO stages 0 to 2: it reduces a block's gradients when their backward ends.
+    """The state of a model under ZeRO stages 0 to 2. It reduces the gradients of a block after
+    backward.
 
     Args:
         blocks: the name of each block, its trained parameters, and their modules and attributes.

@@ -1,11 +1,10 @@
-"""Rematerialization: a *region* (a function or module) saves less for backward, and runs its
-forward again in backward.
+"""Rematerialization (activation checkpointing): a function or module saves less for backward.
 
-In reading order: `region` (`remat`; budgets; regions in a captured step), `watched_calls` (how a
-region intercepts calls, the key of each, and which results a policy keeps), `runs` (the first run
-of a region, which is recorded, and the second), `saved_state` (what is kept for the second run:
-inputs, ambient state, results), `kept_results` (which results fit a budget), `counters` (live
-bytes, and recomputed operations).
+Its forward then runs again in backward. Such a function or module is a *region*. In reading order:
+`region` (`remat`; budgets), `watched_calls` (intercepts the calls in a region; which results are
+kept), `runs` (the first run of a region, which is recorded, and the second, in backward),
+`saved_state` (what is kept for the second run: inputs, random states, results), `kept_results`
+(which results fit a budget), `counters` (live bytes, and recomputed operations).
 """
 
 from .counters import Report, remat_report

@@ -36,10 +36,10 @@ class Candidate:
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
     """Returns the indices of the results to keep, so that they fit into `room` bytes.
 
-    The first of two knapsacks saves the most operations. The second fills the rest of the room and
-    saves the most bytes written. With more room there are never more recomputed operations nor, for
-    equal operations, more bytes written. So the first is solved exactly, in steps of bytes that do
-    not depend on `room`, and of equal solutions it takes the smallest.
+    First it keeps the results that save the most operations (a knapsack). The rest of the bytes is
+    used to save memory writes. More room never leads to more recomputation. So the first knapsack
+    is solved exactly, in steps of bytes that do not depend on `room`; of equal solutions the
+    smallest is taken.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]

@@ -1,9 +1,11 @@
 """Regions: `pt.remat` of functions and modules, whose forward runs again in backward.
 
 In eager code a region runs once in forward, and again when backward needs it (`runs`). In a
-captured step it marks its nodes, and the graph pass `remat` makes backward read copies of them.
-Regions that share a budget of bytes keep nothing in a first step, which is measured. Then they keep
-the results that save the most operations (a knapsack).
+captured step it only marks nodes of the graph, and the graph pass `remat` recomputes them in
+backward.
+
+Regions may share a budget in bytes. They keep nothing in a first step, which is measured. Then they
+keep the results that save the most operations (a knapsack).
 """
 
 from __future__ import annotations

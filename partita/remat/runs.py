@@ -1,10 +1,9 @@
-"""The two runs of a region: the first is recorded, the second restores what the first did not keep.
+"""The two runs of a remat region: forward, which is recorded, and recomputation in backward.
 
-In the first run each call gets a record under its key. For each tensor that autograd would save,
-the record gets a slot. Autograd saves the slot in place of the tensor, which is freed. A call also
-records the versions of the tensors that it read from outside the region, because the second run
-reads these tensors again. The program names a result only after the call that made it. So results
-are described, without their memory, until it is known which calls make named results.
+In the first run each call gets a record under a key. Autograd saves an empty slot (`SavedSlot`) in
+place of each tensor, which is freed. A call also records the versions of tensors from outside the
+region, because the second run reads these again. The program names a result only after the call
+that made it, so results are described, without their memory, until all names are known.
 
 Each call of the second run is looked up by its key among the calls of the first. If its result was
 kept, it is not computed. The tensors that autograd saves in it fill the slots of the first run.
@@ -354,7 +353,8 @@ class ForwardRecord(_RegionRun):
         return [*self.events.values()]
 
     def saving_slots(self) -> AbstractContextManager[None]:
-        """Returns a context manager in which autograd saves slots in place of tensors.
+        """Returns a context manager: inside, autograd saves slots (placeholders) in place of
+        tensors.
 
         Made for each use: an attribute would be a reference cycle, which keeps the region's inputs
         alive until Python collects garbage.
@@ -582,7 +582,9 @@ class ForwardRecord(_RegionRun):
         return [*kept, *self.redistributed_results.values()]
 
     def empty(self) -> None:
-        """Empty all slots after a second run has failed, so that no partial results are used."""
+        """Empty all slots, after recomputation has failed, so that backward uses no partial
+        results.
+        """
         for ref in chain.from_iterable(event.slots for event in self.order):
             if (slot := ref()) is not None:
                 slot.value = None

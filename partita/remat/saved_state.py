@@ -1,11 +1,16 @@
-"""Saved state: the data of a region's first run that are kept for the second.
+"""Saved state: what a remat region keeps from its forward (first run) for recomputation (second
+run).
 
-It keeps the arguments; the states of random generators, autocast, context variables, the default
-device, and old values of buffers that the region wrote; and the results that its policy keeps. For
-a function of torch it keeps the outputs of the kernels, below autograd. The second run makes the
-call again, but its kernels return the kept outputs. An *opaque* call is a compiled region, an
-`autograd.Function`, or a user's function. Its outputs and the tensors that autograd saved inside it
-are kept, and the second run skips the call.
+- the arguments
+- the states of random generators, autocast, context variables and the default device, and old
+  values
+  of buffers that the region wrote
+- the results that its policy keeps
+
+For a function of torch the outputs of its kernels are kept, below autograd: the second run makes
+the call again, but its kernels return the kept outputs. An *opaque* call (a compiled region, an
+`autograd.Function`, a user's function) is skipped in the second run. Its outputs and the tensors
+that autograd saved inside it are kept.
 """
 
 from __future__ import annotations
@@ -477,7 +482,8 @@ class KeptCall(_KeptResult):
         )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
-        """Returns the kept result in the second run, connected to the call's inputs in autograd.
+        """Returns the kept result of the call in the second run, as a function of its inputs for
+        autograd.
 
         Args:
             what: the call's name, for errors.
@@ -598,9 +604,9 @@ class _PlaceInStorage:
 
 
 class ResultsToName:
-    """The results of one run that the program may still name with `checkpoint_name`.
+    """The results of a region's run that the program may still name with `checkpoint_name`.
 
-    A result is named only after the call that made it. So it is described until then.
+    A result is named only after the call that made it. Until then its description is stored.
     """
 
     def __init__(self, names: LearnedNames):

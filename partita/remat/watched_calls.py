@@ -1,14 +1,14 @@
-"""Watched calls: how a region intercepts the calls of its program, and the key of each call.
+"""Watched calls: how a remat region intercepts the calls in it, and recognizes each when it runs
+again.
 
-`CallMode` is above autograd. It passes each call of a torch function to the watcher of this thread:
-the region's first or second run. `KernelMode` is below autograd and below layouts. It intercepts
-each ATen call, also in backward, with the rank's pieces as plain tensors. A call's key is its
-function, the user's frames between the region and the call, and its arguments. A tensor argument is
-described by its shape, layout and dtype, and by the call of the run that made it. Two runs of one
-program make equal calls, except that the second may skip some. If the second run takes another
-path, its first new call is not found.
+`CallMode` is above autograd. It passes each call of a torch function to the region's first or
+second run. `KernelMode` is below autograd and below layouts. It intercepts each ATen call, also in
+backward, with local tensors.
 
-A policy decides which results a region keeps: those of the functions, modules and names in it.
+A call's key is its function, the user's frames between the region and the call, and its arguments.
+A tensor argument is described by its shape, layout and dtype, and by the call that made it. If the
+second run takes another path, its first new call is not found. A policy decides which results a
+region keeps: those of the functions, modules and names in it.
 """
 
 from __future__ import annotations
@@ -115,8 +115,10 @@ def current_watcher() -> Any:
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:
-    """Returns a context manager: inside, `watcher` intercepts this thread's calls; None: nothing
-    does.
+    """Returns a context manager: inside, `watcher` intercepts this thread's calls.
+
+    Args:
+        watcher: a run of a region; None: nothing intercepts calls.
     """
     return attribute_set(HERE, "watcher", watcher)
 
@@ -150,7 +152,8 @@ def is_internal(function: Any) -> bool:
 
 
 def make_call_mode() -> AbstractContextManager[Any]:
-    """Returns a `CallMode` to enter, or a null context if one is active.
+    """Returns a `CallMode` to enter; a null context if one is active already, so that modes do not
+    pile up.
 
     Compiled regions have a guard on the number of modes. Private torch: there is no public way to
     list the active modes.
@@ -609,7 +612,7 @@ class Policy:
         return op in self.ops or function in self.functions or name in self.names
 
     def keeps_redistribution(self, plan: Any, x: torch.Tensor, site: tuple[int, ...]) -> bool:
-        """True if the policy keeps the result of this redistribution of the local tensor `x`.
+        """True if the policy keeps the result of a redistribution of the local tensor `x`.
 
         A policy function gets the global shape, so it decides the same on every rank.
         """

@@ -1,11 +1,10 @@
-"""Rules: in which layouts an op can take its operands, and the layouts of its results.
+"""Rules: in which layouts an op can take its operands, and which layouts its results then have.
 
 A rule is a *sentence* in a notation like einsum's, such as `"... i * o i -> ... o"`. From it follow
-the *rows*: each is a legal way to place the op on one mesh axis, such as `S(1), S(0) -> P`.
+the *rows*: each is a legal combination of placements on one mesh axis, such as `S(1), S(0) -> P`.
 
-In reading order: `sentence` (the notation, its rows, and the work of an op), `rule` (a sentence and
-its functions; kernels for a rank's piece), `table/` (all rules), `decompositions` (ops written as
-other ops).
+In reading order: `sentence` (the notation, its rows, and the flops of an op), `rule` (registers
+rules; local kernels), `table/` (all rules), `decompositions` (ops written as other ops).
 
 To add an op, add a line to a file of `table/`. If it reduces and is not linear, add the values for
 padding to `table/reduction_identity`. If it returns a view or draws random numbers, add that to

@@ -1,9 +1,8 @@
-"""Decompositions: ops that need intermediate results of other ranks, written as other ops.
+"""Decompositions: ops that need results of other ranks midway, written as calls of other ops.
 
-For example, a softmax over a sharded dimension needs the maximum and the sum of all pieces midway.
-Such ops are written here as other ops, which are called on DTensors and have their own rules. If a
-rank must know its position, partita's own op has a rule with a local kernel. All sum in float32 or
-wider, as torch's kernels do, and return the dtype of their input.
+For example, a softmax over a sharded dimension needs the maximum and the sum over all shards. The
+ops that are called here run on DTensors by their own rules. All sum in float32 or wider, as torch's
+kernels do, and return the dtype of their input.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ def _reduced_sentence(x: Arg) -> str:
 
 @own_op
 def subtract_reduced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns x - y for a y that is small, such as a mean.
-
-    A Partial y is reduced first, so that x keeps its layout.
-    """
+    """Returns x - y, and reduces a Partial y (such as a mean) first, so that x keeps its layout."""
     return x - y
 
 

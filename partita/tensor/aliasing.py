@@ -1,17 +1,17 @@
-"""Aliasing: which results share memory on one device, and how DTensors behave the same way.
+"""Aliasing: DTensors behave like views where plain PyTorch returns a view.
 
-On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory: a write to one is
+In plain PyTorch the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory: a write to one is
 seen in the other. With DTensors the result may have its own memory, because its layout had to
-change, or because it is Partial. Such a result is a *view copy*. Its spec marks it (`Spec.as_copy`:
-the same layout, another identity), so that other calls do not pay for a check. Its `CopiedView`
-stores the tensor that it is a view of.
+change, or because it is Partial. Such a result is a *view copy*. Its `CopiedView` stores the tensor
+that it is a view of (the source). Its spec is marked (`Spec.as_copy`), so that other calls do not
+pay for a check.
 
-- x is written: the view copy is made again when it is next read (`current`).
-- The view copy is written: its value is written, and then the corresponding part of x
+- The source is written: the view copy is made again when it is next read (`current`).
+- The view copy is written: its value is written, and then the corresponding part of the source
   (`write_through_copy`).
-- An op copies only if it must (`contiguous`, `reshape`, `to`). The strides on one device decide
-  this, on all ranks. A piece of one row is contiguous for any strides of the whole. So a rank could
-  return the memory of its operand although others, and one device, copy. It then copies.
+
+Some ops copy only if the strides require it (`contiguous`, `reshape`, `to`). The strides in plain
+PyTorch decide this, on all ranks, although a shard may be contiguous where the whole is not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Arguments of a call: the positions of its tensors, and arguments that are not DTensors.
 
-A `Path` is the position of a tensor in a call. With it, a plan that was made for one call also
-serves other calls of the same key, which may pass by name what the first call passed by position.
+A `Path` is the position of a tensor in a call, such as `(0,)` or `("weight",)`. With it, a cached
+plan serves calls that pass by name what another call passes by position.
 
 A number may be passed as a DTensor (`x.topk(k)`). Torch would read this rank's local value in C++,
-so the global value is read before a rule or a kernel gets the call. A plain tensor among DTensors
-counts as a whole value, and ranks compare it (`check_plain_tensor`). Under `check_ranks()` they
-compare numbers, too.
+so the global value is read first. A plain tensor among DTensors counts as a value that all ranks
+have, and ranks compare it (`check_plain_tensor`). Under `check_ranks()` they compare numbers, too.
 """
 
 from __future__ import annotations

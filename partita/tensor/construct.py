@@ -1,10 +1,10 @@
-"""Construction: conversion of plain tensors, modules and torch's own DTensors to DTensors, and
-back.
+"""Construction: makes DTensors of plain tensors, modules and torch's own DTensors, and back.
 
 `distribute_tensor` and `distribute_module` distribute existing values. Factories (`zeros`, `randn`,
-...) make only a rank's piece. `local_map` runs a function on pieces and makes its results DTensors.
-`from_torch` and `to_torch` share memory with `torch.distributed.tensor`. An optimizer, hooks and
-other modules refer to a parameter by identity, so its value is replaced and the object stays.
+...) make only a rank's shard. `local_map` runs a function on local tensors and makes its results
+DTensors. `from_torch` and `to_torch` share memory with `torch.distributed.tensor`. An optimizer,
+hooks and other modules refer to a parameter by identity, so the object stays and its value is
+replaced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Dispatch: how a torch function runs on DTensors.
 
-`handle` is `DTensor.__torch_function__`, the hot path. It looks up the plan of the call, runs the
-local kernel with torch-function disabled, and tags the result with its layout. A call without a
-plan goes to `_run_unplanned`, which makes a plan (`plan_call`) and stores it (`plan`).
+`handle` is `DTensor.__torch_function__`. It looks up the cached plan of the call, runs the local
+kernel with torch-function disabled, and makes the result a DTensor of the planned layout. A call
+without a plan goes to `_run_unplanned`, which makes a plan (`plan_call`) and stores it (`plan`).
 
     torch.add(x, y)  ->  handle  ->  Op of torch.add  ->  key (spec of x, spec of y)  ->  CallPlan
 
@@ -224,7 +224,9 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 
 
 def op_of(func: Function) -> Op:
-    """Returns the `Op` of a torch function, which stores its plans. The first call makes it."""
+    """Returns the `Op` of a torch function, which stores the plans of its calls. Makes it at first
+    use.
+    """
     op = OPS.get(func)
     if op is None:
         op = Op(func)

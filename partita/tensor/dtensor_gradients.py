@@ -1,13 +1,12 @@
 """Gradients of DTensors: `.grad`, `backward` and hooks, and when a gradient is reduced.
 
-Autograd computes on local tensors. A gradient that is passed to autograd is converted to a local
-tensor. A gradient that autograd returns becomes a DTensor whose layout is the dual of its value's
-layout. So the gradient of a Replicate value is Partial. A *settled* gradient is a gradient that has
-been reduced:
+Autograd computes on local tensors. A gradient that autograd returns becomes a DTensor, and one that
+is passed to autograd a local tensor. A gradient's layout is the dual of its value's: the gradient
+of a Replicate value is Partial. It is *pending* until it is reduced, then *settled*:
 
     backward       x.grad  Partial      pending
     clip, step     x.grad  Replicate    settled, by one all-reduce (`reduce_pending_gradients`)
-    backward       x.grad  Partial      a hook: the first rank's share is the value; then added to
+    backward       x.grad  Partial      a hook makes it Partial again (the first rank keeps the sum)
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Origins: the call of the program that made a tensor, which ranks compare when they read a value.
+"""Origins: which call of the program made a tensor. Ranks compare this when they read a value.
 
 If one rank reads `a.sum()` while another reads `b.sum()`, the values that they exchange look alike.
-So ranks that read a value also compare the tensor's origin. It is equal on all ranks for the same
-tensor, whatever else a rank computes.
+So ranks that read a value also compare the tensor's origin, a hash that is equal on all ranks for
+the same tensor.
 
 A program gets its first tensors from `distribute_tensor`, `from_local`, `distribute_batch` or a
-compiled step. All ranks make these calls. So the origin of such a tensor is the call's place in the
-program, and how often that place was reached. The origin of an op's result consists of the call's
-place, the origins of its operands, and its numbers. It does not count calls, because a rank may
-compute a sum by itself.
+compiled step, which all ranks call. The origin of such a tensor is the line of the call, and how
+often it ran before. The origin of an op's result consists of the line of the call, the origins of
+its operands, and its numbers. It does not count calls, because a rank may compute a sum by itself.
 
 Origins of results are recorded only for small Partial or sharded ones (`Spec.has_noted_origin`),
-such as sums, means and norms. Larger results cost nothing. So if one call makes two sums of larger
-results and ranks read a different one each, that is not detected.
+such as sums, means and norms. So if one call makes two sums of larger results and ranks read a
+different one each, that is not detected.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ def find_origin(x: torch.Tensor) -> TensorOrigin | None:
 
 
 def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") -> Reading:
-    """Returns a description of a read (`x.item()`), which ranks exchange before they read the
+    """Returns a description of a read such as `x.item()`, which ranks compare before they read the
     value.
 
     If the descriptions differ, the ranks read different tensors, and an error names both.

@@ -1,12 +1,13 @@
-"""Call plans: the cached decisions for calls with equal keys, their lookup, and the cache.
+"""Call plans: the cached decision how to run a call, its lookup, and the cache.
 
     torch.sum(x, dim=0)    key (spec of x, 0, False, None)    ->    CallPlan
 
 A plan contains the operands that are redistributed and their new layouts, the kernel that runs on
-local tensors, and the specs of the results. The specs of the results are known after the first
-call. From then on a plan may be `direct`: dispatch runs the kernel and sets the result's spec
-without calling `CallPlan.run`. The plans of one function are stored in its `Op`. The key function
-of an `Op` is generated from the arguments that its rule declares.
+local tensors, and the specs of the results, which are known after the first call. From then on a
+plan may be `direct`: dispatch runs the kernel and sets the result's spec without `CallPlan.run`.
+
+The plans of one function are stored in its `Op`. Its key function is generated from the arguments
+that the op's rule declares.
 """
 
 from __future__ import annotations
@@ -343,7 +344,8 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """The matrix products of one plan's calls on the first rank, which has the largest pieces.
+    """The flops of a plan's matrix products on the first rank, which has the largest shards, for
+    ledgers.
 
     Attributes:
         products: for each product its operations, and the axes along which all ranks repeat them.
@@ -568,8 +570,8 @@ KeyParameters = Sequence[tuple[str, int, Any]]
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
-    """Returns a function that computes the plan's key of a call, for a rule that is a fixed
-    sentence.
+    """Makes the function that computes a plan's key from a call's arguments, for a rule that is
+    text.
 
     The key has the operands' specs, or their kinds if they are not DTensors.
 
@@ -582,7 +584,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """Returns a function that computes the plan's key of a call, for a rule that is a function.
+    """Makes the function that computes a plan's key from a call's arguments, for a rule function.
 
     The key has the arguments that the rule function declares.
     """

@@ -1,14 +1,14 @@
-"""Planning: the choice of rows, moves and kernel for the first call with a new key.
+"""Planning: decides how a call runs on local tensors, at the first call with a new key.
 
     x + y                of x in 8@dp 4, and of y in 8 4
-    sentence             "... + ... -> ..."           the rule's, bound to the shapes (8, 4), (8, 4)
+    sentence             "... + ... -> ..."           applied to the shapes (8, 4), (8, 4)
     a row for each axis  dp: S(0), S(0) -> S(0)       the cheapest (`RowChooser`)
-    targets              y has to become 8@dp 4       moved before a call, once if unchanged
-    kernel               none: torch.add runs on the pieces
+    targets              y has to become 8@dp 4       redistributed before a call
+    kernel               none: torch.add runs on the shards
 
-A *row* is one legal way to place the op on one mesh axis (`rules.sentence`). A rule may also return
-other ops to call instead (`Decomposition`), or a new tensor in the operand's layout (`LikeRule`).
-If it returns None, operands are gathered (`dispatch`).
+A *row* is one legal combination of placements on a mesh axis (`rules.sentence`). A rule may also
+return other ops to call instead (`Decomposition`), or a new tensor in the operand's layout
+(`LikeRule`). If it returns None, operands are gathered (`dispatch`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Reruns: which forward of a block a checkpoint runs again in backward.
+"""Reruns: finds out which forward of a block an activation checkpoint is running again in backward.
 
 A checkpoint calls the same modules in the same order as in its forward. So the n-th forward of a
-block in a rerun is the n-th forward of that block since the checkpoint began. Forwards are recorded
-in a linked list, and this module refers only to its last link. A checkpoint refers to the link
-where it began, so links are freed with the last checkpoint that needs them.
+block in a rerun is the n-th forward of that block since the checkpoint began.
+
+Forwards are recorded in a linked list, and this module refers only to its last link. A checkpoint
+refers to the link where it began, so links are freed with the last checkpoint that needs them.
 """
 
 from __future__ import annotations

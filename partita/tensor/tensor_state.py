@@ -1,13 +1,13 @@
-"""State: data that are stored for a DTensor in addition to its elements, and for a thread.
+"""Specs, and other data that are stored for a DTensor besides its elements, and for a thread.
 
-A spec is a global layout and this rank's wire. Specs are interned: `spec_of` makes one for each
-layout and wire. So two specs are equal exactly if they are the same object, and a plan is looked up
-by the identity of its operands' specs.
+A spec is a global layout and this rank's wire (connection to the mesh). `spec_of` makes one for
+each layout and wire. So two specs are equal exactly if they are the same object, and a plan is
+looked up by the identity of its operands' specs.
 
 All other data of a tensor are in one `TensorState`, stored in one attribute. A tensor that replaces
-it gets this attribute, a copy does not. A view copy has its `CopiedView` there (see `aliasing`).
-Each rank runs in a thread. `HERE` has the objects that intercept this thread's calls if torch has
-no hook for them: rematerialization, a capture, `explain`.
+it gets this attribute, a copy does not. `HERE` has the objects that intercept this thread's calls
+where torch has no hook: for remat, a capture and `explain`. (With `pt.ranks`, each rank is a
+thread.)
 """
 
 from __future__ import annotations

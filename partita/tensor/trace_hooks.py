@@ -1,7 +1,8 @@
-"""Trace hooks: methods that tensors, optimizers and regions call, so that a capture records them.
+"""Trace hooks: methods that eager code calls at certain actions, so that a capture can record them.
 
 `HERE.trace` has the hooks of this thread. By default they do what eager code does. A capture
-installs its own (`capture.recorder`), so that no package below imports it.
+installs its own (`capture.recorder`), so that tensors, optimizers and remat regions need not import
+it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Function transforms and control flow of torch, on DTensors.
+"""Function transforms (`torch.func`) and control flow (`torch.cond`) on DTensors.
 
-A transform of `torch.func` (`vmap`, `grad`, ...) passes wrapped tensors to its function, which have
-no layout. So the transform runs on whole values. Each DTensor among its arguments, or that its
-function reads, is gathered. All ranks compute the same, and the results are Invariant DTensors. The
-ledger records these redistributions as implicit. Programs without DTensors are unaffected.
+A transform such as `vmap` or `grad` passes wrapped tensors without a layout to its function. So it
+runs on whole values: each DTensor among its arguments, or that its function reads, is gathered. All
+ranks compute the same, and the results are Invariant DTensors. The ledger records these
+redistributions as implicit. Programs without DTensors are unaffected.
 
 `torch.cond`, `while_loop`, `scan` and `associative_scan` run as equivalent Python code, in which
 each op has its own rule.

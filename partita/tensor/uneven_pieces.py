@@ -1,11 +1,11 @@
-"""Uneven pieces: the position of their padding, and kernels for padded or empty pieces.
+"""Uneven shards: where their padding is, and kernels for padded or empty shards.
 
-    7 elements over 2 ranks    rank 0: 4    rank 1: 3, and room for 1 behind them
+    7 elements over 2 ranks    rank 0: 4    rank 1: 3, and space for 1 after them
 
-In eager code a piece has its true size. A captured graph is equal on all ranks, so its inputs are
-padded to the size of the first rank's piece. So tensors that exist between steps have memory for
-the padding after the end of their storage. An op that reduces padding gets neutral values there. An
-op whose piece is empty on this rank makes the same autograd graph as on ranks with elements.
+In eager code a shard has its true size. A captured graph is equal on all ranks, so its inputs are
+padded to the size of the first rank's shard. So tensors that exist between steps have spare memory
+for the padding after their end. An op that reduces padding gets neutral values there. An op whose
+shard is empty on this rank makes the same autograd graph as on ranks with elements.
 """
 
 from __future__ import annotations
@@ -212,19 +212,16 @@ def _fill_operand_padding(
 
 
 def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function:
-    """Returns the function to run if one of the pieces is empty on this rank.
+    """Wraps a kernel for a rank with an empty shard, so that its autograd graph is as on other
+    ranks.
 
-    The collectives of backward must not depend on a rank's own autograd graph. But with nothing to
-    compute, torch's kernels may leave an operand out of the graph, or fail. So an op with an empty
-    piece is also run on "meta" tensors as large as the first rank's pieces. Operands that are
-    differentiable there are connected to the result here, with a gradient of zeros. A call that
-    raises if there are elements, such as with a dtype without a kernel, also raises here. Otherwise
-    this rank would continue alone. Ranks whose pieces have elements do none of this.
-
-    Backward runs on the "meta" tensors, too: an operand that gets no gradient there gets none here.
+    Otherwise collectives in backward might not match. With nothing to compute, torch's kernels may
+    leave an operand out of the graph, or fail. So the op is also run, forward and backward, on
+    "meta" tensors as large as the first rank's shards. Operands that get a gradient there get zeros
+    here. If a call raises there, for example because the dtype has no kernel, it raises here, too.
 
     Args:
-        kernel: the kernel for pieces with elements; None for the function itself.
+        kernel: the kernel for shards with elements; None for the function itself.
         plan: the plan of the call; its kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
@@ -582,7 +579,7 @@ class _TieWithZeros(torch.autograd.Function):
 def differentiate_meta(
     out: torch.Tensor, operands: list[torch.Tensor], seed_has_history: bool
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]] | None:
-    """Run backward on "meta" tensors, to see which operands get a gradient.
+    """Runs backward on "meta" tensors, to find out which operands get a gradient.
 
     Returns:
         A gradient of `out` and the operands' gradients; None if backward needs values.

@@ -1,7 +1,7 @@
-"""Backends: how collectives of a kind of process group begin, end, and appear in a graph.
+"""Backends: how collectives begin and end on a kind of process group, such as NCCL or Gloo.
 
-They call methods of the process group, as torch's public collectives do. The functional collectives
-would cost more than the rest of `carry` (a dispatcher op, an async wrapper, its wait).
+A backend also says how they appear in a graph. It calls methods of the process group, as torch's
+public collectives do, because functional collectives cost more time.
 """
 
 from __future__ import annotations

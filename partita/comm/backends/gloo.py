@@ -1,11 +1,12 @@
-"""Gloo, whose waits block the processor, and which runs some collectives slowly.
+"""Gloo: replacements for its collectives that are slow or inexact. Its waits block the Python
+thread.
 
-- Its reduce-scatter is an all-reduce whose result is mostly discarded. Here ranks exchange shares,
-  and each rank sums its piece in rank order. This sends half the bytes.
-- Its all-reduce is a ring that starts each piece at another rank. With more than two ranks its sums
-  have other bits than a reduce-scatter's. So narrow dtypes, and programs under
-  `torch.use_deterministic_algorithms(True)`, exchange shares instead. A sum then has the same bits
-  in every collective.
+- Its reduce-scatter is an all-reduce whose result is mostly discarded. Here ranks exchange addends,
+  and each rank sums its part in rank order. This sends half the bytes.
+- Its all-reduce is a ring. With more than two ranks its sums have other bits than a
+  reduce-scatter's.
+  So narrow dtypes, and programs under `torch.use_deterministic_algorithms(True)`, exchange addends
+  instead. A sum then has the same bits in every collective.
 - Its all-gather is a ring, which takes twice the CPU time of a broadcast from each rank.
 
 Exchanges use `alltoall_base`, which Gloo's own threads run. Single sends and receives would each
@@ -39,10 +40,11 @@ class Gloo(Backend):
     runs_in_streams = False
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns "gather" for small sums, "exchange" for exact sums, otherwise "own".
+        """Returns how to all-reduce: "gather" if `x` is small, "exchange" if the sum must be exact,
+        else "own".
 
-        For two ranks Gloo's ring is exact, since a + b is b + a. For more ranks it starts each
-        piece at another rank, and rounds after each addition in a narrow dtype.
+        For two ranks Gloo's ring is exact, since a + b is b + a. For more ranks it starts each part
+        at another rank, and rounds after each addition in a narrow dtype.
         """
         if x.nbytes <= _SMALL:
             return "gather"

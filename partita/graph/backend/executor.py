@@ -1,7 +1,7 @@
-"""The executor of an uncompiled graph: straight-line Python code, written from its nodes.
+"""The executor of a graph that is not compiled by Inductor: Python code with a line for each node.
 
-There is a line for each call. Targets, constants and collectives are bound to names once. The name
-of a value is deleted after the last line that reads it.
+Targets, constants and collectives are bound to names once. The name of a value is deleted after the
+last line that reads it.
 
     v3 = c0(v1, v2); del v1
 
@@ -80,7 +80,7 @@ FIRST_LINE = 3
 
 
 class GraphWriter:
-    """Writes a graph as Python code, with one line for each node after two lines at the beginning.
+    """Writes a graph as Python code: two lines at the beginning, then one line for each node.
 
     Args:
         groups: maps the name of each process group in the graph to its wire and axes. None uses
@@ -357,7 +357,7 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """Returns a function that takes only the graph's inputs and appends its constants for `call`.
+    """Returns a function of the graph's inputs that calls `call` with the constants appended.
 
     `call` is compiled code whose constants became inputs (`constants_as_inputs`).
     """

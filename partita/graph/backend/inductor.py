@@ -1,20 +1,19 @@
-"""Inductor: compilation of a program to machine code that other processes can load.
+"""Inductor: compiles a program to machine code that other processes can load.
 
-A graph is cut into sections if that pays off, or if it checks a value: a compiler might drop the
-check (`build`). All ranks build together, and one rank of each host compiles:
+All ranks call `build` together, and one rank of each host compiles:
 
 1. Each rank loads what is in the store.
 2. If ranks of a host miss a program, the first of them compiles it and puts it into the store.
    Several programs are divided among the ranks, which compile at the same time.
 3. The others load it. If the store does not work, they compile it themselves.
 
-If one rank fails, all raise the same error, so that no rank waits for it.
+If one rank fails, all raise the same error, so that no rank waits for it. A graph is cut into
+sections if that pays off, or if it checks a value, which a compiler might drop.
 
 Inductor itself saves generated Python and the binaries of Triton kernels, but compiles C++ kernels
 again at each load. So a payload contains Inductor's result, reduced to what is needed to run, and
 the libraries of its C++ kernels. Loading it needs no compiler and none of Inductor's caches.
 `digest_of_compiler` identifies the machine, versions and settings that a payload was made for.
-`inductor_scheduling` decides what is fused, and the order of kernels.
 """
 
 from __future__ import annotations
@@ -499,8 +498,8 @@ def _find_cpu_features() -> str:
 
 
 def use_private_cache() -> None:
-    """Make Inductor use a cache folder that only this user can write, because it executes its
-    files.
+    """Make Inductor cache its files in a folder that only this user can write, because it executes
+    them.
 
     The default is a folder with a known name in /tmp, which another user may have made.
     """

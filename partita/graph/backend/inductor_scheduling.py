@@ -1,21 +1,17 @@
 """Scheduling of Inductor's kernels: which calls it fuses, and in which order kernels run.
 
-Fusion (`Choices`): Inductor also fuses calls that only read a common operand, such as all updates,
-which read one learning rate. That saves little for large tensors, and all their gradients live
-until the last one is computed, which undoes the pass `lifetime`. A recomputed call reads the same
-operands as the call in forward. If the two were fused, the value would be computed once and live
-until backward. A sum that is fused with a later reader, such as a bucket of gradients, keeps all
-its operands alive until then.
+Inductor's own choices are changed where they would raise the memory peak:
 
-Order (`InOrder`): Inductor moves every write into an input, and so every update of a parameter, to
-the end of the graph. All gradients then wait for it. It moves calls with few prerequisites to the
-beginning. `InOrder` restores the order of the passes, and moves each write to the place where its
-operands are ready.
-
-Combination (`InOrder`): on a GPU, updates wait for later updates if that does not raise the peak.
-Adjacent updates are launched as one kernel, as Inductor does for a `torch._foreach_*` call.
-
-Buckets (`lowering_buckets`): on a GPU, one kernel casts and copies all members of a bucket.
+- Fusion (`Choices`): Inductor also fuses calls that only read a common operand, such as all
+  updates,
+  which read one learning rate. Then all gradients live until the last one is computed. If a
+  recomputed call were fused with the equal call in forward, the value would live until backward.
+- Order (`InOrder`): Inductor moves every update of a parameter to the end of the graph, so that all
+  gradients wait for it, and calls with few prerequisites to the beginning. `InOrder` restores the
+  order of the passes, and moves each write to where its operands are ready.
+- Combination (`InOrder`): on a GPU, updates wait for later updates if that does not raise the peak.
+  Adjacent updates are launched as one kernel, as Inductor does for a `torch._foreach_*` call.
+- Buckets (`lowering_buckets`): on a GPU, one kernel casts and copies all members of a bucket.
 """
 
 from __future__ import annotations

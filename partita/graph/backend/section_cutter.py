@@ -1,8 +1,8 @@
-"""The section cutter: a graph is cut into sections, so that equal ones are compiled once.
+"""The section cutter: cuts a graph into sections, so that equal ones are compiled only once.
 
-It is cut at collectives, at checks of values (which a compiler might drop), and around calls of
-blocks that are sections already (`step_forms`). A section takes and returns only values that own
-their memory: a section that reads a view makes it again.
+The cuts are at collectives, at checks of values (which a compiler might drop), and around calls of
+blocks that are sections already (`step_forms`). A section takes and returns only tensors that own
+their memory: a section that reads a view makes the view itself.
 """
 
 from __future__ import annotations

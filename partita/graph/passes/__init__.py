@@ -2,11 +2,11 @@
 
 In reading order:
 
-- The frame: `pass_manager` (the order, the contract, what changed), `rewrite` (`find`, `put`,
-  `replace`, and `NodeBuilder` for several new nodes).
+- The frame: `pass_manager` (the order of passes, what a pass must not change, what it changed),
+  `rewrite` (functions to find, add and replace nodes).
 - Collectives: `moves` (removes unnecessary moves: `dedupe`, `cancel`, `cast`; `merge_views`),
   `regather` (frees and regathers the parameters of ZeRO), `bucket`, `overlap`, `backend_ways`.
-- Memory: `remat` (regions, and the budget of the step), `lifetime`.
+- Memory: `remat` (recomputes in backward), `lifetime` (updates parameters early).
 
 A new pass is a function `(Program) -> str` in a file here and an entry of `PASSES`. The first line
 of its docstring is what `explain()` shows. It changes the graph with `find`, `put` and `replace`.

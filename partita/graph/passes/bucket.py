@@ -43,12 +43,12 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 20, 25 << 20
 def bucket(program: Program) -> str:
     """The gathers of one block's parameters are one collective, and so are their reductions.
 
-    A bucket contains collectives of one block and one run (the block's use until another block
-    begins). So at most one block's parameters are gathered at once. Small models are limited by the
-    number of collectives, large models by memory. Gradients that a region returns are joined if
-    they depend on gradients of the same results. A reduction whose result backward uses is not
-    joined with a later one. Gradients that an optimizer's step reduces are reduced right after
-    backward has computed them, in about eight buckets.
+    A bucket contains collectives of one block, in one use of the block. So at most one block's
+    parameters are gathered at once. Small models are limited by the number of collectives, large
+    models by memory. Gradients that a region returns are joined only if they depend on gradients of
+    the same results. A reduction whose result backward uses is not joined with a later one.
+    Gradients that an optimizer's step reduces are reduced right after backward has computed them,
+    in about eight buckets.
     """
     graph = program.graph.graph
     _reduce_where_ready(graph)

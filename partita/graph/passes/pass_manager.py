@@ -1,4 +1,4 @@
-"""The pass manager: the order of passes, the contract of a pass, and what each pass changed.
+"""The pass manager: runs passes in order, checks what each may change, and records what it changed.
 
 A pass is a function of a `Program` that changes its graph and returns a few words on what it did.
 It gets a legal graph (`graph.verify`) and must leave a legal graph that computes the same
@@ -200,7 +200,8 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raise IllegalGraph if a pass has changed a property of this contract.
+        """Raise IllegalGraph if a pass has changed what this contract fixes, such as the program's
+        outputs.
 
         Args:
             name: the name of the pass, for the error.

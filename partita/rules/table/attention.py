@@ -28,7 +28,7 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Computes F.scaled_dot_product_attention without dropout, as an op with a rule of its own."""
+    """Computes F.scaled_dot_product_attention without dropout. It has its own sharding rule."""
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )

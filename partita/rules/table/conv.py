@@ -141,7 +141,7 @@ def interpolate(
 def resized(
     input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
 ) -> torch.Tensor:
-    """Computes F.interpolate, as an op with a rule of its own.
+    """Computes F.interpolate. It has its own sharding rule.
 
     Args:
         after: the spatial shape of the result.

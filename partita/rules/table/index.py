@@ -1,10 +1,9 @@
 """Indexing: ops that read or write positions of a tensor, given by numbers or by another tensor.
 
-A dimension that is not indexed may stay split. Selecting from a split dimension by an int is a
-contraction: the rank that has the position returns its value, and the others return zeros. The same
-holds for one tensor of integers, and for an embedding. A mask is first converted to integers,
-because the number of its positions depends on its values and cannot be part of a plan. (Rules do
-not know dtypes, so they do not distinguish masks from integers.)
+A dimension that is not indexed may stay sharded. If an int, a tensor of integers or an embedding
+selects from a sharded dimension, the rank that has the position returns its value, and the others
+return zeros: the result is Partial. A mask is first converted to integers, because the number of
+its positions depends on its values and cannot be part of a plan.
 """
 
 from __future__ import annotations
@@ -416,7 +415,7 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns `input[pattern]`, as an op with a rule of its own.
+    """Returns `input[pattern]`. The function exists because an op needs a name to have a rule.
 
     Args:
         pattern: indices, with "index" in place of each tensor.

@@ -999,14 +999,14 @@ class History:
         self._warned_of |= always_changed
         names_text = " or ".join(sorted(always_changed))
         if always_changed <= ints:
-            advice = f"An int is captured by its value: give {names_text} as a float or a tensor"
+            advice = f"An int is captured by its value: pass {names_text} as a float or a tensor"
         elif always_changed <= floats:
-            advice = f"Make a tensor of {names_text} outside of the step, and give the step that"
+            advice = f"Create a tensor from {names_text} outside of the step, and pass the tensor"
         else:
             advice = (
-                f"If the step does not need {names_text}, keep it out of what the step reads; "
-                "if it does, and it is a number, give it as an argument, as a float or a tensor; "
-                "if it is a function or an object, make it once, before the step"
+                f"If {names_text} is a number, pass it as an argument, as a float or a tensor. "
+                "If it is a function or an object, create it once, before the step. "
+                "If the step does not need it, do not read it in the step"
             )
         warnings.warn(
             f"{self.what} is captured at each call: {reason}. {advice}",

@@ -156,7 +156,7 @@ def test_a_float_that_is_read_as_a_number_is_told_of_and_was_not_dropped_before(
         return x * math.exp(-t)
 
     fast = graph_of(step, keep=2)
-    told = r"is captured at each call.*Make a tensor of argument\[1\] outside of the step"
+    told = r"is captured at each call.*Create a tensor from argument\[1\] outside of the step"
     with pytest.warns(UserWarning, match=told) as warned:
         for k in range(6):
             fast(torch.ones(2), 0.25 + k)
@@ -186,7 +186,7 @@ def test_an_int_that_is_another_in_each_call_is_told_of():
         return x * k
 
     fast = graph_of(step)
-    with pytest.warns(UserWarning, match=r"give argument\[1\] as a float or a tensor") as warned:
+    with pytest.warns(UserWarning, match=r"pass argument\[1\] as a float or a tensor") as warned:
         for k in range(6):
             fast(torch.ones(2), k)
     assert len(warned) == 1 and len(fast.reasons) == 6

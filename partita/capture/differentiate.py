@@ -128,7 +128,9 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
     last = graph.find_nodes(op="placeholder")[-1]
     known: set[int] = set()
     for seed in seeds:
-        number, node = seed.number, nodes[seed.node]
+        number, node = seed.number, nodes.get(seed.node)
+        if node is None:  # no gradient depends on it: the step has frozen all that it leads to
+            continue
         with graph.inserting_after(last):
             last = graph.placeholder(f"cotangent_{number}")
         last.meta = {k: v for k, v in node.meta.items() if k != NOTE}

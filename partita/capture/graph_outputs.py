@@ -62,6 +62,7 @@ class GraphOutputs:
         result, constants, cleared: as in a `Program`.
         differentiable: the results that have a history, by index.
         seeds: the nodes at which the gradients of these results enter the graph.
+        separate_data: returns the tensor that is output for a tensor of the step.
     """
 
     def __init__(self, inputs: GraphInputs):
@@ -73,6 +74,7 @@ class GraphOutputs:
         self.cleared: list[int] = []
         self.differentiable: list[torch.Tensor] = []
         self.seeds: list[Seed] = []
+        self.separate_data: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
         self._places: dict[int, int] = {}
 
     def add_result(
@@ -264,6 +266,7 @@ class GraphOutputs:
     def _add_tensor(self, kind: str, value: torch.Tensor, **more: Any) -> None:
         more["tensor"] = self._places.setdefault(id(value), len(self.values))
         spec = more.pop("spec", None) or getattr(value, "_spec", None)
+        value = self.separate_data(value)
         if "gradient" not in kind and has_history(value):
             more["number"] = len(self.differentiable)
             self.differentiable.append(value)

@@ -687,6 +687,9 @@ class StepFunctionMode(TorchFunctionMode):
         self.called_last = ""
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
+        # By memory that an input had before `x.data = y`, or got by it: the input's former memory.
+        self._left: dict[int, torch.Tensor] = {}
+        self._taken: dict[int, torch.Tensor] = {}
         self.calls = LibraryCalls()
         with local_ops():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
@@ -737,10 +740,8 @@ class StepFunctionMode(TorchFunctionMode):
             self._written.setdefault(id(x), (x, before))
         HERE.trace.replace_value(x, value)
 
-    def copy_back(self) -> None:
-        """Write values that the step has assigned to `x.data` into inputs. Called at the end of the
-        trace.
-        """
+    def check_data(self) -> None:
+        """Raise CaptureError if a graph cannot repeat what the step has assigned to `x.data`."""
         with local_ops(), torch.no_grad():
             for x, memory in self._memory:
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
@@ -750,15 +751,53 @@ class StepFunctionMode(TorchFunctionMode):
                         Fix("x.data.copy_(y)", "keeps the memory of x"),
                     )
             self._refuse_shared_memory()
-            held = {before.untyped_storage()._cdata for _, before in self._written.values()}
+            for x, before in self._written.values():
+                self._left[before.untyped_storage()._cdata] = before
+                self._taken[x.untyped_storage()._cdata] = before
+
+    def copy_back(self) -> None:
+        """Write values that the step has assigned to `x.data` into inputs. Called at the end of the
+        trace.
+        """
+        with local_ops(), torch.no_grad():
             copies = []
             for x, before in self._written.values():
                 value = x.detach()
-                if value.untyped_storage()._cdata in held:
+                if value.untyped_storage()._cdata in self._left:
                     value = value.clone()  # otherwise it would be overwritten before it is read
                 copies.append((before, value))
             for before, value in copies:
                 before.copy_(value)
+
+    def is_given_memory(self, fake: torch.Tensor) -> bool:
+        """True if the step assigns to `.data` of this input, which then has other memory."""
+        return id(fake) in self._written
+
+    def separate_data(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns an output of the step; after `x.data = y` it may need another tensor.
+
+        In eager x then shares the memory of y. In the graph y is copied into x. So an output with
+        the memory of y becomes an alias of x, and one with the former memory of x becomes a copy.
+
+        Raises:
+            CaptureError: the output is another view of that memory, or has a history.
+        """
+        with local_ops(), torch.no_grad():
+            if not self._written or id(value) in self._inputs.identities:
+                return value
+            memory = value.untyped_storage()._cdata
+            before = self._taken.get(memory) if memory in self._taken else self._left.get(memory)
+            if before is None:
+                return value
+            one, other = ((t.shape, t.stride(), t.storage_offset()) for t in (value, before))
+            if one == other and not value.requires_grad:
+                return before.detach() if memory in self._taken else value.clone()
+        raise not_captured(
+            "an output of the step shares the memory that x had before x.data = y, or has since",
+            "a graph copies y into x, so a later write to one would not change the other",
+            Fix("return y.clone()", "if it is to keep its values"),
+            Fix("x.data.copy_(y)", "keeps the memory of x"),
+        )
 
     def _refuse_shared_memory(self) -> None:
         """Raise CaptureError if two inputs share memory after `x.data = y`.

@@ -151,6 +151,7 @@ def _capture(
             except Exception as error:
                 line = user_line_of(error)
                 raise
+            functions.check_data()
             functions.copy_back()
             with torch.no_grad():
                 found, of_result = pytree.tree_flatten(result)

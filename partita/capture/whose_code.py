@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -46,12 +45,6 @@ def is_recorded(filename: str) -> bool:
     if installed and any(part in path for part in _LIBRARIES_OF_TORCH):
         return False
     return installed or not path.startswith(_STDLIB)
-
-
-def is_of_partita(error: BaseException) -> bool:
-    """True if partita's code raised an error, and not the step or a library that it calls."""
-    path = os.path.abspath(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return path.startswith(_PARTITA) and not is_recorded(path)
 
 
 def is_user_module(module: Any) -> bool:

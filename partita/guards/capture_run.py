@@ -31,7 +31,6 @@ from partita.capture.fakes import is_symbolic
 from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
 from partita.capture.graph_outputs import list_trained, program_of_trace
 from partita.capture.tracer import Tracer
-from partita.capture.whose_code import is_of_partita
 from partita.comm import user_line
 from partita.graph.backend.executor import function_of
 from partita.graph.errors import (
@@ -176,8 +175,7 @@ def capture_step(
             has_symbols = run.numbers.traced or run.questions.reads
             is_final = isinstance(error, LayoutError) and not is_of_number(error.__cause__)
             if is_final or plain.why or not has_symbols:
-                of_step = not isinstance(error, LayoutError) and not is_of_partita(error)
-                if run.raised and (guesses.certain or of_step):
+                if run.raised and (guesses.certain or not isinstance(error, LayoutError)):
                     raise StepRaises(error, run.guards(refused=True)) from error
                 raise error
             # Symbolic numbers cannot do all that Python's can: try once more with plain floats.
@@ -409,6 +407,7 @@ class CaptureRun:
                     Fix("x = x.clone()", "before the step, or make the view in the step"),
                 )
         program.answers, program.requires_grad_writes = self.questions.answers, self._trained
+        program.given_memory = self._given_memory
         if program.answers.numeric:
             program.numeric_answers = extract_answers(program, program.answers.numeric)
         program.blocks = blocks
@@ -478,11 +477,18 @@ class CaptureRun:
             check_arguments((self.args, self.kwargs), self.record)
             self.other_tensors = self._list_compared_tensors()
             self._input_attributes.check_unchanged()
-            functions.copy_back()
+            functions.check_data()
+            self.outputs.separate_data = functions.separate_data
+            self._given_memory = frozenset(
+                (given.kind, given.index)
+                for given, fake in zip(self.inputs.all, self.inputs.fakes, strict=True)
+                if functions.is_given_memory(fake)
+            )
             self.meets_unknown_tensors = functions.meets_unknown_tensors
             self._collect_writes()
             with torch.no_grad():
                 self._collect_outputs(result)
+            functions.copy_back()
             tracer.finish_outputs()
             if self.questions.values:
                 self.outputs.add_unreturned("answers", self.questions.values)

@@ -38,7 +38,7 @@ from partita.tensor.dtensor import as_dtensor, checksum
 from partita.tensor.dtensor_gradients import clear_gradients
 from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import current
-from partita.tensor.uneven_pieces import give_room
+from partita.tensor.uneven_pieces import give_own_memory, give_room
 
 from . import Guards, Write
 from .answers import Answers
@@ -55,6 +55,7 @@ class CapturedProgram(Program):
         guards: the checks of the Python state that the step read at capture.
         writes: the changes of Python objects that each call repeats.
         requires_grad_writes: (index, value) of tensors whose `requires_grad` the step sets.
+        given_memory: (kind, index) of inputs that the step gives other memory (`x.data = y`).
         answers: the results of branches on values that the program assumes.
         blocks: which blocks were folded, and why others were not.
         work: the matrix products, for ledgers.
@@ -70,6 +71,7 @@ class CapturedProgram(Program):
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
     requires_grad_writes: list[tuple[int, bool]] = field(default_factory=list)
+    given_memory: frozenset[tuple[str, int]] = frozenset()
     answers: Answers = field(default_factory=Answers)
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
@@ -136,6 +138,28 @@ class CapturedProgram(Program):
                 give_room(held.grad if self.inputs[i].kind == "gradient" else held)
         self.overlap_check.note_held(tensors)
 
+    def _give_own_memory(
+        self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None
+    ) -> bool:
+        """Give memory of their own to inputs that the step gives other memory in eager.
+
+        The graph writes into the memory that it finds, which tensors outside of the step may share.
+
+        Args:
+            inputs: the local values of the inputs, which share their memory, too.
+
+        Returns:
+            True if an input has other memory now.
+        """
+        moved = False
+        for i, given in enumerate(self.inputs):
+            if (given.kind, given.index) in self.given_memory:
+                held = tensors[given.index]
+                held = held.grad if given.kind == "gradient" else held
+                is_alias = inputs is not None and inputs[i] is not held
+                moved |= give_own_memory(held, 1 + is_alias)
+        return moved
+
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
         """Runs the program in a call, and stores its outputs where the step would store them.
 
@@ -151,6 +175,8 @@ class CapturedProgram(Program):
             reads, inputs = [*tensors], None
             for i in self.view_copies:
                 reads[i] = current(tensors[i])
+        if self.given_memory and self._give_own_memory(reads, inputs):
+            inputs = None
         if self.numeric_answers is not None:
             numbers = self.numeric_answers.compute(reads, self._compute_numeric_answers)
             otherwise = self.answers.compare_numbers([int(t) for t in numbers])

@@ -148,6 +148,20 @@ def give_room(x: torch.Tensor) -> None:
             _data.__set__(x, copy_with_room(x.detach(), x._spec))
 
 
+def give_own_memory(x: torch.Tensor, holders: int) -> bool:
+    """Replace the memory of `x` by a copy if other tensors share it. Returns True if it did.
+
+    Args:
+        holders: the number of tensors that may share it, `x` included.
+    """
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+        if count_holders(x.untyped_storage()) <= holders + 1:  # the storage object is one, too
+            return False
+        _data.__set__(x, x.detach().clone())
+    give_room(x)
+    return True
+
+
 # -- padded pieces ---------------------------------------------------------------------------------
 
 
@@ -533,7 +547,8 @@ class _Tie(torch.autograd.Function):
         operands = list(tried.operands.values())
         if grad is None:
             return None, None, None, *[None] * len(operands)
-        _ = ctx.saved_tensors
+        if tried.saves:  # otherwise backward may run again, as on ranks with elements
+            _ = ctx.saved_tensors
         zeros: list[Any] = [torch.zeros_like(o) for o in ctx.operands]
         again = torch.is_grad_enabled()
         if not again and number in tried.lacking:

@@ -211,3 +211,87 @@ def test_tensors_that_would_share_memory_after_the_step_are_refused(write):
     with pytest.raises(pt.CaptureError, match=r"both share memory.*\n.*x\.data\.copy_\(y\)"):
         pt.compile(step, backend="graph")(torch.ones(3))
     assert one.tolist() == [1, 1, 1] and other.tolist() == [0, 0, 0]
+
+
+def return_new_data(w, v, kept):
+    y = w * 0.5
+    w.data = y
+    return [y]
+
+
+def return_former_data(w, v, kept):
+    former = w.detach()
+    w.data = w * 0.5
+    return [former]
+
+
+def exchange_and_return(w, v, kept):
+    first, second = w.data, v.data
+    w.data, v.data = second * 1.5, first * 2.5
+    return [first, second, w.data, v.data]
+
+
+def keep_new_data(w, v, kept):
+    kept.value = w.detach() * 0.5
+    w.data = kept.value
+    return [w.sum()]
+
+
+def update_all(w, v, kept):
+    for p in (w, v):
+        p.data = p.data - 0.1 * p.data.square()
+    return [w.sum() + v.sum()]
+
+
+class Kept:
+    value = None
+
+
+@pytest.mark.parametrize("placement", [None, pt.Shard(0), pt.Shard(1), pt.Replicate()], ids=str)
+@pytest.mark.parametrize(
+    "step",
+    [return_new_data, return_former_data, exchange_and_return, keep_new_data, update_all],
+    ids=lambda f: f.__name__,
+)
+def test_new_data_shares_memory_with_what_shares_it_in_eager(step, placement):
+    """Tensors that shared the former memory keep its values; writes to the new data are seen."""
+
+    def run(mesh, wrap):
+        def place(t):
+            return t if mesh is None else pt.distribute_tensor(t, mesh, [placement])
+
+        w, v = place(torch.full((5, 3), 0.5)), place(torch.full((5, 3), 0.7))
+        kept, found = Kept(), []
+        compiled = wrap(lambda: step(w, v, kept))
+        for _ in range(3):
+            before = [w.detach(), v.detach()]
+            results = compiled()
+            found += [t.clone() for t in before]
+            for factor, t in enumerate(results, 2):
+                t.mul_(factor)
+            if kept.value is not None:
+                kept.value.mul_(3)
+            found += [t.clone() for t in (w, v, *results)]
+        return [t if mesh is None else t.full_tensor() for t in found]
+
+    compiled = pt.compile(backend="graph")
+    want = run(None, lambda f: f)
+    if placement is None:
+        got = [run(None, compiled)]
+    else:
+        with pt.ranks(dp=3) as world:
+            got = world.run(run, compiled)
+    for values in got:
+        torch.testing.assert_close(values, want)
+
+
+def test_another_view_of_new_data_is_refused_as_a_result():
+    weight = torch.ones(4, 3)
+
+    def step():
+        weight.data = weight * 2
+        return weight.t()
+
+    with pytest.raises(pt.CaptureError, match=r"shares the memory that x had .*test_hooks"):
+        pt.compile(step, backend="graph")()
+    assert weight.eq(1).all()

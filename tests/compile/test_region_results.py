@@ -182,3 +182,21 @@ def test_parts_of_what_a_rematerialized_block_gathered_are_results():
     with pt.ranks(dp=2) as world:
         for found in world.run(run):
             torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with another"])
+def test_a_result_of_a_tensor_that_is_frozen_afterwards_has_no_gradient(others):
+    def run(wrap):
+        frozen, trained, unused = (torch.full((3,), v, requires_grad=True) for v in (1.0, 2.0, 3.0))
+
+        def step(x):
+            first = (x * frozen).sum()
+            frozen.requires_grad_(False)
+            return (first, (x * trained).sum(), unused) if others else (first, unused)
+
+        results = wrap(step)(torch.ones(3))
+        if others:
+            (results[0] + results[1]).backward()
+        return results[0].detach(), frozen.requires_grad, frozen.grad, trained.grad
+
+    torch.testing.assert_close(run(pt.compile(backend="graph")), run(lambda f: f))

@@ -222,8 +222,15 @@ def raise_on_a_float(held, x, bad):
     return x * 2
 
 
+def raise_by_an_index(held, x, bad):
+    """Torch's own error, which no Python function of torch raises."""
+    held.train(x)
+    return x.sum()[1] if bad else x * 2
+
+
 @pytest.mark.parametrize(
-    "body", [count_and_raise, raise_if_told, raise_by_a_shape, raise_on_a_float]
+    "body",
+    [count_and_raise, raise_if_told, raise_by_a_shape, raise_on_a_float, raise_by_an_index],
 )
 def test_what_a_step_writes_before_its_own_error_is_kept(body):
     def run(wrap):
@@ -233,7 +240,7 @@ def test_what_a_step_writes_before_its_own_error_is_kept(body):
         for bad in (True, False, True, False):
             try:
                 found.append(step(torch.ones(2, 3), bad))
-            except (KeyError, ValueError, RuntimeError) as error:
+            except (KeyError, ValueError, RuntimeError, IndexError) as error:
                 found.append(type(error))
             found += [held.model.weight.detach().clone(), held.calls[0]]
         return found

@@ -457,3 +457,17 @@ def test_indices_are_global_on_a_rank_with_a_part_of_the_rows_and_no_columns(nam
 
     with pt.ranks(a=2, b=2) as world:
         assert world.run(body) == [[0.0, 3.0, 7.0, 5.0]] * 4
+
+
+def test_a_rank_without_rows_goes_backward_twice_where_nothing_is_saved():
+    def run(mesh):
+        x = torch.ones(2, 3)
+        x = x if mesh is None else pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        total = x.requires_grad_().sum(0) + 1  # one device saves nothing, so nothing is freed
+        total.sum().backward(inputs=[x])
+        (total.sum() - 1).backward()
+        return x.grad if mesh is None else x.grad.full_tensor()
+
+    with pt.ranks(dp=3) as world:
+        for grad in world.run(run):
+            torch.testing.assert_close(grad, run(None))

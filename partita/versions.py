@@ -1,10 +1,12 @@
 """Versions: partita's own version, the tested versions of torch, and how torch versions differ.
 
 Code checks torch for a feature, not for its version number, because a build between two releases
-may have either form. Three differences need no check, because the same code works for all versions.
-torch 2.11 frees the tensors that an autograd node has saved when its result is freed
-(`remat/saved_state.py`). From 2.14 on a group norm raises for a piece without channels
-(`rules/table/norms_and_losses.py`), and `Function.apply` is in C (`tensor/dtensor_gradients.py`).
+may have either form. Three differences need no check, because the same code works for all versions:
+
+- torch 2.11 frees the tensors that an autograd node has saved when its result is freed
+  (`remat/saved_state.py`)
+- from 2.14 on a group norm raises for an input without channels (`rules/table/norms_and_losses.py`)
+- from 2.14 on `Function.apply` is in C (`tensor/dtensor_gradients.py`)
 """
 
 from __future__ import annotations

@@ -152,8 +152,7 @@ _Edge = tuple[Any, int]
 
 @dataclass
 class ResultPart:
-    """Results whose gradients must go through backward together, because they share autograd
-    history.
+    """Results whose gradients must go backward together, because they share autograd history.
 
     Attributes:
         results: the indices of the results.
@@ -168,10 +167,10 @@ class ResultPart:
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
-    """Groups results into parts that go backward together. A part comes before its ancestors.
+    """Groups results into parts that go backward together (`ResultPart`), in the order of backward.
 
-    A result and an ancestor are one part if they share the history of a value that is not a result.
-    In two parts, that history would be traversed twice, each time with a part of the gradient.
+    A result and one that it is computed from are one part if they share the history of another
+    value. Otherwise that history would be traversed twice, each time with a part of the gradient.
     """
     edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}

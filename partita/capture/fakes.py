@@ -206,9 +206,9 @@ class _Type(type):
 
 
 def identity_of(x: Any) -> int:
-    """Returns `id(x)`; for a fake tensor that replaces an input, the id of that input.
+    """Returns `id(x)`, but for a fake tensor the id of the input that it replaces.
 
-    The capture's torch-function mode handles this call like other reads of an input's facts
+    The capture's torch-function mode handles this call like a read of the input's properties
     (`graph_inputs.TensorFacts`).
     """
     if isinstance(x, FakeTensor) and has_torch_function_unary(x):
@@ -487,19 +487,19 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 
 
 def fake_mode() -> FakeTensorMode:
-    """Returns a fake mode in which shapes are static, and strides are the same as from kernels.
+    """Returns a FakeTensorMode with static shapes, in which results have the strides of real
+    kernels.
 
-    A new shape needs a new capture. The shape environment traces Python numbers. Without a shape
-    environment, Inductor would bypass its cache.
+    Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
     """
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
 
 class FakeMaker:
-    """Makes fake tensors that replace local tensors during capture.
+    """Makes the fake tensors that replace local tensors during capture.
 
-    Each fake comes with a snapshot: another fake of the same storage, which no call changes. Most
-    inputs of a step are dense tensors: shape, strides and storage describe them. Other tensors need
+    Each fake comes with a snapshot: another fake of the same storage, which no call changes. Dense
+    tensors are described by shape, strides and storage, which is fast. Other tensors need
     `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's capture.
 
     Args:
@@ -615,9 +615,11 @@ def tensors_written(
 
 
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Increment the version counters of tensors in lists that the op `func` writes.
+    """Increment the `_version` of tensors that an op over lists writes, because fakes do not count
+    it.
 
-    For direct operands torch does this. For tensors in lists the kernels do, but fakes run none.
+    For a tensor that is an operand itself, torch does so. For tensors in lists the kernels do,
+    which do not run.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with local_ops():

@@ -245,8 +245,7 @@ class GraphOutputs:
 
         Args:
             kind: "admitted" (plain tensors that ranks compare; an output for each value) or
-                "answers"
-                (results of branches; one output for all).
+                "answers" (results of branches; one output for all).
         """
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]

@@ -237,7 +237,7 @@ class CapturedOptimizers:
         recorder: Recorder,
         updates: BlockUpdates,
     ) -> Iterator[None]:
-        """Replace parameters and floats in the optimizers' groups by fakes, inside the block.
+        """Inside the block, fakes replace the parameters and floats in the optimizers' groups.
 
         Optimizer steps inside the block are set up to be captured. Tensors of the optimizers' state
         are replaced elsewhere, as slots.

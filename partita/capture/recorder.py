@@ -207,16 +207,13 @@ def _other_settings() -> CaptureError:
 
 
 class Recorder(FakeRunHooks, TorchDispatchMode):
-    """The dispatch mode that traces each ATen call of a step and writes notes on its nodes.
-
-    Calls get tensors with local shapes, because kernels implemented in Python read shapes. In
-    backward torch functions must be enabled, so a saved DTensor would return its global shape.
+    """The dispatch mode that adds a node for each ATen call of a step, with a note on its origin.
 
     Attributes:
         masks: the attention masks of the run.
         updating: True while an optimizer steps.
-        exact: the argument `held` of `with_exact_numbers` while an optimizer of torch steps;
-            otherwise None.
+        exact: while an optimizer of torch steps, the ids of the scalars that it keeps in float32
+            (see `with_exact_numbers`); otherwise None.
         regions_begun: the number of remat regions that have begun.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
@@ -889,7 +886,8 @@ def _list_views(node: fx.Node | None) -> list[fx.Node]:
 
 
 def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureError]]) -> None:
-    """Raise CaptureError if a tensor's shape changed in place and forward later reads a view of it.
+    """Raise CaptureError if forward reads a view of a tensor after the tensor's shape changed in
+    place.
 
     Args:
         changed: (last node before the change, views of the tensor, the error) for each change.

@@ -75,7 +75,7 @@ def capture(
     slots: Sequence[Slot] = (),
     blocks: BlockChoice | None = None,
 ) -> Program:
-    """Returns the program of `function(*args, **kwargs)`, over declared state.
+    """Captures `function(*args, **kwargs)` and returns its program. Its state is passed explicitly.
 
     - *State* is declared by the arguments: the parameters and buffers of `modules`, the state of
       `optimizers`, and tensors in `slots`. The function may read and write it, like the program.
@@ -319,8 +319,8 @@ class Tracer:
     def tracing(
         self, number: Callable[..., Any], copy_attributes: Callable[..., None]
     ) -> Iterator[None]:
-        """Inside the block, the state consists of fake tensors, and this thread's calls become
-        nodes.
+        """Inside the block, fake tensors replace the state, and this thread's calls become nodes of
+        the graph.
 
         Args:
             number: a function that returns the replacement of an optimizer's float, given its name,
@@ -375,7 +375,7 @@ class Tracer:
     # -- what comes out ----------------------------------------------------------------------------
 
     def collect_state(self) -> None:
-        """After the run, add the new values of the state to the graph's outputs.
+        """Add the values that the state has after the run to the graph's outputs.
 
         Raises:
             CaptureError: a slot no longer holds a tensor.
@@ -403,10 +403,8 @@ class Tracer:
         return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
 
     def finish_outputs(self) -> None:
-        """Add the outputs that come after the step's own.
-
-        They are the gradients of inputs for results that require grad, and the values that ranks
-        compare.
+        """Add gradients of inputs (for results that require grad), and values that ranks compare,
+        as outputs.
         """
         self.outputs.find_bases()
         if self.outputs.differentiable:

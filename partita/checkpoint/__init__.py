@@ -1,10 +1,9 @@
-"""Checkpoints: folders that a run writes and that a run on any mesh can load.
+"""Checkpoints: folders that a run writes, and that a run on any mesh can load.
 
 In reading order: `object_state` and `optimizer_state` (state dicts of objects, by name), `state`
-(the named tensors and values in a state), `folder` (atomic renaming; locks and checksums),
-`save_and_load` (`save`, `load`, and mismatches), `dcp_format` (torch's file format, and the parts
-of the files that a rank must read), `full_state` (whole values, also for `save_pretrained` and for
-safetensors files).
+(finds all tensors and values in a state), `folder` (writes a folder completely or not at all; locks
+and checksums), `save_and_load` (`save`, `load`), `dcp_format` (torch's file format), `full_state`
+(whole tensors, `save_pretrained`, safetensors files).
 """
 
 from .folder import is_checkpoint

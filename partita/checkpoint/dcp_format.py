@@ -1,10 +1,9 @@
-"""Torch's checkpoint format (`torch.distributed.checkpoint`): a reader that runs no code, and a
-writer.
+"""Torch's checkpoint format (`torch.distributed.checkpoint`): a safe reader, and a writer.
 
 A checkpoint is a folder. Its `.metadata` has, for each name, the shape, the dtype, and the position
-of each chunk in the `.distcp` files. Torch's own planners, reader and writer work on a rank's
-pieces. They trust the files, so these are checked first: unpickling the metadata creates only
-metadata, its chunks cover each piece to be read, and each chunk is in a file of the folder. Ranks
+of each chunk in the `.distcp` files. Torch's own planners, reader and writer are used. They trust
+the files, so these are checked first: unpickling the metadata creates only metadata and runs no
+code, its chunks cover each shard to be read, and each chunk is in a file of the folder. Ranks
 exchange messages, not pickles.
 
 This module is imported only when used: torch.distributed.checkpoint takes a second to import.

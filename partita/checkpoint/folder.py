@@ -296,7 +296,7 @@ def begin_replacement(home: Path) -> Replacement:
 
 
 def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
-    """Returns the lock by which loads of a checkpoint and its replacement exclude each other.
+    """Returns the lock that keeps a checkpoint from being replaced while it is loaded.
 
     Loads hold it shared, and a replacement holds it exclusively.
     """

@@ -1,10 +1,9 @@
-"""Whole values of a model and its optimizer, and back: state dicts and safetensors files.
+"""Full state dicts of a model and its optimizer, with whole plain tensors, and safetensors files.
 
-Use them to exchange weights with programs without layouts: files of other programs, a copy on one
-device, and `save_pretrained` of transformers, diffusers, peft and hub mixins (which writes the
-memory of a model's tensors). Tensors are gathered one after the other, so no rank holds more of the
-model than it returns. `save_pretrained` must be called on all ranks. While the library's method
-runs on one rank, the model holds whole values there instead of pieces, and the other ranks wait.
+They serve to exchange weights with programs without layouts, and for `save_pretrained` of
+transformers, diffusers, peft and hub mixins. Tensors are gathered one after the other, so no rank
+holds more of the model than it returns. `save_pretrained` must be called on all ranks. While the
+library's method runs on one rank, the model holds whole tensors there, and the other ranks wait.
 
 A safetensors file is eight bytes with the length of a header, the header (JSON: for each name the
 dtype, the shape and the position of its bytes) and the bytes

@@ -1,9 +1,11 @@
-"""State dicts of objects as trees of dicts and lists, and the entries that a new object lacks.
+"""State dicts of objects in the form that a checkpoint stores: nested dicts and lists.
 
 A name in a checkpoint is a path of strings and indices. Such a path cannot express every container:
 a deque, a tuple of tensors, an empty dict, a dict with numbers as keys. These are packed into a
-dict of their items, with the container's kind under `KIND`. Some entries are created only when an
-object runs, such as an optimizer's state. `grow_from_checkpoint` adds them to a new object.
+dict of their items, with the container's kind under `KIND`.
+
+Some entries are created only when an object runs, such as an optimizer's state.
+`grow_from_checkpoint` adds them to a new object.
 """
 
 from __future__ import annotations

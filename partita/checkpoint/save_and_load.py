@@ -1,11 +1,11 @@
 """Saving and loading of a state, by all ranks together, onto any mesh.
 
-Saving: each rank copies the pieces that it may have to write (it stages them). Training waits only
-for that copy. If several ranks hold a piece, one of them writes it; each rank computes from the
-layouts which rank that is. Rank 0 assigns the pieces, so that each is written once, and renames the
-folder when all ranks have written. For both steps ranks communicate through the control plane.
+Saving: each rank copies the shards that it may have to write (it stages them). Training waits only
+for that copy. If several ranks hold the same shard, one of them writes it; each rank computes from
+the layouts which rank that is. Rank 0 assigns the shards, so that each is written once, and renames
+the folder when all ranks have written.
 
-Loading: each rank reads its pieces, in place. Before anything is changed, mismatches are found from
+Loading: each rank reads its shards, in place. Before anything is changed, mismatches are found from
 the metadata, and damage by the checksums. They are raised as one error, the same on every rank.
 Checkpoints that torch wrote have no checksums, so each of their chunks is read twice.
 """

@@ -107,10 +107,10 @@ class Ledger:
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
-        """The operations of matrix products so far, as `(op, source, axes, operations)`.
+        """The flops of matrix products so far, as a list of `(op, source, axes, operations)`.
 
-        There is an entry for each rank, op, source line (`source`) and set of mesh axes over which
-        the work was divided. The rank is not in the tuple.
+        `axes` are the mesh axes along which all ranks repeat the products. Each rank has its own
+        entries.
         """
         return [(op, source, axes, n) for (_, op, source, axes), n in self._work.items()]
 

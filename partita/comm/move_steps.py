@@ -371,11 +371,11 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class PieceLayout:
-    """How a local tensor consists of one piece for each rank of a group, before or after a
-    collective.
+    """The positions in a local tensor of the pieces that a collective sends to, or gets from, each
+    rank.
 
-    A collective needs the pieces end to end in a buffer, in the group's order. If that differs from
-    the order in which the pieces lie in the tensor, the tensor itself cannot be the buffer.
+    A collective needs the pieces end to end in a buffer, in the group's order. If the local tensor
+    has them in another order, they are copied.
 
     Attributes:
         shape: the shape of the local tensor.

@@ -381,14 +381,12 @@ class SectionSchedule:
 
 @dataclass(eq=False)
 class Subgraph:
-    """A graph that nodes of another graph call. Equal parts of a step are calls of one subgraph.
+    """A graph that nodes of another graph call, such as one that equal blocks of a step share.
 
-    A calling node has the subgraph as its first operand.
-
-    A subgraph writes only by `copy_` into its inputs. A block with a backward is called twice, for
-    forward (`call_subgraph`) and for backward (`call_backward`); all others once. A section is a
-    part between two collectives that is compiled separately. Each of its results has its own
-    storage.
+    A calling node has the subgraph as its first operand. A subgraph writes only by `copy_` into its
+    inputs. A block with a backward is called twice: for forward (`call_subgraph`) and for backward
+    (`call_backward`). A section is a part between two collectives that is compiled separately; it
+    is called once, and each of its results has its own storage.
 
     Attributes:
         graph: the FX graph. Its output is a list, with None for outputs that nothing reads.

@@ -280,10 +280,11 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """How much a step recomputes in backward. A step's graph and its blocks share one object.
+    """How much a step recomputes in backward, as a number. The step's graph and its blocks share
+    it.
 
     Attributes:
-        number: the number of a choice of the pass `remat`; 0 recomputes nothing.
+        number: the index of a choice in the ordered list of the pass `remat`; 0 recomputes nothing.
         is_last: True if `remat` has found no further choice in any of the graphs.
     """
 

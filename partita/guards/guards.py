@@ -179,8 +179,8 @@ class Guards:
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of the expected values, to detect that a step is captured again for the
-        same ones.
+        """Returns a hash of the expected values. `History` uses it to recognize a repeated
+        capture.
         """
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 

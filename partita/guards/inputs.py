@@ -133,7 +133,9 @@ class State:
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def ids_searched(self) -> set[int]:
-        """Returns the ids of the modules, optimizers and containers that have been searched."""
+        """Returns the ids of the modules, optimizers and containers in which the search has
+        looked.
+        """
         held = (v for _, _, v in self.links)
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 

@@ -696,7 +696,9 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """Returns the number of attributes of a class, without those that partita adds."""
+    """Returns the number of attributes of a class, to detect new ones. Those of partita do not
+    count.
+    """
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added - sum(key.startswith(KEPT_IN_CLASS) for key in held)

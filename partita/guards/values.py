@@ -871,11 +871,12 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
 
 
 class CacheEpoch:
-    """Counts how often an `lru_cache` function has lost results that a step may use.
+    """Counts how often an `lru_cache` function has lost results that a captured step may use.
 
-    Calling it returns the count. The first call is before the step, the second after it. From then
-    on, entries that the step may have used are watched. A result that the step itself stored may be
-    dropped by a full cache. That counts only if `cache_clear()` was called.
+    Calling it returns the count, which a guard compares. A result is lost if it is dropped or
+    replaced. The first call is before the step, the second after it: from then on, the results that
+    the step may have used are watched. If a full cache drops a result that the step itself stored,
+    that does not count, unless `cache_clear()` was called.
     """
 
     def __init__(self, function: Any):

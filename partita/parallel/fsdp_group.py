@@ -1230,8 +1230,8 @@ class ZeroState(ShardedState):
         return "a parameter"
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
-        """Give the parameter `new`, which has replaced `old` in the model, the ZeRO layouts of
-        `old`.
+        """Copy the ZeRO layouts of the parameter `old` to `new`, which has replaced it in the
+        model.
         """
         own_state(new).zero_layouts = state_of(old).zero_layouts
 

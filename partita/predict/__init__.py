@@ -1,11 +1,14 @@
 """Predictions of the time, memory and traffic of a step, before it runs.
 
-In reading order, for a simulation: `machine` (a rank's processor and links, and the times of
-collectives), `strategy` (models by name, and how one is distributed), `transformers_model` (a model
-of transformers by its configuration), `simulate` (a graph simulated on streams, kernel by kernel).
-`calibrate` measures a machine. `autoplan` searches for the fastest training configuration. For code
-that is only planned: `rehearsal` (a call, and the memory of an eager step), `explain`. `show` draws
-layouts.
+In reading order:
+
+- simulation: `machine` (speed of processor and links, times of collectives), `strategy` (models by
+  name, and how one is distributed), `transformers_model` (a model of transformers), `simulate` (a
+  graph simulated kernel by kernel), `calibrate` (measures a machine), `autoplan` (searches for the
+  fastest training configuration)
+- planning without a simulation: `rehearsal` (runs a call on tensors without memory; memory of an
+  eager step), `explain` (how each call is planned)
+- `show`: draws layouts
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

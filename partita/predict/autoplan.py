@@ -1,8 +1,8 @@
-"""Plans by search: `pt.autoplan`, the fastest way to distribute a model that fits.
+"""Plans by search: `pt.autoplan`, the fastest way to train a model on given ranks that fits.
 
-A *way* is a mesh and a strategy. Lower bounds exclude ways, estimates decide which to simulate
-next, and simulations of a few blocks rank them. The best are simulated with all blocks. A bound is
-never above the result of a simulation. An estimate is only close to it. Both are computed from one
+A *way* is a mesh and a strategy. Most ways are never simulated: lower bounds of time and memory
+exclude them, and estimates decide which to simulate next. The rest are ranked by simulations of a
+few blocks, and the best are simulated with all blocks. Bounds and estimates are computed from one
 run of the unsharded model over tensors without memory, with one block and with two.
 """
 
@@ -327,7 +327,9 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """How many ways ended with each outcome of the search. The numbers add up to all ways."""
+        """The number of ways (mesh and strategy) for each outcome of the search. They add up to all
+        ways.
+        """
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 

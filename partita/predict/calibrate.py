@@ -1,4 +1,4 @@
-"""Calibration: the speed of this machine's kernels and collectives, measured while all ranks work.
+"""Calibration: measures the speed of this machine's kernels and collectives, while all ranks work.
 
 Every rank runs this module as a program. It calls a list of kernels (the *deck*) in random order,
 and collectives between them, as in a step. The time of a kernel is the CPU time of its median call,

@@ -247,9 +247,10 @@ class Machine:
         return None
 
     def reached_link(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """Returns the speed that collectives over these axes reach in practice.
+        """Returns the latency and bandwidth that collectives over these axes reach in practice.
 
-        That is a link of `links`, or otherwise a fraction (`efficiency`) of the slowest link.
+        They are those of a link in `links`, or a fraction (`efficiency`) of those of the slowest
+        link.
         """
         given = self.given_link(axes)
         if given is not None:
@@ -258,11 +259,10 @@ class Machine:
         return Link(link.latency, link.bandwidth * self.efficiency["link"])
 
     def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """Returns the slowest link that a collective over these axes of a mesh uses, at its peak
-        speed.
+        """Returns the slowest link that a collective over these mesh axes uses, at its peak speed.
 
         It is `host` if each collective stays within a host. Otherwise a collective runs one ring
-        for each rank that it has on a host, over that rank's own network port. So its bandwidth is
+        for each rank that it has on a host, each over its own network port. So its bandwidth is
         that multiple of `network`'s bandwidth, but at most `host`'s: eight ports of 25 GB/s were
         measured to carry 192 GB/s (github.com/NVIDIA, issue 812 of the collectives' library).
 

@@ -1,9 +1,9 @@
-"""Rehearsals: calls and steps on tensors without memory, which compute nothing and send nothing.
+"""Rehearsals: run calls and steps on tensors without memory, which compute and send nothing.
 
-A call is text, `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, or a function with its arguments. Fake
-tensors with the same layouts replace parameters, buffers and arguments. A dry wire, which sends
-nothing, replaces each wire. So the function makes the same plans as in a real run. Everything is
-restored afterwards.
+Fake tensors with the same layouts replace parameters, buffers and arguments, and a dry wire, which
+sends nothing, replaces each wire. So dispatch makes the same plans as in a real run. Everything is
+restored afterwards. A call is a function with its arguments, or text such as `F.linear(f32[8@dp,
+16], f32[32@tp, 16])`.
 
 For `pt.eager_memory` a step is created and run unchanged, with all its hooks, on a dry mesh. A
 schedule records each storage that a kernel allocates, that autograd frees or that ZeRO resizes. It

@@ -1,14 +1,14 @@
 """Simulations: `pt.simulate`, the time and memory of a step on a machine that you need not have.
 
-A step is captured and not run. Its memory comes from the graph's memory schedule. The graph is
-simulated as events on streams: one stream computes, and each set of mesh axes with collectives has
-another stream. A collective begins when the graph issues it, its operands are ready and its stream
-is free. The compute stream continues until the collective's wait. If a machine does not overlap
-communication, a collective occupies the processor when it is issued, and the wait for it follows at
-once (except for a sum). A kernel takes the longer of the times of its operations and of its bytes,
-at the reachable fraction of the peaks, plus a fixed cost (Williams, Waterman and Patterson 2009,
-"Roofline: an insightful visual performance model"). The result is a `Simulation`: numbers, a table,
-a timeline, a report.
+A step is captured and not run. Its memory comes from the graph's memory schedule. For its time, the
+graph is simulated as events on streams: one stream computes, and each set of mesh axes with
+collectives has another stream. A collective begins when the graph issues it, its operands are ready
+and its stream is free. The compute stream continues until the collective's wait.
+
+If a machine does not overlap communication, a collective occupies the processor when it is issued,
+and the wait for it follows at once (except for a sum). A kernel takes the longer of the times of
+its operations and of its bytes, at the reachable fraction of the peaks, plus a fixed cost
+(Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model").
 """
 
 from __future__ import annotations

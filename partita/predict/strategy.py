@@ -1,4 +1,4 @@
-"""Strategies: models by name, the ways to distribute one over ranks, and the step of each.
+"""Strategies: models by name, how to distribute one over ranks, and its training step.
 
 A *way* is a mesh and a strategy. `make_step` makes its training step, over tensors without memory
 (for a capture) or on a mesh. `write_code` and `train_options` write it as a program and a command.

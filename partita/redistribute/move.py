@@ -1,4 +1,4 @@
-"""Moves: what one collective or local copy does to a layout, its transpose, and what both cost.
+"""Moves: the steps of a redistribution, what each does to a layout, and what it costs.
 
 | kind           | on each of its axes | sends | its transpose                        |
 |----------------|---------------------|-------|--------------------------------------|
@@ -11,13 +11,14 @@
 | mask           | R -> P, I -> P      | no    | mask R -> P, retype R -> I           |
 | retype         | R -> I, I -> R      | no    | mask I -> P, all_reduce P -> I       |
 
-S is Shard, R Replicate, P Partial, I Invariant. The last column follows from the others: a
-transpose goes from the dual of the placement after the move to the dual of the placement before it,
-and `KINDS` names that move. The axes that split one dimension form a stack: only the innermost can
-leave it, and a new one becomes the innermost. A move over several axes is one collective over all
-their ranks, even if they split different dimensions. Each rank then cuts or joins its pieces.
+S is Shard, R Replicate, P Partial, I Invariant. The transpose is the move of the gradient in
+backward. It follows from the placements: it goes from the dual of the placement after the move to
+the dual of the placement before it. Each pair of placements has one kind; CONTRIBUTING.md says how
+to add one.
 
-Each pair of placements has one kind. CONTRIBUTING.md says how to add one.
+If several axes split one dimension, only the innermost can stop doing so, and a new one becomes the
+innermost. A move over several axes is one collective over all their ranks, even if they split
+different dimensions.
 
 Bytes are counted for ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:
@@ -27,7 +28,7 @@ Communication Operations in MPICH", section 4), over a group of n ranks:
     all_reduce      2 (n - 1)/n x whole
     all_to_all      (n - 1)/n x what the rank holds
 
-All sizes are the sizes on the mesh's first rank, which holds the largest piece of an uneven split.
+All sizes are those on the mesh's first rank, which holds the largest shard of an uneven split.
 
 Seconds only serve to compare plans. A collective takes `LATENCY` plus its bytes divided by
 `BANDWIDTH`; an all-to-all takes `LATENCY` once for each `AT_ONCE` other ranks. A local copy takes

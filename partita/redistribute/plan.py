@@ -1,11 +1,12 @@
-"""Redistribution plans: the cheapest path of moves from one layout to another.
+"""Redistribution plans: the cheapest sequence of moves from one layout to another.
 
-A single move is tried first. Nearly all redistributions need just one move. Then no path is
-cheaper, unless uneven pieces are padded so much that two moves send less. Otherwise a uniform-cost
-search goes from layout to layout, one legal move at a time. Four rules keep the search small. They
-also make the moves independent of the tensor's size, as a reader expects:
+A single move is tried first; nearly all redistributions need just one. Otherwise (or if uneven
+shards would be padded so much that two moves send less) a uniform-cost search goes from layout to
+layout, one legal move at a time. Four rules keep the search small, and make the moves independent
+of the tensor's size:
 
-- An axis that needs no change (same placement, same outer part of its stack) is not touched.
+- An axis that needs no change is not touched. It needs one if its placement changes, or if the axes
+  that split its dimension before it change.
 - An axis becomes Partial, or is sliced or scattered, only if that is its final placement.
 - Partial becomes Shard by reduce-scatter, not by all-reduce and slice. Invariant does not become
   Shard by way of Replicate, which would be the same detour in backward.

@@ -329,7 +329,9 @@ class KeepMode(KernelsOfCall):
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
-        """Record `x`, the result of a redistribution within the call."""
+        """Record `x`, the result of a redistribution that the call makes, like a kernel's
+        result.
+        """
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
@@ -545,14 +547,18 @@ class OpaqueSaves:
         self._starts = {(storage_id(t), t.dtype): i for i, t in enumerate(inputs)}
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
-        """Returns `(input, size, stride, offset)` if `t` is a view of an input of the call, else
-        None.
+        """Returns `(input, size, stride, offset)` if `t` is a view of an input of the opaque call,
+        else None.
         """
         i = self._starts.get((storage_id(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def record_saved(self, t: torch.Tensor) -> bool:
-        """Record a saved tensor that is not a view of an input. Returns True if it is kept."""
+        """Records a tensor that autograd saves inside the call, unless it is a view of an input of
+        the call.
+
+        Returns True if it was recorded.
+        """
         if self._keeps:
             self.own.append(make_local_alias(t))
         self._sizes |= _sizes_of_storages([t])

@@ -1,8 +1,8 @@
 """Facts of a training run, as a report shows them: from its log, and from the timeline of a step.
 
-A log has one event per line, such as a step with its loss. Each event is checked when it is read. A
-timeline has the events of each stream (kernels and collectives), simulated or measured, and can be
-written as a trace.
+A log has one event per line, such as a step with its loss, which is checked when it is read. A
+timeline has the kernels and collectives on each stream, simulated or measured, and can be written
+as a trace.
 """
 
 from __future__ import annotations

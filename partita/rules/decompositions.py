@@ -396,10 +396,10 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 
 
 def make_mean_loss(loss: Any) -> Any:
-    """Returns a function that computes the mean of a loss over class indices.
+    """Makes a function that computes the mean of a loss such as cross-entropy, on a sharded batch.
 
-    It is for ranks that have all classes. Each rank sums the losses of its samples by torch's
-    kernel, and divides by the weight of the samples of all ranks.
+    Each rank sums the losses of its samples by torch's kernel, and divides by the weight of the
+    samples of all ranks. Each rank must have all classes.
     """
 
     def run_in_wide_dtype(

@@ -76,8 +76,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Products:
-    """How a sentence combines its operands: as a sum of products. Numbers are indices into its
-    terms.
+    """How some operands of a sentence are combined: a sum of products, such as `a * b + c`.
+
+    Attributes:
+        products: the factors of each addend, as indices into the sentence's terms.
+        linear: True if the op is linear in each factor.
     """
 
     products: tuple[tuple[int, ...], ...]

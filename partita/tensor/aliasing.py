@@ -194,7 +194,7 @@ def is_without_overlap(t: Any) -> bool:
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
-    """Returns the tensor of which a view copy is, through other view copies, finally a view.
+    """Returns the source of a view copy; if that is a view copy itself, its source, and so on.
 
     Returns:
         The tensor; a function that makes the view of it, or None if tensors are among the arguments

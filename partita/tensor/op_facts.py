@@ -428,9 +428,9 @@ def _list_aten_overloads() -> dict[str, list[str]]:
 
 @cache
 def cast_of(op: str, device_type: str) -> Cast | None:
-    """Returns how autocast casts an op's operands on a device type.
+    """Returns how autocast casts an op's operands on a device type; None if it does not cast them.
 
-    None if autocast does not list the op, but ops that it calls.
+    Autocast may still cast the operands of ops that it calls.
     """
     overloads = _list_aten_overloads().get(op)
     if overloads is None:
@@ -469,13 +469,11 @@ def without_any_autocast() -> AbstractContextManager[None]:
 
 
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
-    """Wraps the function `run`, which implements `op`, so that autocast treats it as it treats
-    `op`.
+    """Wraps `run`, a decomposition of the op `op`, so that autocast handles it like `op`.
 
-    Torch casts the operands of the ops on its lists, and runs them without autocast. A decomposed
-    op must behave like `op` and not like the ops inside: its operands are cast first, and autocast
-    is off inside. The dispatcher shows which ops are listed for a device. The table here has the
-    cast of each, by default to float32.
+    Its operands are cast first, and autocast is off inside: the ops that it calls are not cast
+    again. The dispatcher says which ops autocast lists for a device. The table here has the cast of
+    each op, by default to float32.
 
     Args:
         inplace: True if `run` implements the in-place op, which is on no list.
@@ -779,11 +777,12 @@ def _operator_of(func: Function) -> Operator | None:
 
 
 def find_unknown_effect(target: Any) -> str:
-    """Returns why a call of a custom operator may have an unknown side effect; "" if it has none.
+    """Returns why a custom operator may have a side effect that a graph would not record; "" if it
+    has none.
 
-    The schema and the registration must show that it only returns new tensors. By the contract of
+    Its schema and registration must show that it only returns new tensors. By the contract of
     `torch.library.custom_op` it sends nothing, and has a tag if it draws random numbers. The same
-    is assumed if it has a rule, because it then runs on a rank's piece.
+    is assumed if it has a rule, because it then runs on local tensors.
     """
     if not isinstance(target, OpOverload):
         return "it has no schema"

@@ -529,7 +529,7 @@ def freeze_value(value: Any) -> Any:
 def check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
-    """Raise Unkeyed if an argument outside the plan's key could change the result.
+    """Raise Unkeyed if an argument that is not in a plan's key could change the result.
 
     Such are another name of a parameter, a tensor, an infinite factor (see `infinite_factors`), and
     `inplace=True`.

@@ -1,4 +1,4 @@
-"""Specs, and other data that are stored for a DTensor besides its elements, and for a thread.
+"""What is stored for a DTensor besides its elements: its spec, and other data (`TensorState`).
 
 A spec is a global layout and this rank's wire (connection to the mesh). `spec_of` makes one for
 each layout and wire. So two specs are equal exactly if they are the same object, and a plan is

@@ -71,8 +71,8 @@ class TraceHooks:
         return None
 
     def limit_bucket(self, nbytes: int) -> int:
-        """Returns the most bytes of gradients that one collective may reduce; -1 for one gradient
-        each.
+        """Returns how many bytes of gradients one all-reduce may join; a capture returns -1: join
+        none.
         """
         return nbytes
 

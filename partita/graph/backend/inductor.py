@@ -98,11 +98,11 @@ def build(
 
 
 def cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
-    """Returns the sections of a program's graph; None if it is to be compiled as a whole.
+    """Returns a program's graph cut into sections; None if it should be compiled as a whole.
 
-    If blocks are calls of sections, the graph is cut between these, too. A graph that checks a
-    value is always cut, with the check between two sections. A compiler might drop the check, or
-    run it after the calls that it must prevent.
+    A graph that checks a value is always cut, with the check between two sections. A compiler might
+    drop the check, or run it after the calls that it must prevent. If blocks are calls of sections,
+    the graph is cut between these, too.
     """
     nodes = program.graph.graph.nodes
     checks = any(map(checks_value, nodes))
@@ -615,12 +615,11 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """Returns a saved result of Inductor without data that only the compiler reads, so it loads
-    faster.
+    """Returns a saved result of Inductor without data for its compiler, so that it loads faster.
 
-    Private torch: its format. Torch saves data to compile the result again, and generated code
-    imports the compiler for a few names, which takes most of the time of a load. Here these names
-    are replaced (`_LINES`). If a new torch writes a part differently, that part stays as it is.
+    Torch saves data to compile the result again, and generated code imports the compiler for a few
+    names. These names are replaced (`_LINES`). Private torch: the format. If a new torch writes a
+    part differently, that part stays as it is.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result

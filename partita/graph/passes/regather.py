@@ -239,7 +239,9 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Returns the nodes that pack (pad, view, copy or cast) the operand of a collective.
+    """Returns the nodes that only bring the operand of a collective into form, and what these read.
+
+    They pad, view, copy or cast.
 
     Returns:
         The collective and these nodes; and the nodes that they read.

@@ -1,9 +1,9 @@
-"""Recomputation: values are computed again in backward instead of being kept until then.
+"""Recomputation: values are computed again in backward instead of being kept from forward.
 
-In regions of `pt.remat` these are all values, except values that a policy keeps and values that
-nodes outside read. For a budget of the step there is an ordered list of choices (`_make_levels`). A
-`RecomputeLevel` is the number of the choice for the graphs of a step and its blocks (`FormSearch`
-finds the number).
+In regions of `pt.remat` these are all values, except those that a policy keeps or that nodes
+outside read. To keep a memory budget of the step, the pass has an ordered list of choices
+(`_make_levels`), each of which recomputes more. `FormSearch` finds the first that suffices; its
+number is the `RecomputeLevel`.
 """
 
 from __future__ import annotations

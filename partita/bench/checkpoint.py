@@ -1,10 +1,9 @@
-"""A bench of checkpoints.
-
-How long does a checkpoint stop training, compared with a copy alone and with torch's own?
+"""A bench of checkpoints: how long they stop training, compared with a copy alone and with torch's
+own.
 
 Ranks hold the shards of a few large weights. Each round times, one after the other:
 
-- the copy of this rank's pieces into existing memory, which every asynchronous save needs
+- the copy of this rank's shards into existing memory, which every asynchronous save needs
 - `pt.save`
 - the call of `pt.async_save` that allocates its memory (as the first of a run), and one that reuses
   it

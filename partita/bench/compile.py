@@ -1,6 +1,4 @@
-"""A bench of compiled steps.
-
-What does a compiled step cost, relative to the same compute without communication, and to rivals?
+"""A bench of compiled steps: their cost relative to compute without communication, and to rivals.
 
     train    a GPT on 2 and 4 Gloo ranks: each rank alone, DDP and FSDP2, ZeRO-3 and data parallel
              by partita, all of them eager and compiled, and SimpleFSDP (a parametrization that

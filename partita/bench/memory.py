@@ -1,6 +1,4 @@
-"""A bench of memory.
-
-How many bytes does a step need at most, predicted and counted, compared with rivals?
+"""A bench of memory: the peak bytes of a training step, predicted, counted, and of rivals.
 
 Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3 (compiled and eager) and by FSDP2, in
 one run. All bytes count that torch's CPU allocator has allocated above those held between steps.

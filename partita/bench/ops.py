@@ -1,11 +1,10 @@
-"""A sweep over torch's ops.
+"""A sweep over torch's ops: which are right on DTensors, for each class of layouts of their
+arguments.
 
-How many of torch's ops are right on DTensors, in every class of layouts of their arguments?
-
-Runs every op of torch's own list (OpInfo) with its samples, forward and backward, on a mesh of Gloo
-ranks, and compares with one device. Arguments are whole, sharded evenly, sharded unevenly, Partial,
-or mixed. An op is right in a class if all its samples are. "raise" means a LayoutError with a
-reason, equal on all ranks.
+It runs every op of torch's own list (OpInfo) with its samples, forward and backward, on a mesh of
+Gloo ranks, and compares with one device. Arguments are whole, sharded evenly, sharded unevenly,
+Partial, or mixed. An op is right in a class if all its samples are. "raise" means a LayoutError
+with a reason, equal on all ranks.
 """
 
 from __future__ import annotations

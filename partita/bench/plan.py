@@ -1,9 +1,10 @@
-"""A bench of plans.
+"""A bench of plans: is the training configuration that `pt.autoplan` ranks first really the
+fastest?
 
-Is the way that a plan ranks first really the fastest? This machine is calibrated at 4 ranks, and
-the models of the four examples are planned for them. The plan's ten best ways, and five random
-others, train on as many Gloo ranks, compiled and run node by node, in turns. The bench prints how
-much slower the first way is than the fastest measured one, which must be at most 10 %.
+This machine is calibrated at 4 ranks, and the models of the four examples are planned for them. The
+plan's ten best ways, and five random others, train on as many Gloo ranks, compiled and run node by
+node, in turns. The bench prints how much slower the first way is than the fastest measured one,
+which must be at most 10 %.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A bench of predicted memory.
-
-Is the predicted memory peak of a compiled step equal to the counted one?
+"""A bench of predicted memory: compares the predicted peak of compiled steps with the counted one.
 
 Six models train on Gloo ranks by AdamW, data parallel and with each ZeRO stage, with and without
 remat. The bench prints the predicted peak of each (`step.memory.peak`) and the counted one: all

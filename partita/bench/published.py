@@ -1,8 +1,8 @@
-"""A bench of published runs.
+"""A bench of published runs: compares the simulated speed of runs on GPUs with the published one.
 
-How close is the simulated speed of a run on GPUs to the published one? For each machine, one number
-is tuned: the efficiency of matrix products, so that the first run has its published speed. All
-other figures come from the machine's file. The other runs are then predicted.
+For each machine, one number is tuned: the efficiency of matrix products, so that the first run has
+its published speed. All other figures come from the machine's file. The other runs are then
+predicted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A bench of simulations.
+"""A bench of simulations: compares the simulated seconds of training steps with measured ones.
 
-How close are the simulated seconds of a step to the measured ones? This machine is calibrated at 2
-and at 4 ranks, without running any model. Then models of the examples train on as many Gloo ranks,
-compiled and run node by node: in twelve ways with ZeRO, tensor parallelism and remat, and in eight
-more with other widths and lengths. Each is simulated, and timed in the same processes. Failures are
-printed, too. With --peaks the bench prints predicted and counted memory peaks of the twelve
-instead: those of the compiled step, and of the same step run eagerly.
+This machine is calibrated at 2 and at 4 ranks, without running any model. Then models of the
+examples train on as many Gloo ranks, compiled and run node by node: in twelve configurations with
+ZeRO, tensor parallelism and remat, and in eight more with other widths and lengths. Each is
+simulated, and timed in the same processes. Failures are printed, too.
+
+With --peaks the bench prints predicted and counted memory peaks of the twelve instead: those of the
+compiled step, and of the same step run eagerly.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A bench of whole training steps on one device, beside rivals.
+"""A bench of whole training steps on one device: alone, under ZeRO-3, and under FSDP2.
 
-How long does a step take on one GPU: alone, sharded by FSDP2 and by partita's ZeRO-3, eager and
-compiled? Sharded ways run on a fake process group: each rank's share of the work, its copies and
-the host's time are real, but collectives move nothing. Models compute in bfloat16, and their
-parameters are float32, updated by fused AdamW. The model alone uses autocast. Sharded models use
-the mixed-precision policies of FSDP2 and of ZeRO-3, which gather bfloat16 and reduce float32.
+Each way is timed eagerly and compiled. Sharded ways run on a fake process group: each rank's share
+of the work, its copies and the host's time are real, but collectives move nothing. Models compute
+in bfloat16, and their parameters are float32, updated by fused AdamW. The model alone uses
+autocast. Sharded models use the mixed-precision policies of FSDP2 and of ZeRO-3, which gather
+bfloat16 and reduce float32.
 
 The ways run one after another, each in its own process, so that none affects another. The table has
 for each way: the mean time of consecutive steps; the fraction of the device's peak that the model's
@@ -249,7 +249,8 @@ def _local(loss: torch.Tensor) -> torch.Tensor:
 
 def _count_kernels(step: Any) -> tuple[int, float]:
     """Returns the number of kernels and copies of a step on the device, and their total time in
-    milliseconds."""
+    milliseconds.
+    """
     # `acc_events`: torch 2.12 and earlier warn without it, though there is one cycle.
     with torch.profiler.profile(activities=activities_to_profile(), acc_events=True) as found:
         step()

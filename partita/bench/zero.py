@@ -1,6 +1,4 @@
-"""A bench of sharded training.
-
-What does sharded training cost, relative to the same compute without communication?
+"""A bench of sharded training: its cost relative to the same compute without communication.
 
 A GPT is trained on Gloo ranks, each with its own rows of a batch: without communication (each rank
 has its own model), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns in each round

@@ -49,7 +49,7 @@ class Scalar:
 # -- while a step is traced ------------------------------------------------------------------------
 
 
-def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def replace_symbolic_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the arguments of a call; symbolic numbers are replaced by values if `func` needs
     these.
 

@@ -24,8 +24,8 @@ from partita.graph.errors import CaptureError, UnsureOfWrites, not_captured
 from partita.graph.fake_values import call_without_memory
 from partita.graph.graph_nodes import NOTE, add_call, copy_node, note_of
 from partita.graph.shared_memory import (
+    have_same_memory_format,
     last_element_offset,
-    lie_alike,
     operands_written,
     overlapping_results,
     part_of,
@@ -308,7 +308,9 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
     for place in cut:
         first, calls = views_of(values[place])
         shown = [n.meta["val"] for n in (first, *calls)]
-        if first.op == "placeholder" and all(lie_alike(one, shown[0]) for one in shown):
+        if first.op == "placeholder" and all(
+            have_same_memory_format(one, shown[0]) for one in shown
+        ):
             values[place] = first
     end.args = (values,)
     for pair in overlapping_results(graph):
@@ -339,7 +341,9 @@ def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list
 
 def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
     """Repeat the view calls `calls`, starting with `value` in place of their original operand."""
-    if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
+    if calls and not have_same_memory_format(
+        value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]
+    ):
         raise _make_view_error(calls[0])
     for call in calls:
         if facts_of(call.target).is_alias:

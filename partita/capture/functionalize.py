@@ -41,8 +41,8 @@ from partita.graph.graph_nodes import (
     written_operands,
 )
 from partita.graph.shared_memory import (
+    have_same_memory_format,
     keep_apart,
-    lie_alike,
     memory_that_is_written,
     overlapping_results,
     part_of,
@@ -131,7 +131,11 @@ def _remove_redundant_nodes(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is _aten.copy.default:
             into, value = (n.meta.get("val") for n in node.args[:2])
-            alike = into is not None and lie_alike(into, value) and into.device == value.device
+            alike = (
+                into is not None
+                and have_same_memory_format(into, value)
+                and into.device == value.device
+            )
             if alike and not node.args[2:]:
                 node.replace_all_uses_with(node.args[1])
                 graph.erase_node(node)
@@ -474,7 +478,7 @@ class _Rewrite:
         except Exception as error:
             raise UnsureOfWrites from error
         new.meta["val"] = value
-        if old is not None and not lie_alike(value, old.meta.get("val")):
+        if old is not None and not have_same_memory_format(value, old.meta.get("val")):
             self.other_strides.add(new)
         return new
 
@@ -520,7 +524,7 @@ class _Rewrite:
         shown = [(old, value), *self._without_views(old, value, memory)]
         self.written[memory] += 1
         for node, now in shown:
-            if not lie_alike(now.meta["val"], node.meta["val"]):
+            if not have_same_memory_format(now.meta["val"], node.meta["val"]):
                 self.other_strides.add(now)
             self.latest[memory][part_of(node.meta["val"])] = self.written[memory], now
             self.of[node], self.made_at[node] = now, self.written[memory]

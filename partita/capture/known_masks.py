@@ -248,8 +248,8 @@ class KnownNode:
 
     @property
     def large_count(self) -> int:
-        """The number of nodes that are too large to be computed whole, so that blocks are
-        computed.
+        """The number of nodes that are too large to be computed at once; they are computed block by
+        block.
         """
         return sum(node not in self._values for node in self._order)
 

@@ -28,7 +28,7 @@ HOMES_OF_SLOTS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def attributes_restored(
-    homes: Sequence[dict[str, Any]], is_filled: Callable[[Any], bool]
+    homes: Sequence[dict[str, Any]], contains_fake: Callable[[Any], bool]
 ) -> Iterator[list[dict[str, Any]]]:
     """After the block, restore attributes in which the block has stored fake tensors.
 
@@ -36,7 +36,7 @@ def attributes_restored(
 
     Args:
         homes: dictionaries of attributes.
-        is_filled: a predicate: True for a fake, and for a container that holds one.
+        contains_fake: a predicate: True for a fake, and for a container that holds one.
 
     Yields:
         The attributes before the block.
@@ -54,24 +54,26 @@ def attributes_restored(
         yield before
     finally:
         for home, held in zip(homes, before, strict=True):
-            for key in find_filled_keys(home, is_filled):
+            for key in find_keys_with_fakes(home, contains_fake):
                 if key in held:
                     home[key] = held[key]
                 else:
                     del home[key]
         for value, base, items in containers:
-            if is_filled(value):
+            if contains_fake(value):
                 base.clear(value)
                 (base.update if issubclass(base, dict) else base.extend)(value, items)
 
 
-def find_filled_keys(home: dict[str, Any], is_filled: Callable[[Any], bool]) -> list[str]:
+def find_keys_with_fakes(home: dict[str, Any], contains_fake: Callable[[Any], bool]) -> list[str]:
     """Returns the names of the attributes in `home` whose value is, or holds, a fake.
 
     Args:
-        is_filled: the predicate that decides this.
+        contains_fake: the predicate that decides this.
     """
-    return [key for key, value in home.items() if key not in HOMES_OF_SLOTS and is_filled(value)]
+    return [
+        key for key, value in home.items() if key not in HOMES_OF_SLOTS and contains_fake(value)
+    ]
 
 
 def is_list_of_parameters(value: Any, before: Any) -> bool:
@@ -107,7 +109,7 @@ def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
         left = [
             prefix + key
             for (prefix, home), held in zip(named, before, strict=True)
-            for key in find_filled_keys(home, _holds_fake)
+            for key in find_keys_with_fakes(home, _holds_fake)
             if not is_list_of_parameters(home[key], held.get(key))
         ]
     if left:

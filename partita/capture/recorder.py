@@ -100,7 +100,7 @@ from .fakes import (
     read_unknown,
     tensors_written,
 )
-from .functional_calls import REPLACED, taken_as_numbers, takes_number, with_exact_numbers
+from .functional_calls import REPLACED, replace_symbolic_numbers, takes_number, with_exact_numbers
 from .functional_memory import ReplacedData
 from .graph_inputs import GraphInputs, TensorFacts, is_fact
 from .known_masks import ATTENTION, KnownMasks
@@ -285,7 +285,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             raise not_an_input(user_line())
         if facts_of(func).changes_metadata:
             self._separate_written(func, args, kwargs)
-        args, kwargs = taken_as_numbers(func, args, kwargs)
+        args, kwargs = replace_symbolic_numbers(func, args, kwargs)
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
         out = self._trace_or_repeat(func, args, kwargs)
@@ -516,7 +516,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._made.append((made, out))
 
     def add_alias(self, made: torch.Tensor) -> fx.Node:
-        """Adds an alias node for the tensor `made`, which from now on is the node of `made`."""
+        """Adds a node that is an alias of the fake tensor `made`; later reads of `made` use this
+        node.
+        """
         shown = node_of(made)
         assert shown is not None
         node = add_call(self.graph, DETACH, (shown,))

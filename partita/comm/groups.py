@@ -197,7 +197,7 @@ class GroupWire(Wire):
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """Returns a process group of all ranks of the mesh; None if there are no others.
+        """Returns a process group of all ranks of the mesh; None if there are no other ranks.
 
         Other meshes with the same ranks may share its store.
         """

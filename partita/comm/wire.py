@@ -307,9 +307,9 @@ class Wire(Transport):
         return [mine] * self.mesh.size()
 
     def group_of_all(self) -> Any:
-        """Returns the process group of all ranks of the mesh.
+        """Returns the process group of all ranks of the mesh, for comparisons between ranks.
 
-        None for simulated ranks, which are always compared, and if there are no other ranks.
+        None if there are no other ranks, and for simulated ranks, which need no group.
         """
         return None
 

@@ -151,10 +151,10 @@ def part_of(t: torch.Tensor) -> Any:
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
 
-def lie_alike(a: Any, b: Any) -> bool:
+def have_same_memory_format(a: Any, b: Any) -> bool:
     """True if two tensors (or lists of tensors) have equal shapes, strides and dtypes."""
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(lie_alike, a, b))
+        return len(a) == len(b) and all(map(have_same_memory_format, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return a is None and b is None
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

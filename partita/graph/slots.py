@@ -1,8 +1,8 @@
-"""Slots: the places where a step's state is stored.
+"""Slots: the places where the tensors of a step's state are stored.
 
-A slot is an item `home[key]`. Its home is a dictionary, a list, or an object of this module that
-reads and writes another kind of place by item access. A program reads inputs from slots and writes
-outputs to them.
+A slot is an item `home[key]`, such as `module._parameters["weight"]`. Its home is a dictionary, a
+list, or an object of this module that gives access by item to something else, such as an
+optimizer's group. A program reads inputs from slots and writes outputs to them.
 """
 
 from __future__ import annotations

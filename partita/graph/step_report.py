@@ -23,7 +23,7 @@ from .graph_nodes import call_subgraph, subgraph_of, subgraphs_in
 from .memory import Buffer, Memory, memory_of
 from .passes import Change, record_changes
 from .passes.pass_manager import GraphFigures, format_figure
-from .passes.remat import count_made_again
+from .passes.remat import count_recomputed
 from .program import Program
 from .step_forms import CapturedForms, RewrittenBlock
 
@@ -149,9 +149,9 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
     calls = Counter(map(subgraph_of, graph.find_nodes(op="call_function", target=call_subgraph)))
     for section, count in calls.items():
         assert section is not None
-        if again := count_made_again(section.graph.graph):
+        if again := count_recomputed(section.graph.graph):
             lines.append(f"{section.name}: {again} calls made again, each of {count} times")
-    if again := count_made_again(graph):
+    if again := count_recomputed(graph):
         where = " outside of sections" if calls else ""
         lines.append(f"{again} calls made again{where}")
     return "\n".join(lines)

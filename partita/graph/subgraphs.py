@@ -33,7 +33,7 @@ from .graph_nodes import (
     note_of,
     subgraph_calls,
 )
-from .shared_memory import lie_alike
+from .shared_memory import have_same_memory_format
 
 
 def inline_subgraphs(
@@ -155,4 +155,4 @@ def _is_alias(node: fx.Node) -> bool:
         return True
     if node.target is not torch.ops.aten.view.default:
         return False
-    return lie_alike(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
+    return have_same_memory_format(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]

@@ -105,7 +105,7 @@ class CapturedNumbers:
         self.traced[str(found.node.expr)] = given
         return found
 
-    def asked_zeros(self) -> bool:
+    def note_zeros_read(self) -> bool:
         """True if the step has read or compared a float input whose value is zero.
 
         Such a float is a constant in the next run, because code often tests `if weight_decay != 0`.
@@ -119,7 +119,7 @@ class CapturedNumbers:
         self.plain.named.update(found)
         return bool(found)
 
-    def keep_plain(self, numbers: Sequence[Input]) -> bool:
+    def make_constants(self, numbers: Sequence[Input]) -> bool:
         """Make these floats constants of the program, from the next run on.
 
         Returns True if one of them is a graph input in this run, so that another run is needed.

@@ -110,7 +110,7 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
         known: maps the id of a container of the call to the one that was made of it.
     """
     if pytree.tree_is_leaf(call):
-        if type(call) not in LEAVES and id(call) not in known and is_taken_apart(call):
+        if type(call) not in LEAVES and id(call) not in known and is_flattened(call):
             known[id(call)] = made
             base, items = _items_of_object(call)
             for key, value in items:
@@ -133,12 +133,12 @@ def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
     return [structure.context[0], *within] if structure.type is _Parts else within
 
 
-def is_taken_apart(value: Any) -> bool:
+def is_flattened(value: Any) -> bool:
     """True if `flatten_call` flattens this object into its tensors and values."""
     return _ObjectFlattener().open(value) is not value
 
 
-def refuse_closed(name: str, leaf: Any) -> None:
+def refuse_unflattenable(name: str, leaf: Any) -> None:
     """Raise CaptureError if an argument is an object that holds tensors but cannot be flattened.
 
     Its tensors could not become inputs of the graph.

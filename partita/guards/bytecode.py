@@ -65,7 +65,7 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
-def names_asked_for(code: CodeType) -> set[str]:
+def attribute_names_in(code: CodeType) -> set[str]:
     """Returns the names of all attributes that a code object may read.
 
     They are the attribute names in its instructions, and its string constants, because `getattr(x,
@@ -124,7 +124,7 @@ _COMPARING_NAMES = frozenset(
 
 
 @functools.lru_cache(maxsize=4096)
-def asks_which_object(code: CodeType) -> bool:
+def compares_identities(code: CodeType) -> bool:
     """True if code may compare two objects by identity, by `is` or `id`.
 
     Comparisons with a constant (`is None`) do not count.

@@ -581,7 +581,7 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
     return found
 
 
-def reads_for_user(frame: FrameType | None) -> bool:
+def is_called_by_user(frame: FrameType | None) -> bool:
     """True if a frame of Python's standard library runs because the user's code has called it."""
     while frame is not None and not is_recorded(frame.f_code.co_filename):
         if frame.f_code is not _DIR and not _is_stdlib_file(frame.f_code.co_filename):

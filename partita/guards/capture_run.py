@@ -64,13 +64,13 @@ from .answers import (
 from .arguments import (
     classes_of_call,
     flatten_call,
-    is_taken_apart,
+    is_flattened,
     objects_of_call,
-    refuse_closed,
+    refuse_unflattenable,
     share_repeated,
     unflatten_call,
 )
-from .bytecode import asks_which_object, compares_objects
+from .bytecode import compares_identities, compares_objects
 from .captured_program import (
     CapturedProgram,
     extract_answers,
@@ -83,9 +83,9 @@ from .outputs import (
     InputAttributes,
     ModuleAttributes,
     check_result,
-    holds_made,
-    is_filled,
-    is_held,
+    contains_fake,
+    contains_new_fake,
+    has_only_known_fakes,
     make_left_error,
     unrepeated_write_error,
     walk_reachable,
@@ -187,7 +187,7 @@ def capture_step(
             run.undo()
             raise more
         run.check_other_tensors()
-        if program is not None and not run.numbers.asked_zeros():
+        if program is not None and not run.numbers.note_zeros_read():
             if run.writes:
                 repetition = make_run()
                 try:
@@ -241,7 +241,7 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> bool:
     """
     run.undo()
     program.guards = run.guards()
-    if run.numbers.keep_plain(program.guards.shared_numbers):
+    if run.numbers.make_constants(program.guards.shared_numbers):
         return False
     for write in run.writes:
         write.redo()
@@ -567,7 +567,7 @@ class CaptureRun:
             if isinstance(leaf, float):
                 leaves[i] = self._make_symbolic_number(f"argument[{i}]", leaf, index=first + i)
             else:
-                refuse_closed(f"argument[{i}]", leaf)
+                refuse_unflattenable(f"argument[{i}]", leaf)
                 leaves[i] = self.inputs.stand_in(leaf)
         call = self.args, self.kwargs
         made = share_repeated(call, unflatten_call(leaves, structure), {})
@@ -661,7 +661,7 @@ class CaptureRun:
         an input.
         """
         codes, hashed = self.record.codes.values(), self.record.hashed
-        asks = self.record.asks_which_object
+        asks = self.record.compares_identities
         # If calls are not watched, neither are hashes.
         asks = asks or (not self.record.sees_calls and any(map(compares_objects, codes)))
         if not (asks or hashed):
@@ -701,15 +701,15 @@ class CaptureRun:
         for write in self.record.snapshots.find_writes():
             if write.place.identity in slots or not _must_be_kept(write, self._known):
                 continue
-            if is_filled(write.after):
-                if is_held(write.after, slots):  # a container that existed before
+            if contains_fake(write.after):
+                if has_only_known_fakes(write.after, slots):  # a container that existed before
                     self.writes.append(write)
                 elif not self.attributes.is_of_module(write.place.home):
                     self._tensor_writes.append(write)
                     kept = write.is_attribute and not self._is_argument(write)
                     if not (isinstance(write.after, torch.Tensor) and kept):
                         raise self.attributes.make_left_error(write.place, write.after)
-            elif holds_made(write.after, self._known):
+            elif contains_new_fake(write.after, self._known):
                 raise make_left_error(write.place.name, write.after)
             elif not write.is_repeatable or self._is_argument(write):
                 raise self.make_unrepeated_write_error(write)
@@ -767,7 +767,7 @@ def _must_be_kept(write: Write, known: set[int]) -> bool:
     """True if a write is the user's, or leaves a tensor in an object of a library."""
     if not write.is_of_library:
         return True
-    return is_filled(write.after) or holds_made(write.after, known)
+    return contains_fake(write.after) or contains_new_fake(write.after, known)
 
 
 def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
@@ -798,11 +798,11 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
         record: what the step reached, and the functions that ran.
     """
     codes = record.codes.values()
-    asking = next(filter(asks_which_object, codes), None)
+    asking = next(filter(compares_identities, codes), None)
     comparing = asking or next(filter(compares_objects, codes), None)
     # Containers and objects that are rebuilt for the step.
     objects = objects_of_call(call, frozenset())
-    made_anew = [v for v in objects if not pytree.tree_is_leaf(v) or is_taken_apart(v)]
+    made_anew = [v for v in objects if not pytree.tree_is_leaf(v) or is_flattened(v)]
     _check_keys([v for v in made_anew if _is_equal_by_identity(v)], record)
     # Other classes define `==` by their contents, which rebuilding keeps.
     asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]

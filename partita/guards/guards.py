@@ -59,8 +59,8 @@ from .values import (
     find_difference,
     find_last_leaf,
     forget_leaves,
-    is_read_as_base,
     key_of_argument_key,
+    reads_like_base,
     shorten_text,
     text_of,
     whole_key,
@@ -560,7 +560,7 @@ class WatchedItems:
             self._compared.append((part, key, places))
             return
         base = base_of_container(part)
-        source = part if is_read_as_base(part) else _BaseItems(part, base)
+        source = part if reads_like_base(part) else _BaseItems(part, base)
         if not len(source):
             self._empty.append(source)
             self._places_of_empty.append(places)

@@ -52,9 +52,9 @@ from .values import (
     dict_of,
     has_type,
     is_container,
-    is_read_as_base,
     items_of,
     read_field,
+    reads_like_base,
     results_of_cache,
     slots_of,
     walk_containers,
@@ -505,7 +505,7 @@ class _Search:
             if self._first_time(value):
                 self.state.lists.append((value, count_items(value)))
                 keys, values = items_of(value)
-                home = value if is_read_as_base(value) else Items(value)
+                home = value if reads_like_base(value) else Items(value)
                 for key, v in zip(
                     range(len(values)) if keys is None else keys, values, strict=True
                 ):
@@ -555,7 +555,7 @@ class _Search:
                 at = f"{name}.params[{i}][{j}]"
                 self._of_optimizers.append(self._slot(at, "parameter", group["params"], j))
         defaults: Any = vars(optimizer).get("defaults")
-        if has_type(defaults, dict) and is_read_as_base(defaults):
+        if has_type(defaults, dict) and reads_like_base(defaults):
             links.append((vars(optimizer), "defaults", defaults))
             self.state.lists.append((defaults, len(defaults)))
             for key, v in defaults.items():

@@ -26,7 +26,7 @@ from partita.capture.graph_inputs import user_attributes_of
 from partita.capture.graph_outputs import attributes_given_to
 from partita.capture.left_attributes import (
     attributes_restored,
-    find_filled_keys,
+    find_keys_with_fakes,
     is_list_of_parameters,
 )
 from partita.capture.whose_code import is_user_module
@@ -72,7 +72,7 @@ class ModuleAttributes:
     def restored(self) -> Iterator[None]:
         """After the block, remove fake tensors that the step has stored in module attributes."""
         homes = [home for _, home in self._homes]
-        with attributes_restored(homes, is_filled) as self._before:
+        with attributes_restored(homes, contains_fake) as self._before:
             yield
 
     def is_of_module(self, home: Any) -> bool:
@@ -113,8 +113,8 @@ class ModuleAttributes:
         """
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
-            for key in find_filled_keys(home, is_filled):
-                if (id(home), key) in known or is_held(home[key], known):
+            for key in find_keys_with_fakes(home, contains_fake):
+                if (id(home), key) in known or has_only_known_fakes(home[key], known):
                     continue
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
@@ -178,7 +178,7 @@ def check_result(value: Any, known: Container[int]) -> None:
     one.
 
     Args:
-        known: the same as for `holds_made`.
+        known: the same as for `contains_new_fake`.
     """
     if is_text_of_unknown(value):
         raise not_captured(
@@ -188,7 +188,7 @@ def check_result(value: Any, known: Container[int]) -> None:
             "string of capture",
             Fix("return the tensor", "and format it outside"),
         )
-    if is_filled(value) or holds_made(value, known):
+    if contains_fake(value) or contains_new_fake(value, known):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
@@ -198,7 +198,7 @@ def check_result(value: Any, known: Container[int]) -> None:
         )
 
 
-def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
+def has_only_known_fakes(value: Any, known: Collection[tuple[int, Any]]) -> bool:
     """True if `value` is a container whose fake tensors are all in places that are inputs.
 
     Then the program already writes these places.
@@ -213,7 +213,7 @@ def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
         held = ahead.pop()
         keys, values = items_of(held)
         for key, v in enumerate(values) if keys is None else zip(keys, values, strict=True):
-            if (id(held), key) in known or not is_filled(v):
+            if (id(held), key) in known or not contains_fake(v):
                 continue
             if not has_type(v, (list, dict, tuple, collections.deque)):
                 return False
@@ -227,7 +227,7 @@ _HOLDING_NOTHING = frozenset((bool, int, float, complex, str, bytes, type(None),
 _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
-def is_filled(value: Any) -> bool:
+def contains_fake(value: Any) -> bool:
     """True if `value` is or contains a fake tensor or symbolic number, which no program could
     store.
     """
@@ -237,7 +237,7 @@ def is_filled(value: Any) -> bool:
     return any(map(_stands_in, walk_reachable(value)))
 
 
-def holds_made(value: Any, known: Container[int]) -> bool:
+def contains_new_fake(value: Any, known: Container[int]) -> bool:
     """True if an object that the step created contains a fake tensor, or a string printed from one.
 
     Args:
@@ -307,7 +307,7 @@ def make_left_error(name: str, value: Any = None) -> Exception:
         value: what the step stores.
     """
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
-    if value is not None and not _stands_in(value) and not is_filled(value):
+    if value is not None and not _stands_in(value) and not contains_fake(value):
         kind = type(value).__name__
         return not_captured(
             f"the step makes a {kind} that holds tensors, and leaves it in {name}",

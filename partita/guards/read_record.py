@@ -49,20 +49,20 @@ from partita.capture.whose_code import is_recorded, is_user_module
 from partita.tensor.dtensor_gradients import select_user_hooks
 
 from .bytecode import (
-    asks_which_object,
+    attribute_names_in,
+    compares_identities,
     dotted_names,
     global_names,
     imported_names,
-    names_asked_for,
     reflects,
     strings_of,
 )
 from .calls import (
     Calls,
+    is_called_by_user,
     is_random_generator,
     read_ambient,
     read_environment_of,
-    reads_for_user,
     refuse_if_random,
 )
 from .guards import Guards, ReadInputs
@@ -94,8 +94,8 @@ from .values import (
     has_raw_content,
     has_settings,
     has_type,
-    holds_no_more,
     is_container,
+    is_deeply_immutable,
     is_iterator,
     is_shared_memory,
     items_of,
@@ -295,16 +295,16 @@ class ReadRecord(PlaceRecord):
         )
 
     @property
-    def asks_which_object(self) -> bool:
+    def compares_identities(self) -> bool:
         """True if code that ran may compare objects by identity, by `is` or `id`."""
-        return any(map(asks_which_object, self.codes.values()))
+        return any(map(compares_identities, self.codes.values()))
 
     def _list_compared(self) -> frozenset[tuple[int, Any]] | None:
         """Returns the identities of the places that code may compare by `is`; None if no code does.
 
         A library's own reads of the defaults of its optimizers compare nothing.
         """
-        if not self.asks_which_object:
+        if not self.compares_identities:
             return None
         defaults = {
             (id(dict_of(known.value)), "defaults")
@@ -347,7 +347,7 @@ class ReadRecord(PlaceRecord):
         if name in known.names and not by_user:
             return
         known.names[name] = by_user
-        if name == "__dict__" and not by_user and not reads_for_user(frame):
+        if name == "__dict__" and not by_user and not is_called_by_user(frame):
             # Torch looks up parameters in it, which does not read all attributes.
             del known.names[name]
             return
@@ -504,9 +504,9 @@ class ReadRecord(PlaceRecord):
         elif issubclass(kind, contextvars.ContextVar):
             self.read_place(place_of_context_variable(name, value))
         elif issubclass(kind, (operator.attrgetter, operator.methodcaller)):
-            self.note_asked_names(_names_asked_by(value))
+            self.record_attribute_names(_attribute_names_in(value))
         elif issubclass(kind, types.MemberDescriptorType):  # which reads a slot of any instance
-            self.note_asked_names({value.__name__})
+            self.record_attribute_names({value.__name__})
         elif issubclass(kind, types.ModuleType):
             read_ambient(self, value.__name__)
             self.snapshots.snapshot_namespace(value, name)
@@ -522,7 +522,7 @@ class ReadRecord(PlaceRecord):
                 if any(base.__name__ == "Protocol" for base in value.__bases__):
                     # `isinstance` reads its members from objects.
                     annotations = vars(value).get("__annotations__", {})
-                    self.note_asked_names({*annotations, *vars(value)})
+                    self.record_attribute_names({*annotations, *vars(value)})
                 self.reach_class(value)
                 self.reach_methods(value, name)
                 self.reach_value(kind, kind.__name__)
@@ -761,16 +761,16 @@ class ReadRecord(PlaceRecord):
             if name in sys.modules:
                 self.reach_value(sys.modules[name], name)
         if "__class__" in code.co_freevars:
-            self._super_names |= names_asked_for(code)
+            self._super_names |= attribute_names_in(code)
             for kind in list(self._classes.values()):
                 self._read_bases(kind)
         if reflects(code):
             self._ask_all_names()
-        if not _UNSEEN_READS.isdisjoint(names_asked_for(code)):
+        if not _UNSEEN_READS.isdisjoint(attribute_names_in(code)):
             self._read_objects_unseen()
-        self.note_asked_names(names_asked_for(code))
+        self.record_attribute_names(attribute_names_in(code))
 
-    def note_asked_names(self, names: set[str]) -> None:
+    def record_attribute_names(self, names: set[str]) -> None:
         """Record the attributes with these names, of all objects, classes and modules that are
         reached.
 
@@ -962,7 +962,7 @@ def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
     """Record a huge container by its entries; warn if an entry may change in place."""
     record.huge[id(value)] = value
     keys, values = items_of(value)
-    inner = next((v for v in (values or keys or ()) if not holds_no_more(v)), None)
+    inner = next((v for v in (values or keys or ()) if not is_deeply_immutable(v)), None)
     if inner is not None and not record.reached_by_name:
         warnings.warn(
             f"{name} has {len(value):,} entries: a compiled step detects when one is replaced, "
@@ -1039,7 +1039,7 @@ def _is_special_name(key: Any) -> bool:
     return isinstance(key, str) and key.startswith("__")
 
 
-def _names_asked_by(getter: Any) -> set[str]:
+def _attribute_names_in(getter: Any) -> set[str]:
     """Returns the names that `attrgetter("a.b")` or `methodcaller("c")` reads from an object."""
     _, given = getter.__reduce__()[:2]
     texts = given if isinstance(getter, operator.attrgetter) else given[:1]

@@ -40,7 +40,7 @@ from partita.graph.errors import CaptureError, not_captured
 from partita.layout import Fix
 from partita.tensor.tensor_state import KEPT_IN_CLASS
 
-from .arguments import is_taken_apart
+from .arguments import is_flattened
 from .values import (
     HUGE,
     INSIDE,
@@ -440,7 +440,7 @@ class Snapshots:
         """
         if id(value) in known:
             return
-        if is_taken_apart(value):
+        if is_flattened(value):
             self.snapshot_object(value, name)
             for key, v in (dict_of(value) or {}).items():
                 self.snapshot_new(v, f"{name}.{key}", known)

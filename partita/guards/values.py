@@ -402,10 +402,10 @@ def find_last_leaf(key: Any) -> int:
 HUGE = 100_000  # the most entries of a container whose entries are compared by content
 
 
-def holds_no_more(value: Any) -> bool:
+def is_deeply_immutable(value: Any) -> bool:
     """True if nothing inside a value can change in place: all of it is immutable, or tensors."""
     if type(value) is tuple:
-        return all(map(holds_no_more, value))
+        return all(map(is_deeply_immutable, value))
     return type(value) in PLAIN or has_type(value, (torch.Tensor, enum.Enum))
 
 
@@ -425,7 +425,7 @@ def base_of_container(value: Any) -> Any:
     return _find_base(kind)[0]
 
 
-def is_read_as_base(value: Any) -> bool:
+def reads_like_base(value: Any) -> bool:
     """True if a container's class does not override how its builtin base (such as dict) reads
     items.
     """

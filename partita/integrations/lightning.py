@@ -89,7 +89,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- results and states ------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns a copy of `tensor` in which DTensors are whole plain tensors, like `all_gather`.
+        """Returns a copy of `tensor` in which DTensors are gathered to plain tensors, like
+        `all_gather`.
 
         Nothing has to be reduced, because each value covers the rows of all ranks already.
         """

@@ -1,8 +1,8 @@
-"""A run of another package's training loop on a mesh: its model, its batches, its results.
+"""Sharded runs: what trainers of other packages need to train a model on a mesh.
 
-The loop runs on every rank as if it were the only process. It reads the whole batch of all ranks,
-and a hook before the model's forward keeps this rank's rows. So each plain tensor in the loop is a
-whole value, and each DTensor has a global shape.
+The trainer's loop runs on every rank as if it were the only process. It reads the whole batch of
+all ranks, and a hook before the model's forward keeps this rank's rows. So each plain tensor in the
+loop is a whole value, and each DTensor has a global shape.
 """
 
 from __future__ import annotations

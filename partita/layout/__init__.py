@@ -3,9 +3,9 @@
 The part of a tensor that one rank holds is its *piece*: a shard, the whole value, or a *share*,
 which is one addend of a Partial sum. An *axis* is a named dimension of the mesh.
 
-In reading order: `placement` (meshes, placements on one axis and their duals, and torch's own
-placements), `layout` (the placements on all axes together, also as text), `text` (errors, amounts
-and tables as users read them).
+In reading order: `placement` (meshes, and the placement of a tensor and its gradient on one axis),
+`layout` (the placements on all axes together, also as text), `text` (errors, amounts and tables as
+users read them).
 """
 
 from .layout import Layout as Layout

@@ -132,7 +132,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of the axes that are Shard, Partial or Invariant, that is, not Replicate."""
+        """The names of all axes except those that are Replicate."""
         split = [axis for dim in self.shards for axis in dim]
         return (*split, *(axis for axis, _ in self.partial), *self.invariant)
 

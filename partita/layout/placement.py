@@ -116,7 +116,7 @@ class Placement:
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """True if every rank holds one addend of the value (or one operand of a max or min).
+        """True if every rank holds one addend of the value, or for a max or min one candidate.
 
         If `reduce_op` is given, True only for a Partial of that operation.
         """

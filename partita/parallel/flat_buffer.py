@@ -50,7 +50,7 @@ class PartialGradients:
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """Returns the sum of two such gradients, in the memory of this object."""
+        """Returns the sum of these gradients and `other`, computed in place in this object."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 

@@ -566,7 +566,7 @@ class ForwardRecord(_RegionRun):
     def close(self) -> None:
         """End the first run, and free what only a running program needs."""
         self._around = None
-        self.producers.forget_the_dead()
+        self.producers.forget_freed()
         if self._names is not None:
             self._names.close(self.order)
         self._kept = {}

@@ -187,10 +187,10 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class RegionInputs:
-    """The arguments of one call of a region. Lists, tuples and dicts are copied.
+    """The arguments of one call of a remat region. Lists, tuples and dicts are copied.
 
-    Tensors are saved by autograd. So hooks of an enclosing region apply to them (it may recompute
-    them), and autograd checks that they are not changed in place later.
+    Tensors are saved through autograd: an outer region may then recompute them, and autograd checks
+    that they are not changed in place later.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], producers: TensorProducers):

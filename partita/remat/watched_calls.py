@@ -44,7 +44,7 @@ from partita.tensor.op_facts import (
     facts_of,
     facts_of_function,
     form_of,
-    runs_as_torch_has_it,
+    needs_no_rule,
 )
 from partita.tensor.tensor_state import HERE
 
@@ -82,9 +82,7 @@ def _make_function_kind(func: Callable[..., Any]) -> FunctionKind:
         return FunctionKind(
             attribute, func, is_call=name == "__get__" and attribute in VIEW_ATTRIBUTES
         )
-    if facts_of_function(name).computes_nothing or (
-        runs_as_torch_has_it(func) and func not in OVERRIDES
-    ):
+    if facts_of_function(name).computes_nothing or (needs_no_rule(func) and func not in OVERRIDES):
         return FunctionKind(name, func, is_call=False)
     form = op_of(func).form
     body = None
@@ -301,7 +299,7 @@ class TensorProducers:
             return found[1]
         return None if self._first is None else self._first.find(t)
 
-    def forget_the_dead(self) -> None:
+    def forget_freed(self) -> None:
         """Remove the entries of tensors that have been freed. Called after the run."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 

@@ -93,7 +93,11 @@ _FIELDS_OF_EVENT = {
 
 
 def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
-    """Reads the logs of several runs. The runs get distinct names. Raises as `read_log`."""
+    """Reads the logs of several runs, and gives the runs distinct names.
+
+    Raises:
+        ValueError, OSError: the same as for `read_log`.
+    """
     runs = [read_log(path) for path in paths]
     whole = [(*path.absolute().parent.parts, path.stem) for path in paths]
     for run, mine in zip(runs, whole, strict=True):

@@ -105,7 +105,7 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
 
     Args:
         write: the in-place op.
-        copy: a tensor with its own memory that is a view of another tensor on one device.
+        copy: a tensor with its own memory that would be a view of another one in plain PyTorch.
     """
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
@@ -235,7 +235,8 @@ def connect_copy(
     """Make `copy` a view copy of `base`: it is copied again from `view(base)` after a write to
     `base`.
 
-    If `view` is None, to read `copy` after a write to `base` is an error, and so is a write to it.
+    If `view` is None, it cannot be copied again: reading it after a write to `base` raises, and so
+    does writing it.
 
     Args:
         graded: True if the view was made with gradients enabled.

@@ -46,7 +46,7 @@ from .op_facts import (
     facts_of_function,
     form_of,
     is_collective,
-    runs_as_torch_has_it,
+    needs_no_rule,
 )
 from .plan import (
     HASHABLE,
@@ -82,7 +82,7 @@ def _choose_run(op: Op) -> Run | None:
     if op.func in OVERRIDES:
         run = _calling_instead(OVERRIDES[op.func])
         return _reading_numbers(run) if takes_numbers(op.func) else run
-    if runs_as_torch_has_it(op.func):
+    if needs_no_rule(op.func):
         return _run_locally
     if is_collective(op.func):
         return _run_collective

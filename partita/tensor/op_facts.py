@@ -698,7 +698,7 @@ arguments.
 """
 
 
-def runs_as_torch_has_it(func: Function) -> bool:
+def needs_no_rule(func: Function) -> bool:
     """True if a function needs no rule: it gives the right result on the local tensor.
 
     These are attributes for which `OVERRIDES` has no entry, and functions that ignore the layout.

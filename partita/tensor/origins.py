@@ -211,9 +211,9 @@ def is_beside_program(wire: Wire) -> bool:
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if ranks compare the origins of a tensor before they redistribute it.
 
-    They do for small tensors, and for those that all ranks get whole. They do only if all ranks of
-    the mesh take part and collectives block the host anyway. In threads other than the main one
-    they do not, because the rank itself would seem to wait.
+    That is for small tensors, and for those that become whole on all ranks. All ranks of the mesh
+    must take part, and collectives must block the host anyway. Threads other than the main one do
+    not compare, because the rank itself would seem to wait.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

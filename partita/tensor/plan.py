@@ -103,7 +103,7 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """The cached decision how to run a call: what to redistribute, which kernel, and the result's
+    """The cached decision how to run a call: what to redistribute, which kernel, the results'
     specs.
 
     Calls with the same key share one plan.
@@ -111,7 +111,8 @@ class CallPlan:
     Attributes:
         op: the op's name.
         wire: the rank's wire, on the mesh of the operands.
-        direct: True if a call only runs the kernel, or the function, and tags its result with
+        direct: True if a call only runs the kernel, or the function, and makes its result a DTensor
+            of
             `spec`. Set when the plan is made, or by the first call.
         spec, local_shape: the spec and local shape of a result that is one tensor; set with
             `direct`.
@@ -121,12 +122,14 @@ class CallPlan:
         bare: a faster kernel for calls that pass all operands by position and nothing else, and the
             number of operands.
         rewrite: a function that is called with the DTensors instead; other fields are then unused.
-        bound, choice: the rule and its chosen rows, for `explain` and for shapes that only the
-            kernel knows.
+        bound, choice: the rule and its chosen rows (placements), for `explain` and for shapes that
+            only
+            the kernel knows.
         retags_operand: True if the op changes its operand's shape in place, so the operand gets a
             new spec.
-        result_is_view_copy: True if the result has its own memory, but is a view on one device.
-        may_copy: True if one device copies or not, depending on the strides of the global tensor.
+        result_is_view_copy: True if the result has its own memory, but is a view in plain PyTorch.
+        may_copy: True if plain PyTorch copies or not, depending on the strides of the global
+            tensor.
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
         names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
@@ -423,9 +426,7 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Set the form, after a rule was registered, and drop plans that were made with an older
-        rule.
-        """
+        """Set the form (the op and its rule) after a rule was registered, and drop older plans."""
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name

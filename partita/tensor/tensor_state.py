@@ -230,7 +230,7 @@ class Spec:
 
     @cached_property
     def as_copy(self) -> Spec:
-        """The spec of a view copy with this layout: another object, whose `is_copy` is True
+        """A spec with the same layout and wire that marks a view copy: its `is_copy` is True
         (`aliasing`).
         """
         if self.is_copy:

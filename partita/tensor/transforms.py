@@ -66,7 +66,7 @@ _PATIENCE = 60.0  # seconds
 def outside_transforms() -> Any:
     """Returns a context manager that suspends the active transforms of `torch.func`.
 
-    A redistribution runs inside it.
+    Redistributions run inside it, because a transform such as `vmap` cannot handle collectives.
     """
     return temporarily_clear_interpreter_stack()
 

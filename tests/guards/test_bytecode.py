@@ -13,7 +13,7 @@ import torch
 import partita as pt
 from partita.capture.whose_code import codes_within
 from partita.guards.bytecode import (
-    asks_which_object,
+    compares_identities,
     dotted_names,
     global_names,
     imported_names,
@@ -233,7 +233,7 @@ def test_a_pattern_of_a_class_may_ask_for_any_of_its_attributes():
     ],
 )
 def test_code_that_compares_two_objects_is_found(text: str, compares: bool):
-    assert any(map(asks_which_object, codes_within(code_of(text)))) == compares
+    assert any(map(compares_identities, codes_within(code_of(text)))) == compares
 
 
 class Scales:

@@ -13,7 +13,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import NOTE, is_collective, key_of_operands, note_of
 from ..program import Program
-from ..shared_memory import lie_alike
+from ..shared_memory import have_same_memory_format
 from .regather import find_moved
 from .rewrite import fake_value_of, put, replace
 
@@ -83,7 +83,7 @@ def cancel(program: Program) -> str:
         if source is None or (before.before, before.after) != (note.after, note.before):
             continue
         end = nodes[-1]
-        if lie_alike(source.meta["val"], end.meta["val"]):
+        if have_same_memory_format(source.meta["val"], end.meta["val"]):
             end.replace_all_uses_with(source)
             cancelled += 1
     return f"{cancelled} pairs of moves cancelled"
@@ -177,7 +177,7 @@ def merge_views(program: Program) -> str:
         if node.target not in (_VIEW, _RESHAPE) or node in returned:
             continue
         (shown,) = node.all_input_nodes
-        same = lie_alike(shown.meta["val"], node.meta["val"])
+        same = have_same_memory_format(shown.meta["val"], node.meta["val"])
         if same or (shown not in returned and len(shown.users) == 1 and _try_show(shown, node)):
             node.replace_all_uses_with(shown)
             graph.erase_node(node)
@@ -196,7 +196,7 @@ def _try_show(shown: fx.Node, node: fx.Node) -> bool:
         shown.target = _RESHAPE
     shown.args = (args[0], *node.args[1:])
     try:
-        if lie_alike(fake_value_of(shown), node.meta["val"]):
+        if have_same_memory_format(fake_value_of(shown), node.meta["val"]):
             shown.meta["val"] = node.meta["val"]
             return True
     except RuntimeError:  # no view of it has that shape

@@ -304,7 +304,7 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
     return flops, nbytes
 
 
-def count_made_again(graph: fx.Graph) -> int:
+def count_recomputed(graph: fx.Graph) -> int:
     """Returns the number of calls that a graph recomputes in backward.
 
     Calls inside sections, and parameters that are gathered again, do not count.

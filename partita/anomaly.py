@@ -1,7 +1,7 @@
-"""Anomaly detection: which module produced the first NaN.
+"""Anomaly detection: finds the module that produced the first NaN of a step.
 
 Hooks check the results of every module, and the gradients of these results. The culprit is a module
-whose result is not finite although all its inputs are. Each rank checks its own pieces. In `check`
+whose result is not finite although all its inputs are. Each rank checks its own shards. In `check`
 the ranks exchange what they found, and all raise an error that names the earliest find.
 """
 

@@ -1,9 +1,9 @@
-"""Memory without in-place writes: writes through views, and results that share memory.
+"""Memory in a graph without in-place writes: writes through views, and results that share memory.
 
-In a graph without writes, results that share memory would become separate values: a returned view
-of an argument would not change with the argument. `share_memory_of_results` makes such a result a
-view again: it repeats the calls that made the view. `invert_views` returns the new base of a view
-after a write to the view.
+In such a graph, results that share memory would become separate values: a returned view of an
+argument would not change with the argument. `share_memory_of_results` makes such a result a view
+again: it repeats the calls that made the view. `invert_views` returns the new base of a view after
+a write to the view.
 """
 
 from __future__ import annotations

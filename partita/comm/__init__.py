@@ -6,8 +6,8 @@ it runs each step of a redistribution on this rank's local tensor. The *ledger* 
 In reading order:
 
 - a move: `collective` (requests, pending work, and the interface of transports), `move_steps`
-  (which
-  elements each rank sends), `wire` (`carry`; mesh handles, and dry meshes, in which one rank runs)
+  (which elements each rank sends), `wire` (`carry`; mesh handles, and dry meshes, in which one rank
+  runs)
 - the record: `ledger` (moves, the user's lines that caused them, `strict`, `check_ranks`)
 - transports: `groups` (process groups) with `backends/`, `ranks` (ranks that are threads of one
   process), `trace` (nodes of a captured graph)

@@ -1,8 +1,9 @@
-"""The ledger, which records the moves of a rank and their lines, and checks that refuse some moves.
+"""The ledger, which records a rank's moves and their lines, and `strict()` and `check_ranks()`.
 
-A `Scope` holds both for a rank. Open ledgers record moves (bytes, axes, op, line, reason) and
-matrix products that several ranks repeat. `strict()` refuses moves that the user did not request.
-`check_ranks()` compares what the ranks are about to do.
+A move is one step of a redistribution. Open ledgers record moves (bytes, axes, op, line, reason)
+and matrix products that several ranks repeat. `strict()` refuses moves that the user did not
+request. `check_ranks()` compares what the ranks are about to do. A `Scope` holds all of them for a
+rank.
 """
 
 from __future__ import annotations

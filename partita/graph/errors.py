@@ -1,4 +1,4 @@
-"""Errors of capture, and the record of failed captures.
+"""Errors of capture: what a step does that a graph cannot express, and when capture is tried again.
 
 `explain_error` turns torch's error during capture into a `CaptureError` that says what the step
 does, and at which line. `RefusedCall` decides when capture is tried again.

@@ -1,10 +1,12 @@
-"""Graphs as text: for people, for comparison, and for the key that all ranks compare.
+"""Graphs as text: printed for people, and as lines that all ranks compare.
 
 `Graph` prints a line for each node: name, call, shape and layout, bytes, the redistribution and its
-reason, and the user's line. A part that repeats (`repeats_of`) is printed once. `canonical` returns
-lines that do not depend on the process that captured the program, so that equal programs have equal
-lines on all ranks. `key_of` hashes these lines, with options and versions. Ranks compare hashes
-before they compile. If hashes differ, bisection over the lines finds the first difference.
+reason, and the user's line. A part that repeats (`repeats_of`) is printed once.
+
+`canonical` returns lines that do not depend on the process that captured the program, so that equal
+programs have equal lines on all ranks. `key_of` hashes these lines, with options and versions.
+Ranks compare hashes before they compile. If hashes differ, bisection over the lines finds the first
+difference.
 """
 
 from __future__ import annotations

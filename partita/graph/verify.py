@@ -1,12 +1,14 @@
-"""The verifier: the grammar of legal graphs.
+"""The verifier: checks that a graph is legal, after the last pass.
 
-It is checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph
-has inputs, constants, calls and one output. It calls ATen ops, functional collectives, a user's
-operators that only return new tensors, or sections (such graphs without collectives). Each value is
-made before it is used. The only writes are `copy_` into inputs, at most one for each input, which
-is not read afterwards. The graph waits for a collective before its result is read, and the
-collective's group is one of the program's. The coordinates among the inputs are the only values
-that depend on the rank.
+With PARTITA_VERIFY=1 it also checks after capture and after each pass. In a legal graph:
+
+- there are inputs, constants, calls and one output; each value is made before it is used
+- calls are of ATen ops, functional collectives, a user's operators that only return new tensors,
+  and sections (such graphs without collectives)
+- the only writes are `copy_` into inputs, at most one for each input, which is not read afterwards
+- the graph waits for a collective before its result is read, and the collective's group is one of
+  the program's
+- the coordinates among the inputs are the only values that depend on the rank
 """
 
 from __future__ import annotations

@@ -8,17 +8,14 @@ In reading order:
 
 - The capture of a step: `capture_run` (repeats runs until one yields a complete graph), `inputs`
   (finds the modules, optimizers and tensors that the step uses), `slot_homes`, `outputs` (what the
-  step
-  assigns to Python objects), `answers` (floats as inputs; branches on tensors' values),
+  step assigns to Python objects), `answers` (floats as inputs; branches on tensors' values),
   `predicted_values` (predicts such branches).
 - What a step reads: `record` (places that are read, and writes), `calls` (function calls: which of
   them read a setting, and which raise an error), `bytecode` (names in code) and `read_record`
   (which places code can read from each value).
 - A later call: `values` (comparison keys of values, and their places), `guards` (decides if a
-  program
-  may be used again), `call_guard` (fast comparison with the last call), `arguments` (the tensors
-  and
-  numbers of a call), `captured_program` (runs a program).
+  program may be used again), `call_guard` (fast comparison with the last call), `arguments` (the
+  tensors and numbers of a call), `captured_program` (runs a program).
 """
 
 from .guards import Guards, History, describe_call, signature_of

@@ -1,11 +1,13 @@
-"""Parameters of a model: the modules that hold them, the blocks that use them, initial values.
+"""Parameters of a model: finds and replaces them, groups them into blocks, and gives initial
+values.
 
 A parameter that several modules share is replaced in all of them at once, so that it stays shared.
 The old parameter is marked. An optimizer that still refers to it would train nothing, so the
-optimizer's step raises an error. A model on the meta device gets memory for this rank's pieces, and
-values from its own init functions. These draw the same random numbers as on one device. So the
-values are the same as if the model was made on one device with the same seed. A rank never holds
-more than one whole parameter.
+optimizer's step raises an error.
+
+A model on the meta device gets memory for this rank's shards, and values from its own init
+functions. These draw the same random numbers as on one device, so the values are the same as if the
+model was made on one device with the same seed. A rank never holds more than one whole parameter.
 """
 
 from __future__ import annotations

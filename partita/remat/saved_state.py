@@ -3,8 +3,7 @@ run).
 
 - the arguments
 - the states of random generators, autocast, context variables and the default device, and old
-  values
-  of buffers that the region wrote
+  values of buffers that the region wrote
 - the results that its policy keeps
 
 For a function of torch the outputs of its kernels are kept, below autograd: the second run makes

@@ -1,9 +1,10 @@
-"""Rules: a sentence, the functions to which it belongs, and the kernel that a rank runs.
+"""Rules: how a sharding rule is registered for functions, and the local kernels that some rules
+have.
 
-A rule gets only the arguments that it declares as parameters. The key under which its plans are
-cached is computed from the same arguments, so a rule cannot depend on an argument that is missing
-from the key. A `KernelRule` has its own kernel, for a rank that has a piece of a dimension, or an
-empty one. Functions that many such kernels need are below.
+A rule function gets only the arguments that it declares as parameters. The key under which its
+plans are cached is computed from the same arguments, so a rule cannot depend on an argument that is
+missing from the key. A `KernelRule` has its own kernel, for a rank that has a shard of a dimension,
+or an empty one. Functions that many such kernels need are below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The DTensor: the tensor that users hold.
+"""The DTensor class: a tensor that is distributed over a mesh, as users hold it.
 
-A DTensor is this rank's piece of a global tensor: a plain tensor whose class was replaced, with its
-spec (layout and wire) in an attribute. There is no wrapper and no second object.
+A DTensor is this rank's local tensor, whose class was replaced, with its spec (layout and wire) in
+an attribute. There is no wrapper and no second object.
 
     t.__class__, t._spec = DTensor, spec        `as_dtensor`
 

@@ -1,4 +1,4 @@
-"""Infinite factors of Partial values: with them, a sum of products is not the product of the sum.
+"""Infinite factors: an op that multiplies a Partial sum by infinity must reduce the sum first.
 
     x = 1 = 3 - 2 on two ranks       x * inf = inf       3 * inf - 2 * inf = nan
 
@@ -6,7 +6,7 @@ Rules treat an op as linear in Partial values, which is right only for finite fa
 is checked if all ranks have the same value and reading it is cheap: numbers, and whole tensors in
 host memory. If one is infinite (or a divisor zero), the Partial value is reduced first, and the
 first rank keeps the result. A factor that is sharded or on an accelerator is not checked. The
-result may then be nan although one device returns infinity.
+result may then be nan although plain PyTorch returns infinity.
 """
 
 from __future__ import annotations

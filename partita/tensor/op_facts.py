@@ -1,4 +1,4 @@
-"""Properties of ops, and forms of functions: to which op a function belongs.
+"""Properties of ops (is it a view, does it write, does it draw random numbers), and functions' ops.
 
 Properties of an operator follow from its schema and its tags, with a table of corrections
 (`facts_of`). Functions that a program calls, such as `torch.reshape`, `x.t()` and `F.dropout`, have
@@ -7,7 +7,7 @@ because torch treats their `__get__` and `__set__` as functions.
 
 An op has one rule, registered for one of its functions. Its other functions are found by name:
 `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`, `torch._foreach_add_` and
-`torch.ops.aten.add.Tensor` are forms of one op.
+`torch.ops.aten.add.Tensor` are *forms* of one op.
 
     form_of(torch.Tensor.add_)  ->  Form(name="add", rule=RULES[torch.add], inplace=True, ...)
 

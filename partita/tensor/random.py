@@ -1,13 +1,13 @@
-"""Random numbers that are the same in every layout.
+"""Random numbers on DTensors, which by default are the same in every layout.
 
-By default every rank draws the whole tensor from its own generator, and keeps its piece. All ranks
-seed their generators equally. So `init`, `dropout` and `randn` give the same values as on one
-device, and the generators keep equal states. But each rank draws all numbers, and needs the memory
-for them for a short time. For dropout, that is the whole batch's mask.
+Every rank draws the whole tensor from its own generator, and keeps its shard. All ranks seed their
+generators equally. So `init`, `dropout` and `randn` give the same values as on one device, and the
+generators keep equal states. But each rank draws all numbers, and needs the memory for them for a
+short time. For dropout, that is the whole batch's mask.
 
-`random_mode("pieces")` is cheaper: each rank draws only its piece. Its generator is seeded by a
-number from the default generator and by the position of the piece. Values then depend on the
-layout, but not on the number of ranks that hold the same piece. A run is reproducible on the same
+`random_mode("pieces")` is cheaper: each rank draws only its shard. Its generator is seeded by a
+number from the default generator and by the position of the shard. Values then depend on the
+layout, but not on the number of ranks that hold the same shard. A run is reproducible on the same
 mesh.
 
 Both need generators in the same state on all ranks. Otherwise a dropout mask, or a weight that is

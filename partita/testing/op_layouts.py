@@ -1,8 +1,8 @@
-"""Classes of layouts in which an op's arguments are tried.
+"""Classes of layouts in which the sweep over torch's ops tries the arguments of an op.
 
 - replicated: whole on every rank.
 - even: sharded along a dimension that is divisible by the number of ranks (along any, if none is).
-- uneven: sharded along a dimension that is not, so that pieces are unequal or empty.
+- uneven: sharded along a dimension that is not, so that shards are unequal or empty.
 - partial: Partial sums of 2x and -x (exact in binary); whole if not floating-point.
 - mixed: each argument has one of these on each mesh axis, or is Invariant, or a plain tensor.
 """

@@ -1,6 +1,6 @@
 """Simulated ranks: functions that split a value over ranks, and join it again, on one device.
 
-Pieces have uneven sizes. Shares of a Partial sum are unequal and of both signs.
+Shards have uneven sizes. The addends of a Partial sum are unequal and of both signs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ thread.
 - Its reduce-scatter is an all-reduce whose result is mostly discarded. Here ranks exchange addends,
   and each rank sums its part in rank order. This sends half the bytes.
 - Its all-reduce is a ring. With more than two ranks its sums have other bits than a
-  reduce-scatter's.
-  So narrow dtypes, and programs under `torch.use_deterministic_algorithms(True)`, exchange addends
-  instead. A sum then has the same bits in every collective.
+  reduce-scatter's. So narrow dtypes, and programs under `torch.use_deterministic_algorithms(True)`,
+  exchange addends instead. A sum then has the same bits in every collective.
 - Its all-gather is a ring, which takes twice the CPU time of a broadcast from each rank.
 
 Exchanges use `alltoall_base`, which Gloo's own threads run. Single sends and receives would each

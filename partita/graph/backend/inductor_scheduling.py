@@ -3,9 +3,8 @@
 Inductor's own choices are changed where they would raise the memory peak:
 
 - Fusion (`Choices`): Inductor also fuses calls that only read a common operand, such as all
-  updates,
-  which read one learning rate. Then all gradients live until the last one is computed. If a
-  recomputed call were fused with the equal call in forward, the value would live until backward.
+  updates, which read one learning rate. Then all gradients live until the last one is computed. If
+  a recomputed call were fused with the equal call in forward, the value would live until backward.
 - Order (`InOrder`): Inductor moves every update of a parameter to the end of the graph, so that all
   gradients wait for it, and calls with few prerequisites to the beginning. `InOrder` restores the
   order of the passes, and moves each write to where its operands are ready.

@@ -1,4 +1,4 @@
-"""Samples of pointwise ops, products, linear algebra and reductions."""
+"""Sample calls for the prover: pointwise ops, products, linear algebra and reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of grouped products.
+"""Sample calls for the prover: the grouped products of a mixture of experts.
 
 torch's kernel supports no dtype that is exact enough for a proof. So partita's own kernel replaces
 it, with the same rule, the same alignment, and the same unchanged rows.

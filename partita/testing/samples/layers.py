@@ -1,4 +1,4 @@
-"""Samples of layers, losses and our own ops."""
+"""Sample calls for the prover: layers, losses and partita's own ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of ops that move elements to other positions: shapes, joins, indices."""
+"""Sample calls for the prover: ops that move elements (shapes, joins, indices)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Values for samples.
+"""Tensors for the sample calls with which the prover checks rules.
 
-Sizes are small, differ from each other and do not divide evenly by 3, so that on some rank a piece
+Sizes are small, differ from each other and do not divide evenly by 3, so that on some rank a shard
 is short or missing. Floating-point values are float64.
 """
 

@@ -725,7 +725,10 @@ class BackwardPass:
             block's backward continues.
         nested: parameters with hooks to whose gradient a nested pass has added.
         held: the gradients of blocks with more calls to come, by token, block and flat buffer.
-        frozen: the handles of the hooks that `_add_to_frozen` has registered.
+        accumulates: True for each parameter that required a gradient when its last one arrived.
+            Plain autograd adds the sum of all of them then, or drops it.
+        switches: for each parameter that a hook has frozen or unfrozen since, the handles of the
+            hooks that `_switch_while_added` has registered.
         with_history: gradients that are a part of the graph of `create_graph=True`.
         unwatched: the last forward whose backward has begun, if no gradient shows when it ends (the
             block is frozen, and the tensors that get gradients were not its arguments). Its block
@@ -740,15 +743,17 @@ class BackwardPass:
         default_factory=dict
     )
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
-    frozen: list[Any] = field(default_factory=list)
+    accumulates: dict[DTensor, bool] = field(default_factory=dict)
+    switches: dict[DTensor, list[Any]] = field(default_factory=dict)
     unwatched: Any = None
 
     def remove_hooks(self) -> None:
         """Remove the hooks that this backward pass has registered. Called when it ends, also by an
         error.
         """
-        for handle in self.frozen:
-            handle.remove()
+        for handles in self.switches.values():
+            for handle in handles:
+                handle.remove()
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
         """Record that the gradients of one call of a block have arrived.
@@ -1253,13 +1258,17 @@ class ZeroState(ShardedState):
             return
         with local_ops(), counting_versions(), torch.no_grad():
             self._reduce_held_gradients(self.groups, None)
-            for p, g in self.collect(self.groups, None).items():
-                given = restore_partial_gradient(p, g)  # as a hook does in backward
-                held = _grad(p)
-                if held is None:
-                    p.grad = as_dtensor(g, p._spec.gradient)
-                else:
-                    held.add_(g if given is None else given)
+            self.add_gradients(self.collect(self.groups, None))
+
+    def add_gradients(self, found: Mapping[DTensor, torch.Tensor]) -> None:
+        """Add reduced gradients to the parameters' `.grad`, in place of autograd."""
+        for p, g in found.items():
+            given = restore_partial_gradient(p, g)  # as a hook does in backward
+            held = _grad(p)
+            if held is None:
+                p.grad = as_dtensor(g, p._spec.gradient)
+            else:
+                held.add_(g if given is None else given)
 
     def _reduce_held_gradients(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
@@ -1310,26 +1319,27 @@ def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return aliases
 
 
-def _add_to_frozen(p: DTensor) -> list[Any]:
-    """Let autograd add the gradient that is coming to `p`, which a hook froze.
+def _switch_while_added(p: DTensor, accumulates: Mapping[DTensor, bool]) -> list[Any]:
+    """Let `p` require a gradient as it did when its last gradient arrived, while autograd adds it.
 
     Other hooks, and the program, get `p` as they left it. Returns the handles to remove.
     """
-    p.requires_grad_(True)
+    left = _requires_grad(p)
+    p.requires_grad_(True)  # a frozen parameter has no node
     node = get_gradient_edge(p).node
-    p.requires_grad_(False)
+    p.requires_grad_(left)
     before: list[bool] = []
 
-    def unfreeze_parameter(_: Any) -> None:
+    def switch(_: Any) -> None:
         before.append(_requires_grad(p))
         with local_ops():
-            p.requires_grad_(True)
+            p.requires_grad_(accumulates[p])
 
-    def freeze_again(*_: Any) -> None:
+    def switch_back(*_: Any) -> None:
         with local_ops():
             p.requires_grad_(before.pop())
 
-    return [node.register_prehook(unfreeze_parameter), node.register_hook(freeze_again)]
+    return [node.register_prehook(switch), node.register_hook(switch_back)]
 
 
 class _ShardsToToken(torch.autograd.Function):
@@ -1358,7 +1368,14 @@ class _ShardsToToken(torch.autograd.Function):
                     refuse_copied_part(_grad(p))
                 if (g := at_work.with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
-                # In one process each gradient is added as soon as it is computed.
-                if p in found and not _requires_grad(p):
-                    at_work.frozen += _add_to_frozen(p)
-        return None, None, None, None, *[found.pop(p, None) for p in ctx.shards]
+                if p not in found:
+                    continue
+                # In one process a gradient is added as soon as its last part is computed.
+                adds = at_work.accumulates.setdefault(p, True)  # if it was kept of earlier passes
+                if adds != _requires_grad(p) and p not in at_work.switches:
+                    at_work.switches[p] = _switch_while_added(p, at_work.accumulates)
+            grads = [found.pop(p, None) for p in ctx.shards]
+            # Kept by `no_sync`, of parameters that were frozen before this forward.
+            with torch.no_grad():
+                ctx.zero.add_gradients(found)
+        return None, None, None, None, *grads

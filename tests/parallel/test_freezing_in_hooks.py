@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -61,6 +62,57 @@ def test_gradients_are_those_of_one_process(at, other, where, stage):
         for found in world.run(train, stage, where, at, other):
             for step, wanted in zip(found, right, strict=True):
                 assert step == pytest.approx(wanted, rel=1e-9)
+
+
+def train_with_many_calls(mesh, how, other, every, forwards, calls):
+    """Trains three blocks that are called several times; a hook of the middle one (freezes, or
+    unfreezes) the block `other` each `every` times that it runs."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(3, 2, dtype=D), nn.Tanh(), nn.Linear(2, 3, dtype=D)) for _ in "abc"
+    ]
+    model, x = nn.Sequential(*blocks), torch.randn(5, 3, dtype=D)
+    if mesh is not None:
+        pt.zero(model, mesh, stage=3)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    x.requires_grad_()
+    changed, found, count = list(model[other].parameters()), [], 0
+
+    def change(*_):
+        nonlocal count
+        count += 1
+        if count % every == 0:
+            for p in changed:
+                p.requires_grad_(not p.requires_grad)
+
+    REGISTER[how](model[1])(change)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        loss = 0
+        for k in range(forwards):
+            h = x * (k + 1)
+            for _ in range(calls):
+                h = model(h)
+            loss = loss + h.square().mean()
+        loss.backward()
+        grads = [-1.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()]
+        found += [float(loss.detach()), *grads, *[p.requires_grad for p in changed]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("other", [0, 2])
+@pytest.mark.parametrize("how", ["in backward", "on a gradient"])
+def test_a_gradient_is_added_if_its_parameter_is_trained_when_the_last_part_arrives(how, other):
+    wrong = []
+    with pt.ranks(dp=2) as world:
+        for case in product([1, 2, 3], [1, 2], [1, 2]):
+            right = train_with_many_calls(None, how, other, *case)
+            for found in world.run(train_with_many_calls, how, other, *case):
+                if found != pytest.approx(right, rel=1e-9):
+                    wrong.append(case)
+    assert not wrong
 
 
 def freeze(p):
@@ -125,6 +177,69 @@ def test_gradients_of_autograd_grad_are_added_to_no_parameter_that_a_hook_froze(
 
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [(True, False)] * 2
+
+
+def differentiate_with_a_hook(mesh, at, create_graph):
+    """Returns the gradient of one parameter, which a hook freezes and unfreezes meanwhile."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in "abc"]), torch.randn(4, 3, dtype=D)
+    if mesh is not None:
+        pt.zero(model, mesh, stage=3)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    x.requires_grad_()
+    p = model[at].weight
+    model[1].register_full_backward_hook(lambda *_: freeze(p) if p.requires_grad else unfreeze(p))
+    loss = model(x).square().mean() + model(2 * x).square().mean()
+    (g,) = torch.autograd.grad(loss, [p], create_graph=create_graph)
+    return float(g.detach().norm()), p.grad is None, p.requires_grad
+
+
+def unfreeze(p):
+    p.requires_grad_(True)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("at", [0, 2])
+def test_autograd_grad_gives_the_gradient_of_a_parameter_that_a_hook_froze(at, create_graph):
+    right = differentiate_with_a_hook(None, at, create_graph)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(differentiate_with_a_hook, at, create_graph):
+            assert found == pytest.approx(right, rel=1e-9)
+
+
+def accumulate_with_a_hook(mesh, every):
+    """Accumulates two passes, the first under `no_sync`; a hook freezes the last block in one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in "abc"]), torch.randn(4, 3, dtype=D)
+    if mesh is not None:
+        pt.zero(model, mesh, stage=3)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    x.requires_grad_()
+    last, found, count = list(model[2].parameters()), [], 0
+
+    def change(*_):
+        nonlocal count
+        count += 1
+        if count % every == 0:
+            for p in last:
+                p.requires_grad_(not p.requires_grad)
+
+    model[1].register_full_backward_hook(change)
+    for _ in range(3):
+        with pt.no_sync(model) if mesh is not None else nullcontext():
+            model(x).square().mean().backward()
+        model(2 * x).square().mean().backward()
+        found += [-1.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_gradient_that_no_sync_kept_reaches_a_parameter_that_was_frozen_since(every):
+    right = accumulate_with_a_hook(None, every)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(accumulate_with_a_hook, every):
+            assert found == pytest.approx(right, rel=1e-9)
 
 
 @pytest.mark.parametrize("read", [lambda model: list(model.parameters()), None])

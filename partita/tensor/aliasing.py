@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from partita.comm import is_alone, user_line
-from partita.layout import Fix, LayoutError
+from partita.layout import Fix, Layout, LayoutError
 
 from .arguments import is_index_of_view
 from .dtensor import DTensor, as_dtensor, move_local
@@ -40,6 +40,7 @@ from .tensor_state import (
     Kwargs,
     Spec,
     count_writes,
+    current,
     own_state,
     spec_of,
     state_of,
@@ -261,6 +262,20 @@ def connect_copy(
         alias, view or refuse_reading, (), {}, None, seen, graded=graded
     )
     copy._spec = copy._spec.as_copy
+
+
+def redistribute_view(x: DTensor, layout: Layout) -> DTensor:
+    """Returns a copy of `x` in another layout. It is a view copy of `x`."""
+
+    def redistribute(source: Any) -> Any:
+        if not isinstance(source, DTensor):  # the whole value, or a "meta" tensor
+            return torch.ops.aten.alias(source)
+        spec = spec_of(layout, source._spec.wire)
+        return as_dtensor(move_local(source, source._spec, spec, "grad", "explicit"), spec)
+
+    alias = _alias_of(x)
+    copied = CopiedView(alias, redistribute, (), {}, None, count_writes(alias))
+    return _mark_copy_of_view(redistribute(current(x)), x, copied)
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:

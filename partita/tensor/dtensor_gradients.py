@@ -33,6 +33,7 @@ from partita.comm import Wire, check_equal_on_ranks, is_agreed, remember_agreed
 from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
+from .aliasing import redistribute_view
 from .arguments import check_plain_tensor
 from .dtensor import DTensor, as_dtensor, carry_all, move_local
 from .op_facts import enter_function, find_getter, implements
@@ -100,6 +101,9 @@ def gradient_of(x: DTensor) -> DTensor | None:
             owners = () if state is None else state.gradient_of
             if not owners or owners[0]() is not x:
                 _note_owner(grad, x)
+            if grad._spec.is_copy and (now := current(grad)) is not grad:
+                with torch.no_grad():
+                    grad.copy_(move_local(now, now._spec, grad._spec, "grad", "implicit"))
             return grad
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as of gather(sparse_grad=True)
@@ -656,24 +660,27 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
             Fix(f"g.reshape({tuple(spec.shape)})", "if it has as many elements"),
             operands=(f"x  {spec.layout.brief()}", f"gradient  {grad._spec.layout.brief()}"),
         )
-    if grad._spec is spec.gradient:
-        return grad
     rests = reduced_gradient_spec(x)
-    if grad._spec is not rests:
-        given = grad
+    with local_ops():
+        is_part = state_of(grad).copied_view is not None or _is_part_of_value(grad)
+    if is_part and grad._spec.layout != rests.layout:
+        grad = redistribute_view(grad, rests.layout)
+    elif not is_part and grad._spec is spec.gradient:
+        return grad
+    elif not is_part and grad._spec is not rests:
         grad = as_dtensor(move_local(grad, grad._spec, rests, "grad", "explicit"), rests)
-        with local_ops():
-            if _is_part_of_value(given):
-                own_state(grad).is_copied_part = True
-    mark_gradient_reduced(x)
+    mark_gradient_reduced(x, refuses=grad._spec.is_copy)
     return grad
 
 
-def mark_gradient_reduced(x: DTensor) -> None:
+def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
     """Record that x's gradient is reduced, and register a hook for the next backward pass.
 
     The hook makes the gradient Partial again before backward adds to it. If other tensors have the
     same gradient object, this is recorded for them, too.
+
+    Args:
+        refuses: True if the hook is to raise, because the gradient is a view copy.
     """
     with local_ops():  # otherwise each attribute would be read through dispatch
         grad = _grad.__get__(x)
@@ -682,7 +689,7 @@ def mark_gradient_reduced(x: DTensor) -> None:
         shared = state is not None and len(state.gradient_of) > 1
         for one in [x, *_find_owners(grad)] if shared else (x,):
             watch = state_of(one).reopens
-            if one._spec is one._spec.gradient:
+            if one._spec is one._spec.gradient and not refuses:
                 continue
             if watch is None:
                 if not (one.is_leaf and (one.is_floating_point() or one.is_complex())):
@@ -802,18 +809,17 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
 
 
 def refuse_copied_part(grad: torch.Tensor | None) -> None:
-    """Raise if a user has set `.grad` to a part of another tensor, and backward would add to it.
+    """Raise if backward would add to a `.grad` that a user set to a view copy of another tensor.
 
     In plain PyTorch that other tensor would change, too; here it would not. It raises even if that
     tensor is no longer alive, because it may be alive on some ranks only.
     """
-    if grad is not None and state_of(grad).is_copied_part:
+    if grad is not None and state_of(grad).copied_view is not None:
         raise make_layout_error(
             "backward adds to a gradient that was set to a part of another tensor",
             Fix("x.grad = part.clone()", "a gradient with its own memory"),
-            Fix("pt.zero(model, mesh, stage=1)", "so that gradients stay whole"),
-            reason="each rank keeps its shard of the gradient, and the other tensor would not "
-            "change",
+            reason="the part has another layout than the gradient, so it has its own memory, and "
+            "the other tensor would not change",
         )
 
 

@@ -379,7 +379,6 @@ class TensorState:
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
-        is_copied_part: for a gradient: True if it was copied from a part of another tensor.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
@@ -395,7 +394,6 @@ class TensorState:
 
     zero_layouts: ZeroLayouts | None = None
     gradient_of: tuple[weakref.ref[Any], ...] = ()
-    is_copied_part: bool = False
     copied_view: Any = None
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None

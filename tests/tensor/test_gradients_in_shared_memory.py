@@ -160,3 +160,75 @@ def test_gradients_may_be_set_to_parts_of_a_vector_and_stepped(stage):
     with pt.ranks(dp=2) as world:
         for found in world.run(run):
             torch.testing.assert_close(found, truth)
+
+
+def write_the_base(row, w, x):
+    x.mul_(2.0)
+
+
+def write_the_row(row, w, x):
+    row.add_(1.0)
+
+
+def write_the_gradient(row, w, x):
+    w.grad.mul_(3.0)
+
+
+def clear_the_gradient(row, w, x):
+    torch.optim.SGD([w]).zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "write", [write_the_base, write_the_row, write_the_gradient, clear_the_gradient]
+)
+def test_a_gradient_that_is_a_row_of_a_split_tensor_shares_its_values(write, compiled):
+    def program(mesh):
+        x, w = torch.arange(12.0).double().view(4, 3), torch.ones(3).double()
+        if mesh is not None:
+            x, w = pt.distribute_tensor(x, mesh, [S]), pt.distribute_tensor(w, mesh, [R])
+        w = nn.Parameter(w)
+        optimizer, found = torch.optim.SGD([w], 0.1), []
+
+        def train():
+            w.grad = row = x[1]
+            write(row, w, x)
+            optimizer.step()
+            return x.sum(), w.grad.sum()
+
+        run = pt.compile(train, backend="graph") if compiled and mesh is not None else train
+        for _ in range(3):
+            found += map(value, (*run(), w, x))
+            x.add_(0.5)
+            if not compiled:  # a captured step keeps no gradient that its update has used
+                found.append(value(w.grad))
+        return found
+
+    both(program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_are_parts_of_a_vector_follow_its_writes(stage):
+    def program(model, vector):
+        optimizer, found, at = torch.optim.SGD(model.parameters(), 0.1), [], 0
+        for p in model.parameters():
+            p.grad = vector[at : (at := at + p.numel())].view_as(p)
+        vector.mul_(0.5)
+        optimizer.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found.append(value(vector))
+        optimizer.step()
+        return [*found, *(value(t) for p in model.parameters() for t in (p, p.grad))]
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4).double())
+
+    def run(mesh):
+        vector = pt.distribute_tensor(torch.arange(20.0).double(), mesh, [R])
+        return program(pt.zero(make(), mesh, stage=stage), vector)
+
+    truth = program(make(), torch.arange(20.0).double())
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth)

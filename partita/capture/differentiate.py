@@ -201,6 +201,21 @@ def _edge_of(t: torch.Tensor) -> _Edge:
         return t.grad_fn, t.output_nr
 
 
+def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the leaves that require grad and from which `results` are computed."""
+    with local_ops():
+        ahead = [t.grad_fn for t in results if t.grad_fn is not None]
+        seen, leaves = set(ahead), []
+        while ahead:
+            node = ahead.pop()
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.append(leaf)
+            below = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= below
+            ahead += below
+        return [t for t in leaves if t.requires_grad]
+
+
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside the block, backward stops at `results`, and hooks of `results` do not run.

@@ -35,6 +35,7 @@ from .differentiate import (
     asks_gradient,
     cut_history,
     differentiate,
+    find_leaves,
     has_history,
     part_results,
     requires_grad,
@@ -208,6 +209,7 @@ class GraphOutputs:
 
         Adds none if the step has freed the results' autograd history.
         """
+        self._refuse_made_leaves(recorder)
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
@@ -239,6 +241,22 @@ class GraphOutputs:
         self.seeds = seeds
         self.all = [*outputs, *(output for output, _ in found)]
         self.values += [grad for _, grad in found]
+
+    def _refuse_made_leaves(self, recorder: Recorder) -> None:
+        """Raise CaptureError if a backward of the caller would have to give a gradient to a leaf
+        that the step makes and returns.
+        """
+        outputs = {id(t) for t in self.values}
+        made = [t for t in find_leaves(self.differentiable) if id(t) in outputs]
+        made = [t for t in made if self._inputs.input_of(t) is None]
+        if made and differentiate(self.differentiable, made, recorder, again=True) is not None:
+            raise not_captured(
+                "the step returns a leaf that it makes, and a result that is computed from it",
+                "in the next calls that result's history does not reach the leaf, which would get "
+                "no gradient",
+                Fix("make the leaf before the step", "and pass it, or keep it in a module"),
+                Fix("return result.detach()", "if no gradient is needed"),
+            )
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
         """Add outputs that the step does not return, because a check needs them.

@@ -407,3 +407,33 @@ def test_an_integer_in_a_tensor_picks_a_view_as_an_int_does(spread, compiled):
         found = world.run(number, spread, compiled)[0]
     for t, wanted in zip(found, number(None, None, False), strict=True):
         torch.testing.assert_close(t, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("others", [lambda p: p[1], lambda p: (p * 2).sum()])
+def test_a_leaf_that_the_step_makes_is_not_returned_beside_what_is_computed_from_it(others):
+    def step(x):
+        p = torch.nn.Parameter(x * 2)
+        return p, others(p)
+
+    with pytest.raises(CaptureError, match="a leaf that it makes, and a result"):
+        pt.compile(step, backend="graph")(torch.ones(4, 3))
+
+
+def test_forces_that_are_gradients_of_a_leaf_made_in_the_region_are_differentiated():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def find_forces(at):
+        at = at.detach().requires_grad_()
+        energy = model(at).sum()
+        (slope,) = torch.autograd.grad(energy, at, create_graph=True)
+        return energy, -slope
+
+    def train(run):
+        model.zero_grad()
+        energy, forces = run(torch.linspace(-1, 1, 6).view(2, 3))
+        (energy + forces.square().sum()).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    compiled = pt.compile(find_forces, backend="graph")
+    for _ in range(2):
+        torch.testing.assert_close(train(compiled), train(find_forces))

@@ -296,6 +296,7 @@ def ledger() -> Iterator[Ledger]:
         with pt.ledger() as log:
             loss = model(x)
         print(log)                  # a table: kind, axes, bytes, op, line, reason
+        print(log.summary())        # the bytes by line, kind, axes and reason
 
     Ledgers nest: each records all moves inside it. In the function of a rank of `pt.ranks` it
     records that rank's moves. Around `world.run` it records the moves of all ranks.

@@ -64,7 +64,7 @@ def backend_ways(program: Program) -> str:
         else:
             continue
         changed += 1
-    return f"{changed} collectives travel another way"
+    return f"{changed} collectives are replaced by others that are faster on the backend"
 
 
 def _find_read_late(graph: fx.Graph) -> set[fx.Node]:

@@ -46,7 +46,7 @@ def overlap(program: Program) -> str:
     order.apply()
     return (
         f"{earlier} gathers begin a block earlier, {later} reductions end a block later, "
-        f"{beside} others are carried beside what is computed"
+        f"{beside} other collectives overlap with compute"
     )
 
 

@@ -52,7 +52,7 @@ def remat(program: Program) -> str:
     made = len(recompute(graph, _find_recomputed_in_regions(program)))
     if program.options.budget is not None:
         made += len(recompute(graph, _choose_level(program)))
-    return f"{made} calls are made again in backward"
+    return f"{made} calls are recomputed in backward"
 
 
 # -- under a budget --------------------------------------------------------------------------------

@@ -204,6 +204,10 @@ class Transport:
     """Dtypes that the backend can send; others are sent as bytes."""
     reduced_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes that the backend can reduce; others are converted to a wider dtype."""
+    padded = False
+    """True if shards are padded to equal size, as while a step is captured."""
+    zeros = False
+    """True while padding is zeros because ranks sum it, as that of gradients in a captured step."""
 
     def __init__(self, mesh: Mesh, at: Coordinate):
         self.mesh, self.at = mesh, at
@@ -223,6 +227,10 @@ class Transport:
         for axis in (axes,) if isinstance(axes, str) else axes:
             n = n * self.mesh.size(axis) + self.at[self.mesh.index(axis)]
         return n
+
+    def stack(self, axes: Axes) -> tuple[list[int], list[Any]]:
+        """Returns the sizes of `axes`, and this rank's position on each."""
+        return [self.mesh.size(a) for a in axes], [self.index(a) for a in axes]
 
     def mesh_size(self, axes: Axes) -> int:
         """Returns the number of ranks along `axes`: the product of their sizes."""

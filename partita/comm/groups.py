@@ -160,12 +160,11 @@ class GroupWire(Wire):
         if self._reading is not None and self._bring_read_value(out, x, axes, request):
             return
         group = self._process_groups[axes]
-        if request.kind != "all_gather":
-            self.backend.begin(group, out, x, request).wait()
-            return
-        if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: a group cuts the first
+        if request.kind not in ("all_reduce", "broadcast"):
+            # A group cuts a tensor along dimension 0, where pieces need not follow each other here.
             out, x = out.view(-1), x.view(-1)
-        self.backend.native(group, out, x, request).wait()
+        begin = self.backend.native if request.kind == "all_gather" else self.backend.begin
+        begin(group, out, x, request).wait()
 
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request

@@ -2,22 +2,21 @@
 
 The function is made once for each move and rank. Positions of shards are computed from the sizes of
 the axes, without communication. As in `torch.chunk`, all full shards come first, then at most one
-shorter shard, then empty ones (`DimChange`, `span`). So a move takes the same few steps for any
-number of ranks.
+shorter shard, then empty ones (`DimChange`, `span`).
 
-A collective's buffer holds the shards end to end, in the order of the ranks. One strided copy (a
-few for uneven shards) moves them there or back (`PieceLayout`). Even shards of dimension 0 need no
-copy. Shards of different sizes are sent padded to the largest. `resize_` cuts the padding off, so
-that no result is a view of a larger tensor: in-place ops and autograd would fail on such a view.
+A collective's buffer holds one shard for each rank of the group, end to end, each padded to the
+size of the largest. A move packs its tensor into such a buffer, or unpacks it, in a number of steps
+that is the same for any number of ranks. Even shards of dimension 0 need no copy. Eager code pads
+the true shard, and cuts the padding off the result. In a captured graph all shards are padded
+already, and this rank's coordinate is a tensor (`trace`). The steps are the same.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -74,48 +73,6 @@ class _Requests(dict[str, Request]):
 # -- moves that send -------------------------------------------------------------------------------
 
 
-def _make_all_gather_step(move: Move, transport: Transport) -> Step:
-    axes, _ = transport.group_order(move.axes)
-    joined, _ = find_cuts(move, transport.mesh)
-    side = PieceLayout(joined, move.after, transport, axes)
-    shape, run, requests = side.shape, transport.run_collective, _Requests(move)
-    if side.rows_in_memory:
-        mine, gathered = side.piece, side.padded_shape
-    else:
-        mine, gathered = (side.pad,), (side.ranks * side.pad,)
-    unpack, whole = side.make_unpacker(side.pad), side.rows_in_memory and gathered == shape
-
-    def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:
-        out = new_empty(x, gathered)
-        run(out, _pad_to_shape(x, mine), axes, requests[op])
-        if whole:
-            return out
-        return out.resize_(shape) if side.rows_in_memory else unpack(out)
-
-    return run_all_gather
-
-
-def _make_reduce_scatter_step(move: Move, transport: Transport) -> Step:
-    axes, _ = transport.group_order(move.axes)
-    _, divided = find_cuts(move, transport.mesh)
-    mine = move.after.local_shape(transport.mesh, transport.at)
-    side = PieceLayout(divided, move.before, transport, axes)
-    as_it_is, rows_shape = side.rows_in_memory and side.even, (side.ranks * side.pad,)
-    pack, run, requests = side.make_packer(side.pad), transport.run_collective, _Requests(move)
-
-    def run_reduce_scatter(x: torch.Tensor, op: str) -> torch.Tensor:
-        if as_it_is:
-            out = new_empty(x, mine)
-            run(out, x.contiguous(), axes, requests[op])
-            return out
-        out = new_empty(x, side.pad)
-        rows = _pad_to_shape(x, rows_shape) if side.rows_in_memory else pack(x)
-        run(out, rows, axes, requests[op])
-        return out.resize_(mine)
-
-    return run_reduce_scatter
-
-
 def _make_all_reduce_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     run, requests = transport.run_collective, _Requests(move)
@@ -128,34 +85,66 @@ def _make_all_reduce_step(move: Move, transport: Transport) -> Step:
     return run_all_reduce
 
 
-def _make_all_to_all_step(move: Move, transport: Transport) -> Step:
-    axes, _ = transport.group_order(move.axes)
-    joined, divided = find_cuts(move, transport.mesh)
-    if is_restack(joined, divided, axes, transport.mesh):
+def _make_exchange_step(move: Move, transport: Transport) -> Step:
+    """Returns the step of an all_gather, a reduce_scatter or an all_to_all."""
+    axes, order = transport.group_order(move.axes)
+    mesh, n, run = transport.mesh, transport.mesh_size(axes), transport.run_collective
+    joined, divided = (_cuts_of_rank(cuts, transport) for cuts in find_cuts(move, mesh))
+    exchanges = move.kind == "all_to_all"
+    if exchanges and not transport.padded and is_restack(joined, divided, axes, mesh):
         return _make_restack_step(move, transport)
-    sent = PieceLayout(divided, move.before, transport, axes)
-    got = PieceLayout(joined, move.after, transport, axes)
-    shape, run = got.shape, transport.run_collective
-    if sent.in_order and got.in_order:
-        pad, send, get = None, sent.splits(), got.splits()
-    else:  # each message is padded to the size of the largest
-        pad = math.prod(map(max, sent.piece, got.piece))
-        send = get = Splits.evenly(sent.ranks, pad)
-    pack = None if pad is None and sent.in_memory else sent.make_packer(pad)
-    unpack = None if pad is None and got.in_memory else got.make_unpacker(pad)
-    requests = _Requests(move, get, send)
+    grid = tuple(a for a in axes if mesh.size(a) > 1)
+    largest = [*move.before.local_shape(mesh, transport.at)]
+    for cut in joined:
+        largest[cut.dim] = cut.first_length
+    given = tuple(largest)
+    for cut in divided:
+        largest[cut.dim] = cut.first_length
+    if move.kind == "reduce_scatter":
+        got = largest
+    elif _in_order(joined, grid):
+        got = [n * largest[0], *largest[1:]]
+    else:
+        got = [*(mesh.size(a) for a in grid), *largest]
+    each = Splits.evenly(n, math.prod(largest)) if exchanges else None
+    shape, requests = move.after.local_shape(mesh, transport.at), _Requests(move, each, each)
 
-    def run_all_to_all(x: torch.Tensor, op: str) -> torch.Tensor:
-        source = x.contiguous() if pack is None else pack(x)
-        out = new_empty(x, shape if unpack is None else get.total)
-        run(out, source, axes, requests[op])
-        return out if unpack is None else unpack(out)
+    def run_exchange(x: torch.Tensor, op: str) -> torch.Tensor:
+        rows = _pack_pieces(_pad_to_shape(x, given), divided, grid, transport)
+        if order is not None and divided:
+            rows = rows.view(n, rows.numel() // n)[order]
+        out = new_empty(rows, got)
+        run(out, rows, axes, requests[op])
+        if order is not None and joined:
+            ordered = empty_like(out)
+            ordered.view(n, out.numel() // n)[order] = out.view(n, out.numel() // n)
+            out = ordered
+        if joined:
+            out = _unpack_pieces(out, joined, grid, transport)
+        return _cut_to_shape(out, shape, transport)
 
-    return run_all_to_all
+    return run_exchange
+
+
+def _cuts_of_rank(cuts: Sequence[DimChange], transport: Transport) -> list[DimChange]:
+    """Returns cuts of this rank's true outer pieces. In a graph the pieces remain padded.
+
+    All ranks of a group have the same outer pieces.
+    """
+    if transport.padded:
+        return [*cuts]
+    found = []
+    for cut in cuts:
+        _, size = span(cut.size, *transport.stack(cut.outer))
+        found.append(replace(cut, size=size, outer=(), outer_parts=()))
+    return found
 
 
 def _make_restack_step(move: Move, transport: Transport) -> Step:
-    """Returns an all_to_all between pieces whose overlaps form no grid (see `is_restack`)."""
+    """Returns an all_to_all between pieces whose overlaps form no grid (see `is_restack`).
+
+    A graph gathers and slices instead (`trace`).
+    """
     axes, _ = transport.group_order(move.axes)
     shape, run = move.after.local_shape(transport.mesh, transport.at), transport.run_collective
     send, sent = _find_overlaps(move.before, move.after, transport, axes)
@@ -283,10 +272,10 @@ def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | b
 
 
 _BUILD = {
-    "all_gather": _make_all_gather_step,
-    "reduce_scatter": _make_reduce_scatter_step,
+    "all_gather": _make_exchange_step,
+    "reduce_scatter": _make_exchange_step,
     "all_reduce": _make_all_reduce_step,
-    "all_to_all": _make_all_to_all_step,
+    "all_to_all": _make_exchange_step,
     "slice": _make_slice_step,
     "place": _make_place_step,
     "mask": _make_mask_step,
@@ -304,210 +293,151 @@ def _slices_within(
 
 
 def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns contiguous `x` padded with zeros at its end to `shape`."""
+    """Returns `x` padded with zeros at the end of each dimension."""
     if x.shape == shape:
+        return x
+    out = x.new_zeros(shape)
+    out[tuple(map(slice, x.shape))] = x
+    return out
+
+
+def _cut_to_shape(x: torch.Tensor, shape: tuple[int, ...], transport: Transport) -> torch.Tensor:
+    """Returns contiguous `x` without the padding at the end of each dimension.
+
+    In eager the result is no view, and has its own storage: in-place ops and autograd would fail on
+    a view.
+    """
+    alone = not transport.padded and not x._is_view()
+    if alone and x.shape[1:] == shape[1:]:
+        return x if x.shape == shape else x.resize_(shape)
+    for dim, n in enumerate(shape):
+        if x.shape[dim] != n:
+            x = x.narrow(dim, 0, n)
+    if transport.padded:
         return x.contiguous()
-    n = x.numel()
-    if n == math.prod(shape):
-        return x.reshape(shape)
-    buffer = new_empty(x, shape)
-    flat = buffer.view(-1)
-    flat[:n] = x.reshape(-1)
-    flat[n:] = 0
-    return buffer
+    fills = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x.detach() if fills else x.clone(memory_format=_CONTIGUOUS)
 
 
 # -- pieces and collective buffers -----------------------------------------------------------------
-# All pieces of one shape are one strided view of a tensor, however many ranks there are.
 
 
-_Run = tuple[int, int, tuple[tuple[int, int, int], ...]]
-"""`(start, length, axes)` of the first of some pieces of one length at equal distances; for each
-axis the first rank, how many ranks, and the distance."""
+def outer_length(cut: DimChange, transport: Transport) -> tuple[int, Number]:
+    """Returns the padded and the true length of the piece that the inner axes of `cut` divide."""
+    padded = padded_length(cut.size, cut.outer_parts)
+    if cut.size % math.prod(cut.outer_parts) == 0:
+        return padded, padded
+    return padded, span(cut.size, *transport.stack(cut.outer))[1]
 
 
-def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_Run]:
-    """Yields all pieces that are not empty, as at most two runs for each axis."""
-    if not length:
-        return
-    if not parts:
-        yield 0, length, ()
-        return
-    step = -(-length // parts[0])
-    full, rest = divmod(length, step)
-    for first, count, each in ((0, full, step), (full, 1, rest)):
-        for start, size, axes in _find_piece_runs(each, parts[1:]):
-            yield first * step + start, size, ((first, count, step), *axes)
-
-
-class _PieceBlock(NamedTuple):
-    """A block of pieces of one shape, each for another rank, in one rank's local tensor.
-
-    Attributes:
-        axes: for each axis of the grid of ranks: the first rank, the number of ranks, the distance
-            of two pieces, and the dimension that it splits.
-        start: for each dimension, the offset of the first piece.
-        piece: the shape of each piece.
-    """
-
-    axes: tuple[tuple[int, int, int, int], ...]
-    start: tuple[int, ...]
-    piece: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*(count for _, count, _, _ in self.axes), *self.piece)
-
-    def find_in(self, strides: Sequence[int]) -> _View:
-        """Returns where the pieces are in a tensor with these strides: shape, strides and
-        offset.
-        """
-        outer = [step * strides[dim] for _, _, step, dim in self.axes]
-        return self.shape, (*outer, *strides), sum(map(int.__mul__, self.start, strides))
-
-
-_View = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Sizes, strides and offset."""
-
-
-class PieceLayout:
-    """The positions in a local tensor of the pieces that a collective sends to, or gets from, each
-    rank.
-
-    A collective needs the pieces end to end in a buffer, in the group's order. If the local tensor
-    has them in another order, they are copied.
-
-    Attributes:
-        shape: the shape of the local tensor.
-        piece: the shape of the largest piece.
-        pad: its number of elements, to which smaller pieces are padded.
-        ranks: the size of the group.
-        even: True if all pieces have the same shape.
-        in_order: True if the pieces follow each other along one dimension, in the order of the
-            ranks.
-        in_memory: True if they also follow each other in memory.
-        rows_in_memory: True if they are also in order in memory when each is padded to the largest,
-            because all padding is at the end.
-    """
-
-    def __init__(self, cuts: Sequence[DimChange], layout: Layout, transport: Transport, axes: Axes):
-        self._cuts, (_, self._order) = cuts, transport.group_order(axes)
-        self.shape = layout.local_shape(transport.mesh, transport.at)
-        self._grid = [a for a in axes if transport.mesh.size(a) > 1]
-        self._sizes = [transport.mesh.size(a) for a in self._grid]
-        self._lengths = [
-            span(cut.size, cut.outer_parts, [transport.index(a) for a in cut.outer])[1]
-            for cut in cuts
-        ]
-        piece = list(self.shape)
-        for cut, length in zip(cuts, self._lengths, strict=True):
-            piece[cut.dim] = padded_length(length, cut.parts)
-        self.piece, self.pad, self.ranks = tuple(piece), math.prod(piece), math.prod(self._sizes)
-        self.even = self.ranks * self.pad == math.prod(self.shape)
-        in_order = len(cuts) == 1 and list(cuts[0].inner) == self._grid
-        self.in_order = in_order and self._order is None
-        self.in_memory = self.in_order and math.prod(self.shape[: cuts[0].dim]) == 1
-        self.rows_in_memory = self.in_memory and ends_last(self._lengths[0], cuts[0].parts)
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape of a tensor of all pieces in order, each padded to the largest one."""
-        (cut,) = self._cuts
-        length = self.ranks * self.piece[cut.dim]
-        return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
-
-    def splits(self) -> Splits:
-        """Returns the segment of each rank's piece in a flat buffer without padding."""
-        (length,), (cut,) = self._lengths, self._cuts
-        if self.even:
-            return Splits.evenly(self.ranks, self.pad)
-        rest = math.prod(self.shape) // length if length else 0
-
-        def place_of_part(i: int) -> tuple[int, int]:
-            start, size = span(length, cut.parts, unravel(i, cut.parts))
-            return rest * start, rest * size
-
-        return Splits(self.ranks, math.prod(self.shape), False, place_of_part)
-
-    # -- copies to and from a collective's buffer --------------------------------------------------
-
-    def make_packer(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that copies the pieces of a tensor end to end into a flat buffer.
-
-        Args:
-            pad: the number of elements to which each piece is padded with zeros. None: pieces that
-                are in order are packed without padding, as in `splits`.
-        """
-        numel, blocks, order = math.prod(self.shape), self._find_blocks(), self._order
-        total = numel if pad is None else self.ranks * pad
-        own = contiguous_strides(self.shape)
-        sources = [block.find_in(own) for block in blocks]
-        places = [self._find_in_buffer(block, pad) for block in blocks]
-        alone = len(blocks) == 1 and total == numel
-
-        def pack_pieces(x: torch.Tensor) -> torch.Tensor:
-            views, first = sources, x.storage_offset()
-            if not x.is_contiguous():
-                views = [block.find_in(x.stride()) for block in blocks]
-            if alone:
-                ((size, strides, offset),) = views
-                flat = x.as_strided(size, strides, first + offset).contiguous().view(-1)
-            else:
-                flat = new_empty(x, total) if total == numel else x.new_zeros(total)
-                for (size, strides, offset), place in zip(views, places, strict=True):
-                    flat.as_strided(*place).copy_(x.as_strided(size, strides, first + offset))
-            return flat if order is None else flat.view(len(order), -1)[order].view(-1)
-
-        return pack_pieces
-
-    def make_unpacker(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function that copies pieces from a flat buffer back into a tensor.
-
-        Args:
-            pad: the same as for `make_packer`.
-        """
-        own, order = contiguous_strides(self.shape), self._order
-        views = [(b.find_in(own), self._find_in_buffer(b, pad)) for b in self._find_blocks()]
-
-        def unpack_pieces(flat: torch.Tensor) -> torch.Tensor:
-            if order is not None:
-                rows = empty_like(flat)
-                rows.view(len(order), -1)[order] = flat.view(len(order), -1)
-                flat = rows
-            out = new_empty(flat, self.shape)
-            for there, here in views:
-                out.as_strided(*there).copy_(flat.as_strided(*here))
-            return out
-
-        return unpack_pieces
-
-    def _find_blocks(self) -> list[_PieceBlock]:
-        """Returns the pieces for each rank of the grid, except empty ones."""
-        if math.prod(self.shape) == 0:
-            return []
-        found = []
-        pairs = zip(self._lengths, self._cuts, strict=True)
-        for chosen in itertools.product(*(list(_find_piece_runs(n, c.parts)) for n, c in pairs)):
-            along: dict[str, tuple[int, int, int, int]] = {}
-            start, piece = [0] * len(self.shape), list(self.shape)
-            for cut, (first_start, length, axes) in zip(self._cuts, chosen, strict=True):
-                start[cut.dim], piece[cut.dim] = first_start, length
-                for axis, one in zip(cut.inner, axes, strict=True):
-                    along[axis] = (*one, cut.dim)
-            axes_of_grid = tuple(along[a] for a in self._grid)
-            found.append(_PieceBlock(axes_of_grid, tuple(start), tuple(piece)))
-        return found
-
-    def _find_in_buffer(self, block: _PieceBlock, pad: int | None) -> _View:
-        if pad is None:
-            (cut,), (length,) = self._cuts, self._lengths
-            rest = math.prod(self.shape) // length
-            outer = [rest * step for _, _, step, _ in block.axes]
-            offset = rest * block.start[cut.dim]
+def _pack_pieces(
+    x: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str], transport: Transport
+) -> torch.Tensor:
+    """Returns a buffer of the padded piece of each member of `grid`, in the grid's order."""
+    for cut in cuts:
+        if not cut.even:
+            x = _pieces_in_a_row(x, cut, transport)
+    if not cuts or _in_order(cuts, grid):
+        return x.contiguous()
+    labels: list[Any] = []
+    by_dim = {cut.dim: cut for cut in cuts}
+    shape: list[int] = []
+    for dim in range(x.dim()):
+        if dim in by_dim:
+            cut = by_dim[dim]
+            labels, shape = [*labels, *cut.inner, dim], [*shape, *cut.parts, cut.first_length]
         else:
-            outer = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
-            offset = sum(first * one for (first, *_), one in zip(block.axes, outer, strict=True))
-        return block.shape, (*outer, *contiguous_strides(block.piece)), offset
+            labels, shape = [*labels, dim], [*shape, x.shape[dim]]
+    order = [labels.index(a) for a in grid] + [labels.index(d) for d in range(x.dim())]
+    return x.reshape(shape).permute(order).contiguous()
+
+
+def _pieces_in_a_row(x: torch.Tensor, cut: DimChange, transport: Transport) -> torch.Tensor:
+    _, outer = outer_length(cut, transport)
+    parts, step, n = cut.parts, cut.first_length, math.prod(cut.parts)
+    if isinstance(outer, int) and len(parts) == 1:
+        if transport.zeros or not transport.padded:
+            behind = [0, 0] * (x.dim() - cut.dim - 1) + [0, n * step - outer]
+            return torch.constant_pad_nd(x, behind)
+        places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
+        return x.index_select(cut.dim, places)
+    each = [
+        torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
+        for i, m in enumerate(parts)
+    ]
+    start, length = span(move_to_device(outer, x.device), parts, each)
+    return take_padded_piece(
+        x, cut.dim, start, length, torch.arange(step, device=x.device), transport.zeros
+    )
+
+
+def take_padded_piece(
+    x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
+) -> torch.Tensor:
+    """Returns the elements of pieces along `dim`, each padded to as many as there are offsets."""
+    at = (start + least(offsets, length - 1)).clamp(min=0)
+    out = x.index_select(dim, at.flatten())
+    return fill_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
+
+
+def fill_where(x: torch.Tensor, dim: int, where: torch.Tensor, value: Any = 0) -> torch.Tensor:
+    """Returns `x` with `value` where the mask `where` is True along `dim`."""
+    return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
+
+
+def _unpack_pieces(
+    rows: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str], transport: Transport
+) -> torch.Tensor:
+    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
+
+    Pieces in order along dimension 0 are joined already.
+    """
+    if not _in_order(cuts, grid):
+        rows = _side_by_side(rows, cuts, grid)
+    for cut in cuts:
+        if not cut.even:
+            rows = _without_gaps(rows, cut, transport)
+    return rows.contiguous()
+
+
+def _side_by_side(
+    rows: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str]
+) -> torch.Tensor:
+    labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
+    by_dim = {cut.dim: cut for cut in cuts}
+    order: list[Any] = []
+    shape = []
+    for dim in range(rows.dim() - len(grid)):
+        inner = by_dim[dim].inner if dim in by_dim else ()
+        order += [*inner, dim]
+        shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
+    # Not `reshape`: it makes an `_unsafe_view` of a copy, which passes do not recognize as a copy.
+    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
+
+
+def _in_order(cuts: Sequence[DimChange], grid: Sequence[str]) -> bool:
+    """True if the pieces follow each other along dimension 0, in the order of the ranks."""
+    return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
+
+
+def _without_gaps(x: torch.Tensor, cut: DimChange, transport: Transport) -> torch.Tensor:
+    """Returns `x`, which has padded pieces end to end along a dimension, without padding between
+    them.
+    """
+    padded, length = outer_length(cut, transport)
+    if isinstance(length, int) and ends_last(length, cut.parts):
+        return x  # all padding is at the end
+    at, length = torch.arange(padded, device=x.device), move_to_device(length, x.device)
+    places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
+    place: Number = 0
+    for n, here in zip(cut.parts, places, strict=True):
+        place = place * n + here
+    out = x.index_select(cut.dim, place * cut.first_length + rest)
+    return fill_where(out, cut.dim, at >= length) if transport.zeros else out
+
+
+def move_to_device(x: Number, device: torch.device) -> Number:
+    return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
 # -- cuts: which dimensions a move divides into pieces or joins ------------------------------------

@@ -34,7 +34,6 @@ from .collective import (
     WAIT,
     Axes,
     Request,
-    Splits,
     all_to_all,
 )
 from .groups import GroupWire
@@ -44,14 +43,16 @@ from .move_steps import (
     Number,
     Step,
     ends_last,
+    fill_where,
     find_cuts,
     identity_of_reduction,
     is_restack,
-    least,
+    move_to_device,
+    outer_length,
     padded_length,
-    places_of,
     prepare,
     span,
+    take_padded_piece,
     zeros_signed_as,
 )
 from .wire import Wire
@@ -196,7 +197,7 @@ class TraceWire(Wire):
                 parts, places = self.stack(axes)
                 _, length = span(size, parts, places)
                 at = torch.arange(padded_length(size, parts), device=x.device)
-                where = self.paddings[key] = at >= _move_to_device(length, x.device)
+                where = self.paddings[key] = at >= move_to_device(length, x.device)
             # Not by the dimensions of `x`, which may be fewer and may be broadcast here.
             behind = len(layout.shape) - dim - 1
             x = x.masked_fill(where.view([-1] + [1] * behind), value)
@@ -327,149 +328,12 @@ def _make_padded_step(move: Move, wire: TraceWire) -> Step:
     """
     if move.kind == "mask":
         return lambda x, op: _keep_on_first(x, move, wire)
-    if move.kind in ("all_reduce", "retype"):
-        return prepare(move, wire)
-    joined, divided = find_cuts(move, wire.mesh)
-    if move.kind == "slice":
-        return lambda x, op: _slice_own_piece(x, divided, wire)
-    if move.kind == "place":
+    if move.kind in ("slice", "place"):
+        joined, divided = find_cuts(move, wire.mesh)
+        if move.kind == "slice":
+            return lambda x, op: _slice_own_piece(x, divided, wire)
         return lambda x, op: _place_own_piece(x, joined, move.op, wire)
-    if not joined and not divided:
-        return prepare(move, wire)
-    axes, _ = wire.group_order(move.axes)
-    grid = tuple(a for a in axes if wire.mesh.size(a) > 1)
-    n = wire.mesh_size(axes)
-
-    def run_padded_step(x: torch.Tensor, op: str) -> torch.Tensor:
-        piece = list(x.shape)
-        for cut in divided:
-            piece[cut.dim] = cut.first_length
-        rows = _pack_padded_pieces(x, divided, grid, wire)
-        if move.kind == "reduce_scatter":
-            shape = piece
-        elif _in_order(joined, grid):
-            shape = [n * piece[0], *piece[1:]]
-        else:
-            shape = [*(wire.mesh.size(a) for a in grid), *piece]
-        out = x.new_empty(shape)
-        each = Splits.evenly(n, math.prod(piece)) if move.kind == "all_to_all" else None
-        wire.run_collective(out, rows, axes, Request(move.kind, move, op, move.op, each, each))
-        return out if move.kind == "reduce_scatter" else _unpack_pieces(out, joined, grid, wire)
-
-    return run_padded_step
-
-
-def _outer_length(cut: DimChange, wire: TraceWire) -> tuple[int, Number]:
-    """Returns the padded and the true length of the piece that the inner axes of `cut` divide."""
-    padded = padded_length(cut.size, cut.outer_parts)
-    if cut.size % math.prod(cut.outer_parts) == 0:
-        return padded, padded
-    return padded, span(cut.size, *wire.stack(cut.outer))[1]
-
-
-def _pack_padded_pieces(
-    x: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str], wire: TraceWire
-) -> torch.Tensor:
-    """Returns a buffer of the padded piece of each member of `grid`, in the grid's order."""
-    labels: list[Any] = []
-    by_dim = {cut.dim: cut for cut in cuts}
-    shape: list[int] = []
-    for dim in range(x.dim()):
-        cut = by_dim.get(dim)
-        if cut is None:
-            labels, shape = [*labels, dim], [*shape, x.shape[dim]]
-            continue
-        if not cut.even:
-            x = _pieces_in_a_row(x, cut, wire)
-        labels = [*labels, *cut.inner, dim]
-        shape = [*shape, *cut.parts, cut.first_length]
-    if not cuts or _in_order(cuts, grid):
-        return x.contiguous()
-    order = [labels.index(a) for a in grid] + [labels.index(d) for d in range(x.dim())]
-    return x.reshape(shape).permute(order).contiguous()
-
-
-def _pieces_in_a_row(x: torch.Tensor, cut: DimChange, wire: TraceWire) -> torch.Tensor:
-    _, outer = _outer_length(cut, wire)
-    parts, step, n = cut.parts, cut.first_length, math.prod(cut.parts)
-    if isinstance(outer, int) and len(parts) == 1:
-        if wire.zeros:
-            behind = [0, 0] * (x.dim() - cut.dim - 1) + [0, n * step - outer]
-            return torch.constant_pad_nd(x, behind)
-        places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
-        return x.index_select(cut.dim, places)
-    each = [
-        torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
-        for i, m in enumerate(parts)
-    ]
-    start, length = span(_move_to_device(outer, x.device), parts, each)
-    return _take_padded_piece(
-        x, cut.dim, start, length, torch.arange(step, device=x.device), wire.zeros
-    )
-
-
-def _take_padded_piece(
-    x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
-) -> torch.Tensor:
-    """Returns the elements of pieces along `dim`, each padded to as many as there are offsets."""
-    at = (start + least(offsets, length - 1)).clamp(min=0)
-    out = x.index_select(dim, at.flatten())
-    return _fill_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
-
-
-def _fill_where(x: torch.Tensor, dim: int, where: torch.Tensor, value: Any = 0) -> torch.Tensor:
-    """Returns `x` with `value` where the mask `where` is True along `dim`."""
-    return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
-
-
-def _unpack_pieces(
-    rows: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str], wire: TraceWire
-) -> torch.Tensor:
-    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
-
-    Pieces in order along dimension 0 are joined already.
-    """
-    if not _in_order(cuts, grid):
-        rows = _side_by_side(rows, cuts, grid)
-    for cut in cuts:
-        if not cut.even:
-            rows = _without_gaps(rows, cut, wire)
-    return rows.contiguous()
-
-
-def _side_by_side(
-    rows: torch.Tensor, cuts: Sequence[DimChange], grid: Sequence[str]
-) -> torch.Tensor:
-    labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
-    by_dim = {cut.dim: cut for cut in cuts}
-    order: list[Any] = []
-    shape = []
-    for dim in range(rows.dim() - len(grid)):
-        inner = by_dim[dim].inner if dim in by_dim else ()
-        order += [*inner, dim]
-        shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
-    # Not `reshape`: it makes an `_unsafe_view` of a copy, which passes do not recognize as a copy.
-    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
-
-
-def _in_order(cuts: Sequence[DimChange], grid: Sequence[str]) -> bool:
-    """True if the pieces follow each other along dimension 0, in the order of the ranks."""
-    return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
-
-
-def _without_gaps(x: torch.Tensor, cut: DimChange, wire: TraceWire) -> torch.Tensor:
-    """Returns `x`, which has padded pieces end to end along a dimension, without their padding."""
-    padded, length = _outer_length(cut, wire)
-    if isinstance(length, int) and ends_last(length, cut.parts):
-        return x.narrow(cut.dim, 0, length)
-    at, length = torch.arange(padded, device=x.device), _move_to_device(length, x.device)
-    behind = at >= length
-    places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
-    place: Number = 0
-    for n, here in zip(cut.parts, places, strict=True):
-        place = place * n + here
-    out = x.index_select(cut.dim, place * cut.first_length + rest)
-    return _fill_where(out, cut.dim, behind) if wire.zeros else out
+    return prepare(move, wire)
 
 
 def _slice_own_piece(x: torch.Tensor, cuts: Sequence[DimChange], wire: TraceWire) -> torch.Tensor:
@@ -480,7 +344,7 @@ def _slice_own_piece(x: torch.Tensor, cuts: Sequence[DimChange], wire: TraceWire
         else:
             start, length = _place_of(cut, wire, x.device)
             offsets = torch.arange(cut.first_length, device=x.device)
-            x = _take_padded_piece(x, cut.dim, start, length, offsets, wire.zeros)
+            x = take_padded_piece(x, cut.dim, start, length, offsets, wire.zeros)
     return _own_memory(x, cuts)
 
 
@@ -497,11 +361,11 @@ def _place_own_piece(
             x = rows.index_copy(cut.dim, row, x.unsqueeze(cut.dim)).flatten(cut.dim, cut.dim + 1)
         else:
             start, length = _place_of(cut, wire, x.device)
-            padded, _ = _outer_length(cut, wire)
+            padded, _ = outer_length(cut, wire)
             at = torch.arange(padded, device=x.device) - start
             theirs = (at < 0) | (at >= length)
             out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
-            x = _fill_where(out, cut.dim, theirs, rest)
+            x = fill_where(out, cut.dim, theirs, rest)
     return _own_memory(x, cuts)
 
 
@@ -527,13 +391,9 @@ def _row_of(cut: DimChange, wire: TraceWire, device: torch.device) -> torch.Tens
 def _place_of(cut: DimChange, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
     """Returns `(start, length)` of this rank's piece in the piece that the axes `inner` split."""
     parts, places = wire.stack(cut.inner)
-    _, outer = _outer_length(cut, wire)
+    _, outer = outer_length(cut, wire)
     start, length = span(outer, parts, places)
-    return _move_to_device(start, device), _move_to_device(length, device)
-
-
-def _move_to_device(x: Number, device: torch.device) -> Number:
-    return x.to(device) if isinstance(x, torch.Tensor) else x
+    return move_to_device(start, device), move_to_device(length, device)
 
 
 # -- groups, by the name that graphs call them -----------------------------------------------------

@@ -136,8 +136,6 @@ class Wire(Transport):
     device_mesh: object
     gathers_in_place = False
     """True if the input of an all-gather may lie at its own position in the output."""
-    padded = False
-    """True if shards are padded to equal size, as while a step is captured."""
     backend = Backend()
     """The backend of its collectives. Passes over graphs read it."""
     has_peers = True

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from partita.capture.block_choice import BlockChoice
 from partita.capture.conditions import Sharing
 from partita.comm import Wire
 from partita.graph.errors import CaptureError, make_budget_too_small_error
@@ -25,57 +24,26 @@ from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import changes_of
 from partita.graph.subgraphs import inline_subgraphs
 from partita.graph.verify import verifies_each_pass, verify
-from partita.guards.answers import Guesses
-from partita.guards.capture_run import capture_step
+from partita.guards.capture_run import CaptureRequest, capture_step
 from partita.guards.captured_program import CapturedProgram
-from partita.guards.inputs import State, tensors_of_call
-from partita.guards.predicted_values import ValuesOfCall
+from partita.guards.inputs import tensors_of_call
 
 from .region import region_of
 
 
-def make_program(
-    step: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    state: State,
-    guesses: Guesses,
-    values: ValuesOfCall,
-    options: StepOptions,
-    blocks: BlockChoice,
-    counts_apart: bool = False,
-) -> CapturedProgram:
+def make_program(request: CaptureRequest, options: StepOptions) -> CapturedProgram:
     """Captures a step and returns the program for this call. All ranks must call it.
-
-    Args:
-        state: the state that the step reaches.
-        guesses: assumed answers to branches on tensor values (`guards.answers`).
-        values: the values of the call that are known, for such branches.
-        blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
-        counts_apart: True if step counts of an optimizer may differ between parameters, so that one
-            cannot represent all.
-
-    Raises:
-        CaptureError: the step cannot be captured on some rank.
-        LayoutError: the ranks' programs differ.
-
-    Args:
-        state: the state that the step reaches.
-        guesses: assumed answers to branches on values (`guards.answers`).
-        values: the known values of the call.
-        blocks: the choice of modules that are blocks.
-        counts_apart: True if step counts of an optimizer may differ between parameters, so that one
-            cannot represent all.
 
     Raises:
         CaptureError: the step cannot be captured on some rank.
         LayoutError: the ranks' programs differ.
     """
+    state = request.state
     slots = [*state.slots, *state.optimizer_slots()]
-    tensors = tensors_of_call(slots, args, kwargs)
+    tensors = tensors_of_call(slots, request.args, request.kwargs)
 
     def capture_forms() -> FormSearch:
-        program = capture_step(step, args, kwargs, state, guesses, values, blocks, counts_apart)
+        program = capture_step(request)
         program.options = options
         if verifies_each_pass():
             verify(program, "capture")

@@ -597,7 +597,10 @@ class CompiledStep:
         State that was made for optimizers and that the step does not use is removed. After an
         error, Python objects are as they were before the capture.
         """
-        from .pipeline import kept_within, make_program  # here, because importing it takes seconds
+        # Here, because importing it takes seconds.
+        from partita.guards.capture_run import CaptureRequest
+
+        from .pipeline import kept_within, make_program
 
         options = self.options
         blocks = BlockChoice.from_option(options.blocks)
@@ -608,8 +611,9 @@ class CompiledStep:
             given = self.step, call.args, call.kwargs, call.state, guesses
             values = ValuesOfCall()
             while True:
+                request = CaptureRequest(*given, values, blocks, self._counts_apart)
                 try:
-                    return make_program(*given, values, options, blocks, self._counts_apart)
+                    return make_program(request, options)
                 except ValuesWanted as wanted:
                     values = wanted.compute(call.list_leaves())
 

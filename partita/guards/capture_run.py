@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -107,28 +107,35 @@ from .values import (
 # -- runs until one is complete --------------------------------------------------------------------
 
 
-@taking_turns()
-def capture_step(
-    step: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    state: State,
-    guesses: Guesses,
-    values: ValuesOfCall,
-    blocks: BlockChoice,
-    counts_apart: bool,
-) -> CapturedProgram:
-    """Captures a step: runs it over fake tensors until one run gives a complete graph.
+@dataclass(frozen=True, eq=False)
+class CaptureRequest:
+    """A call of a step that is to be captured.
 
-    Returns the program.
-
-    Args:
+    Attributes:
+        step, args, kwargs: the step, and the arguments of the call.
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on tensor values.
         values: the values of the call that are known, for such branches.
         blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
         counts_apart: True if step counts of an optimizer may differ between parameters, so that one
             cannot represent all.
+    """
+
+    step: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    state: State
+    guesses: Guesses
+    values: ValuesOfCall
+    blocks: BlockChoice
+    counts_apart: bool
+
+
+@taking_turns()
+def capture_step(request: CaptureRequest) -> CapturedProgram:
+    """Captures a step: runs it over fake tensors until one run gives a complete graph.
+
+    Returns the program.
 
     Raises:
         ValuesWanted: more values must be computed, for another capture.
@@ -138,27 +145,13 @@ def capture_step(
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
+    state, plain = request.state, PlainNumbers()
     state.refuse_cached_values()
     unmarked: set[int] = set()
-    plain, tried_guesses = PlainNumbers(), guesses
+    tried = request  # with the guesses of the next run
     first_failure: tuple[Exception, CaptureRun] | None = None
-
-    def make_run() -> CaptureRun:
-        return CaptureRun(
-            step,
-            args,
-            kwargs,
-            state,
-            unmarked,
-            plain,
-            tried_guesses,
-            values,
-            blocks,
-            counts_apart,
-        )
-
     while True:
-        run = make_run()
+        run = CaptureRun(tried, unmarked, plain)
         try:
             program = trace_once(run)
         except Exception as error:
@@ -167,7 +160,7 @@ def capture_step(
             first_failure = first_failure or (error, run)
             other_guesses = run.questions.other_way()
             if other_guesses is not None:
-                tried_guesses = other_guesses
+                tried = replace(request, guesses=other_guesses)
                 continue
             error, run = first_failure
             if isinstance(error, LayoutError):
@@ -175,12 +168,12 @@ def capture_step(
             has_symbols = run.numbers.traced or run.questions.reads
             is_final = isinstance(error, LayoutError) and not is_of_number(error.__cause__)
             if is_final or plain.why or not has_symbols:
-                if run.raised and (guesses.certain or not isinstance(error, LayoutError)):
+                if run.raised and (request.guesses.certain or not isinstance(error, LayoutError)):
                     raise StepRaises(error, run.guards(refused=True)) from error
                 raise error
             # Symbolic numbers cannot do all that Python's can: try once more with plain floats.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
-            tried_guesses, first_failure = guesses, None
+            tried, first_failure = request, None
             continue
         is_more = run.meets_unknown_tensors or run.other_tensors or run.record.reaches_optimizers()
         if is_more and (more := state.find_more(run.record.places.values())) is not None:
@@ -189,7 +182,7 @@ def capture_step(
         run.check_other_tensors()
         if program is not None and not run.numbers.note_zeros_read():
             if run.writes:
-                repetition = make_run()
+                repetition = CaptureRun(tried, unmarked, plain)
                 try:
                     trace_once(repetition)
                     _check_repeats(run, repetition)
@@ -213,7 +206,7 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
     try:
         return run.program()
     finally:
-        run.numbers.env.drop_answer()
+        run.numbers.env.answer = lambda question: None  # it refers to the run
         run.tracer.forget()
 
 
@@ -261,10 +254,6 @@ class CaptureRun:
     Args:
         unmarked: the indices, among the leaves of the call, of tensors that get no mark.
         plain: the floats that stay Python numbers.
-        guesses: assumed answers to branches on values.
-        values: the known values of the call.
-        blocks: the choice of modules that are blocks.
-        counts_apart: the same as for `capture_step`.
 
     Attributes:
         record: the record of what the step reads of Python.
@@ -279,37 +268,27 @@ class CaptureRun:
         meets_unknown_tensors: True if a function was called on a tensor that is not an input.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        state: State,
-        unmarked: set[int],
-        plain: PlainNumbers,
-        guesses: Guesses,
-        values: ValuesOfCall,
-        blocks: BlockChoice,
-        counts_apart: bool,
-    ):
-        self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
+    def __init__(self, request: CaptureRequest, unmarked: set[int], plain: PlainNumbers):
+        self.step, self.args, self.kwargs = request.step, request.args, request.kwargs
+        self.state = state = request.state
         self.record = ReadRecord(state.names_by_id())
         self.writes: list[Write] = []
         self._tensor_writes: list[Write] = []
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
         self._slot_identities = frozenset(slot.identity for slot in self.slots)
         self.inputs = GraphInputs(
-            tensors_of_call(self.slots, args, kwargs),
-            names_of_call(self.slots, args, kwargs),
+            tensors_of_call(self.slots, self.args, self.kwargs),
+            names_of_call(self.slots, self.args, self.kwargs),
             unmarked,
         )
         modules, optimizers = state.modules.values(), state.optimizers
-        self.tracer = Tracer(self.inputs, self.slots, modules, optimizers, blocks, counts_apart)
+        choice = request.blocks, request.counts_apart
+        self.tracer = Tracer(self.inputs, self.slots, modules, optimizers, *choice)
         self.outputs = self.tracer.outputs
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.questions = AskedQuestions(guesses)
-        self._values_of_call = values
+        self.questions = AskedQuestions(request.guesses)
+        self._values_of_call = request.values
         self._wanted: ValuesWanted | None = None
         numbers: Any = self.inputs.mode.shape_env
         numbers.answer = self._answer

@@ -302,10 +302,10 @@ def test_an_interrupt_while_another_way_is_captured_is_no_answer(monkeypatch):
     made = importlib.import_module("partita.compile.pipeline")
     make_program = made.make_program
 
-    def interrupted(*args, **options):
-        if any(getattr(a, "certain", 0) for a in args):
+    def interrupted(request, options):
+        if request.guesses.certain:
             raise KeyboardInterrupt
-        return make_program(*args, **options)
+        return make_program(request, options)
 
     mean = AveragedModel(torch.nn.Linear(2, 2))
 

@@ -32,6 +32,7 @@ from partita.graph.fake_values import (
     make_fake,
 )
 from partita.graph.graph_nodes import add_call
+from partita.graph.shared_memory import have_same_memory_format
 from partita.tensor.op_facts import facts_of
 
 from .fakes import is_symbolic
@@ -158,7 +159,9 @@ class RepeatedCalls:
             if node is None:
                 return None
             like = node.meta.get("val")
-            if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
+            if not isinstance(like, FakeTensor) or not have_same_memory_format(x, like):
+                return None
+            if x.storage_offset() != like.storage_offset():
                 return None
             made = make_fake(self._mode, x.detach(), x.fake_device)
         self.shared.add(node)
@@ -242,15 +245,6 @@ def _nodes_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         raise LookupError
     return value
-
-
-def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
-        and one.dtype == other.dtype
-    )
 
 
 @functools.lru_cache(maxsize=4096)

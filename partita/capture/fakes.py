@@ -103,10 +103,6 @@ class NumberEnv(ShapeEnv):
             self.backed_var_to_val.pop(symbol, None)
         self.pending_fresh_unbacked_symbols.clear()
 
-    def drop_answer(self) -> None:
-        """Drop the reference to `answer`, after a capture, so that its objects are freed."""
-        self.answer = lambda question: None
-
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
         """Returns a new symbolic float, which replaces a float of the step.
 

@@ -343,9 +343,10 @@ class StepBlocks:
         if not run.backward:
             return ""
         start, end = self._places[run.forward[-1]], self._places[run.backward[-1]]
+        early = run.taken[: run.early_count]
         for node in run.backward:
             for read in node.all_input_nodes:
-                if read not in memory or (read not in run.own and read not in run.forward_inputs):
+                if read not in memory or (read not in run.own and read not in early):
                     continue
                 for writer in self._writers[memory[read]]:
                     if writer not in run.own and start < self._places[writer] < end:
@@ -608,11 +609,6 @@ class _BlockRun:
     key: Any = None
     reason: str = ""
     later: tuple[list[fx.Node], list[fx.Node]] = ([], [])
-
-    @property
-    def forward_inputs(self) -> Sequence[fx.Node]:
-        """The nodes outside the block whose values its forward reads."""
-        return self.taken[: self.early_count]
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -39,13 +39,6 @@ from partita.tensor.op_facts import facts_of
 _aten = torch.ops.aten
 
 
-def is_plain_write(target: Any) -> bool:
-    """True if an in-place op changes the values of a tensor, but not its shape, strides or
-    storage.
-    """
-    return target.namespace == "aten" and not facts_of(target).changes_metadata
-
-
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
     """Returns the calls that allocate memory that is written later and that several results share.
 

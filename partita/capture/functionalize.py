@@ -67,7 +67,6 @@ from .functional_memory import (
     base_on_makers,
     drop_needless_sets,
     invert_views,
-    is_plain_write,
     is_reshaped,
     makers_of_shared,
     refuse_lost_writes,
@@ -395,8 +394,9 @@ class _Rewrite:
             self._call_part(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
-        if changes_without_writes(target, args, kwargs) or facts_of(target).writes:
-            if facts_of(target).writes and not is_plain_write(target):
+        facts = facts_of(target)
+        if changes_without_writes(target, args, kwargs) or facts.writes:
+            if facts.writes and (target.namespace != "aten" or facts.changes_metadata):
                 raise UnsureOfWrites
             call = partial(call_without_writes, target)
             given = node.args, node.kwargs
@@ -405,7 +405,7 @@ class _Rewrite:
                 self.made_at[node] = self.written[self.memory[node]]
         elif target is operator.getitem or isinstance(target, torch._ops.OpOverload):
             self.of[node] = self._add_call(target, args, kwargs, node)
-        elif not facts_of(target).makes_new:
+        elif not facts.makes_new:
             raise UnsureOfWrites
         else:
             self.of[node] = new = self._add_call(target, args, kwargs, node)

@@ -383,8 +383,9 @@ class Offer:
     Attributes:
         name: the name of the tensor or value.
         path: the keys that lead to it.
-        region, shape, dtype: for a piece: its `(offset, length)` in each dimension, and the shape
-            and dtype of the whole tensor. None for a value.
+        region, shape, dtype: for a tensor: `(offset, length)` of the part in each dimension, and
+            the
+            shape and dtype of the whole tensor. None for a value.
     """
 
     name: str

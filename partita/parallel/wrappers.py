@@ -1,7 +1,7 @@
 """Errors for torch's wrappers (DDP, FSDP, ...) around a model of DTensors.
 
 These wrappers treat each rank's parameters and gradients as whole values. DDP's first broadcast
-would overwrite all pieces with rank 0's, and every gradient would be reduced twice. So a wrapper
+would overwrite all shards with rank 0's, and every gradient would be reduced twice. So a wrapper
 raises an error for a model that has DTensors, and `zero` and `parallelize` raise one for a wrapped
 model.
 """

@@ -249,8 +249,8 @@ _CARRIED: Place = ("carried", 0)
 def storage_id(t: torch.Tensor) -> int:
     """Returns a number that identifies the storage of `t` while the storage is alive.
 
-    The address is not sufficient, because all empty storages have the same address: a rank with an
-    empty piece must find the same calls as other ranks. Private torch: no public name exists.
+    The address is not sufficient, because all empty storages have the same address, and a rank with
+    an empty shard must find the same calls as other ranks. Private torch: no public name exists.
     """
     with local_ops():
         return t.untyped_storage()._cdata

@@ -271,8 +271,9 @@ class TensorProducers:
     """A map from each tensor in a run of a region to the number of the call that made it.
 
     Args:
-        first: in the second run, the map of the first run. It has results that the program itself
-            has kept, and so does not compute again.
+        first: in the second run, the map of the first run. It is needed for tensors that the
+            program
+            itself has kept from the first run, and does not compute again.
     """
 
     def __init__(self, first: TensorProducers | None = None):

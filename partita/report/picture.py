@@ -1,4 +1,4 @@
-"""Pictures of layouts: a grid that shows which rank holds which piece of a tensor, also as HTML."""
+"""Pictures of layouts: a grid that shows which rank holds which part of a tensor, also as HTML."""
 
 from __future__ import annotations
 

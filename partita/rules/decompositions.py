@@ -23,9 +23,9 @@ from .sentence import Names
 
 @own_op
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with Partial axes reduced. For a value that is used several times.
+    """Returns `x` with its Partial axes reduced, for a value that is used several times.
 
-    Otherwise each use would reduce it.
+    Otherwise each use would reduce it again.
     """
     return x.view_as(x)
 

@@ -133,7 +133,9 @@ class LikeRule:
         pending: False: a Partial axis becomes Replicate, because a Partial tensor of ones would sum
             to the number of ranks. True: it stays Partial (`new_empty`, whose memory is overwritten
             at once).
-        local: a function of a `KernelCall` whose `pieces` have the names of `Arg(shape).names`.
+        local: a function of the `KernelCall` that returns the local kernel. The call's `pieces` are
+            named
+            a, b, c, ... by dimension. None runs the function itself.
     """
 
     shape: tuple[int, ...]

@@ -282,7 +282,7 @@ def zeros(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of zeros. `size` is global; each rank allocates only its own piece."""
+    """Returns a DTensor of zeros. `size` is global; each rank allocates only its shard."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.zeros, spec, dtype, requires_grad, as_shares=True)
 
@@ -294,7 +294,7 @@ def empty(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns an uninitialized DTensor. `size` is global; each rank allocates only its piece."""
+    """Returns an uninitialized DTensor. `size` is global; each rank allocates only its shard."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.empty, spec, dtype, requires_grad, as_shares=True)
 
@@ -306,7 +306,7 @@ def ones(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of ones. `size` is global; each rank allocates only its own piece."""
+    """Returns a DTensor of ones. `size` is global; each rank allocates only its shard."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.ones, spec, dtype, requires_grad)
 
@@ -320,7 +320,9 @@ def full(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor filled with `fill_value`. `size` is global; ranks allocate only pieces."""
+    """Returns a DTensor filled with `fill_value`. `size` is global; ranks allocate only their
+    shards.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size((size,)), placements)
     return _fill_pieces(partial(torch.full, fill_value=fill_value), spec, dtype, requires_grad)
 
@@ -339,7 +341,7 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of normal values, in every layout the same values as on one device."""
+    """Returns a DTensor of normal values, which are the same as on one device in every layout."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
@@ -351,7 +353,7 @@ def rand(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of uniform values, in every layout the same values as on one device."""
+    """Returns a DTensor of uniform values, which are the same as on one device in every layout."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 

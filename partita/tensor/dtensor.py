@@ -241,7 +241,7 @@ class DTensor(torch.Tensor):
         return spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Returns this rank's piece as a plain tensor that shares its memory. Differentiable.
+        """Returns this rank's local tensor as a plain tensor in the same memory. Differentiable.
 
         Args:
             grad_placements: the placements of the result's gradient. By default they follow from
@@ -724,7 +724,7 @@ def _format_placement(p: Placement) -> str:
 
 
 def piece_held(x: torch.Tensor) -> Piece:
-    """Returns the part of `x` that this rank saves in a checkpoint. It shares the memory of `x`.
+    """Returns the part of `x` that this rank saves in a checkpoint, in the memory of `x`.
 
     For a plain tensor that is all of it.
 
@@ -765,7 +765,7 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Returns which ranks hold the same piece as this rank.
+    """Returns which ranks have the same local tensor as this rank, so that one of them can save it.
 
     Returns:
         The axes along which pieces are equal, this rank's index among the holders, and their

@@ -47,7 +47,7 @@ def random_mode(mode: str) -> Iterator[None]:
 
     Args:
         mode: "one_device": the same values as on one device. Each rank draws all of them, which
-            costs time. "pieces": each rank draws only its piece; the values depend on the layout.
+            costs time. "pieces": each rank draws only its shard; the values depend on the layout.
     """
     if mode not in ("one_device", "pieces"):
         raise ValueError(f'random_mode is "one_device" or "pieces", not {mode!r}')

@@ -650,7 +650,9 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True if torch's own backward formula, and not a backward hook, called a TorchDispatchMode."""
+    """True if a TorchDispatchMode was called from torch's own backward formula, not from a backward
+    hook.
+    """
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return (
         in_backward()

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from partita.comm.device import HOST
+from partita.compile.progress import phase_listener
 from partita.layout.text import describe_value, escape_controls, human
 
 from .machine import Machine, MachineError, MeasuredCurve, load_machine, read_amount
@@ -197,7 +198,8 @@ def autoplan(
     if not ways:
         raise StrategyError(f"no mesh of {ranks} ranks divides {shape.name} and {count} sequences")
     search = WaySearch(shape, limit, found, prune, watch=watch or (lambda *said: None))
-    choices = search.run(ways, most)
+    with phase_listener(lambda phase: None):  # `watch` reports the ways, not each of their captures
+        choices = search.run(ways, most)
     if not choices:
         raise StrategyError(_say_what_is_nearest(search, ways))
     ended = (len(ways), search.outcomes)

@@ -15,6 +15,7 @@ import partita as pt
 from partita.app import Options, options_in
 from partita.bench.plan import EXAMPLES
 from partita.cli import main
+from partita.compile import progress
 from partita.predict import Link, ModelShape, StrategyError
 from partita.predict.autoplan import least_bytes, least_seconds
 from partita.predict.machine import load_machine
@@ -207,6 +208,15 @@ def test_with_the_default_limit_a_plan_has_the_best_five_of_all_ways(monkeypatch
         plan = pt.autoplan("gpt", 4, memory, H100, batch=4, strategy=SMALL)
         assert [(c.seconds, c.peak) for c in plan.choices] == best
         assert sum(plan.outcomes.values()) == plan.space
+
+
+@pytest.mark.slow
+def test_a_search_reports_no_capture_of_its_simulations(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+    pt.simulate("gpt", {"dp": 2}, H100, strategy=SMALL)
+    assert "is captured in its first call" in capsys.readouterr().err
+    pt.autoplan("gpt", 2, machine=H100, strategy=SMALL, most=1)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

@@ -405,10 +405,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager: if `keep`, backward uses the values that are made inside,
-        saved.
+        """Returns a context manager: if `keep`, values that are made inside are saved for backward.
 
-        Otherwise a remat region would recompute them.
+        Otherwise a remat region recomputes them.
         """
         return self._noting(kept=self._within.kept or keep)
 

@@ -253,7 +253,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def checks_value(node: fx.Node) -> bool:
-    """True if a node only raises an error if a value is invalid, like an assertion."""
+    """True if a node is an assertion: it returns nothing, and raises if a value is invalid."""
     return node.op == "call_function" and facts_of(node.target).checks
 
 

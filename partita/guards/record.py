@@ -202,10 +202,11 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """Returns True if code contains the name of `value`, but may never read it: then it raises
-        no error.
+        """Returns True if `value` is recorded only because code contains its name ("reached by
+        name").
 
-        If the step reads it later, the error is raised then.
+        The step may never read it, so no error is raised now. If the step reads it later, it is
+        raised then.
         """
         if self.reached_by_name:
             self._unread[id(value)] = value

@@ -133,9 +133,8 @@ class LikeRule:
         pending: False: a Partial axis becomes Replicate, because a Partial tensor of ones would sum
             to the number of ranks. True: it stays Partial (`new_empty`, whose memory is overwritten
             at once).
-        local: a function of the `KernelCall` that returns the local kernel. The call's `pieces` are
-            named
-            a, b, c, ... by dimension. None runs the function itself.
+        local: a function of the `KernelCall` that returns the local kernel. The call's `pieces`
+            are named a, b, c, ... by dimension. None runs the function itself.
     """
 
     shape: tuple[int, ...]

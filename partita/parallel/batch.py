@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeVar, overload
 
@@ -332,7 +333,11 @@ def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any
 
 
 def replace_instances(
-    value: Any, kind: type, change: Callable[[Any], Any], mapping: type = dict
+    value: Any,
+    kind: type,
+    change: Callable[[Any], Any],
+    mapping: type = dict,
+    copies: list[tuple[Any, Any]] | None = None,
 ) -> Any:
     """Returns a copy of a nested container in which each instance of `kind` is replaced.
 
@@ -341,15 +346,28 @@ def replace_instances(
 
     Args:
         change: a function that gets an instance and returns its replacement.
+        copies: None copies all containers. Otherwise those stay that have nothing to replace, and
+            each replaced part or container is appended to the list, with its replacement.
         mapping: the type whose instances are treated as dicts. An instance that is not a dict is
             made by calling its class with the items.
     """
     if isinstance(value, kind):
-        return change(value)
-    parts = {
-        key: replace_instances(part, kind, change, mapping)
-        for key, part in _parts_of(value, mapping)
-    }
+        new = change(value)
+    else:
+        before = dict(_parts_of(value, mapping))
+        parts = {
+            key: replace_instances(part, kind, change, mapping, copies)
+            for key, part in before.items()
+        }
+        is_same = copies is not None and all(part is before[key] for key, part in parts.items())
+        new = value if is_same else _remake(value, parts, mapping)
+    if copies is not None and new is not value:
+        copies.append((value, new))
+    return new
+
+
+def _remake(value: Any, parts: dict[Any, Any], mapping: type) -> Any:
+    """Returns a container of the type of `value` with other parts."""
     if isinstance(value, (tuple, list)):
         return remake_sequence(value, list(parts.values()))
     if isinstance(value, dict):
@@ -365,6 +383,29 @@ def replace_instances(
     for key, part in parts.items():
         object.__setattr__(new, key, part)
     return new
+
+
+def write_to_originals(copies: Sequence[tuple[Any, Any]]) -> None:
+    """Write what was written to the copied lists, dicts and dataclasses to their originals.
+
+    Args:
+        copies: pairs of an original and its replacement, as `replace_instances` lists them.
+    """
+    originals = {id(new): old for old, new in copies}
+    for old, new in copies:
+        if isinstance(old, (torch.Tensor, tuple)):
+            continue
+        parts = {key: originals.get(id(part), part) for key, part in _parts_of(new)}
+        if isinstance(old, list):
+            old[:] = parts.values()
+            continue
+        before = dict(_parts_of(old))
+        for key in before.keys() - parts.keys():
+            del old[key]
+        put = old.__setitem__ if isinstance(old, dict) else partial(object.__setattr__, old)
+        for key, part in parts.items():
+            if key not in before or before[key] is not part:
+                put(key, part)
 
 
 def remake_sequence(like: Any, parts: list[Any]) -> Any:

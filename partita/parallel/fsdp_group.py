@@ -148,7 +148,7 @@ class ShardedState:
         return ""
 
 
-def agree_on_block(what: str, name: str, first: DTensor) -> None:
+def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = ()) -> None:
     """Check that all ranks are about to gather or reduce the same block; raise on all if not.
 
     Blocks may be equally large, so nothing else would show it. The ranks compare, unless earlier
@@ -158,18 +158,24 @@ def agree_on_block(what: str, name: str, first: DTensor) -> None:
         what: what the ranks do with the block, for the error.
         name: the block's name.
         first: a parameter of the block. Its origin distinguishes blocks with equal names.
+        used: True for each parameter that gets a gradient. Otherwise a rank whose code did not use
+            one would not add the other ranks' sum to its piece.
     """
     wire, made = first._spec.wire, find_origin(first)
-    key = name, made and made.number
+    key = name, made and made.number, *used
     if is_beside_program(wire) or is_agreed(wire, what, key):
         return
+    places = ", ".join(str(i) for i, one in enumerate(used) if one)
     check_equal_on_ranks(
         what,
-        f"at block {name!r}, {made}",
+        f"at block {name!r}, {made}{f', of its parameters {places}' if used else ''}",
         wire,
-        fact="the ranks are at different blocks",
+        fact="the ranks are at different blocks, or have gradients of different parameters",
         reason="all ranks gather a block's parameters, and reduce their gradients, together",
-        fixes=(Fix("the same branch on every rank", "where a condition reads this rank's data"),),
+        fixes=(
+            Fix("the same branch on every rank", "where a condition reads this rank's data"),
+            Fix("y = y + 0 * p.sum()", "on ranks that do not use the parameter p"),
+        ),
     )
     remember_agreed(wire, what, key)
 
@@ -226,9 +232,6 @@ class FsdpGroup:
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
         members: the indices of the parameters of each flat buffer.
         order: the indices of the parameters of all flat buffers, in order.
-        saves_unseen: True for each kind of forward that saved tensors only through other hooks (a
-            checkpoint's) last time. Its recompute then uses these hooks, too. The last forward is
-            the last entry.
         identity: an object that identifies the group in `reruns`, without keeping the model alive.
         open_forwards: the saved-tensor hooks, or None, of each forward that has begun.
     """
@@ -256,20 +259,8 @@ class FsdpGroup:
         self._specs: list[Spec] = []
         self.order: list[int] = []
         self._places: list[tuple[nn.Module, str, int, Spec]] = []
-        self.saves_unseen: dict[tuple[bool, ...], bool] = {}
         self.identity = object()
         self.open_forwards: list[Any] = []
-
-    def saves_unseen_again(self, kind: tuple[bool, ...]) -> bool:
-        """True if a recompute of the block has to leave its saved tensors to other hooks (a
-        checkpoint's).
-
-        If parameters were frozen after the forward, the recompute is of another kind.
-
-        Args:
-            kind: the kind of the forward, a key of `saves_unseen`.
-        """
-        return self.saves_unseen.get(kind, next(reversed(self.saves_unseen.values()), False))
 
     # A copied or unpickled model has groups of its own over its own modules, at rest. The copy of a
     # block does not take the model along: until the model's state adopts it, it has one of its own.
@@ -956,7 +947,7 @@ class ZeroState(ShardedState):
         if dtype is None or output is None:
             return None
         return replace_instances(
-            output, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t
+            output, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, copies=[]
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
@@ -1141,7 +1132,7 @@ class ZeroState(ShardedState):
         end.
         """
         params = [shards[i] for i in group.members[k]]
-        agree_on_block("gradients under zero", group.name, params[0])
+        agree_on_block("gradients under zero", group.name, params[0], shares.used)
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         sums = shares.sums.to(group.gradient_dtype(k, is_kept=False))
         for one in self._under_way:

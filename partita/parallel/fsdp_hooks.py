@@ -31,7 +31,12 @@ from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, as_dtensor, carry_all, move_local
-from partita.tensor.reruns import find_forward_of_rerun, note_end_of_forward, note_forward
+from partita.tensor.reruns import (
+    ForwardNote,
+    find_forward_of_rerun,
+    note_end_of_forward,
+    note_forward,
+)
 from partita.tensor.tensor_state import (
     HERE,
     WRITTEN_UNSEEN,
@@ -45,7 +50,7 @@ from partita.tensor.tensor_state import (
 )
 from partita.tensor.transforms import outside_transforms
 
-from .batch import replace_instances, tensors_in
+from .batch import replace_instances, tensors_in, write_to_originals
 from .fsdp_group import (
     DIGITS_LOST,
     WRITE_AFTER,
@@ -54,6 +59,7 @@ from .fsdp_group import (
     FsdpGroup,
     SavedVersions,
     ZeroState,
+    agree_on_block,
     are_same,
     counting_versions,
     modified_error,
@@ -83,7 +89,12 @@ class _BlockHooks:
 
     def __init__(self, group: FsdpGroup):
         self.group = group
-        self._in_graph = _GraphGather(group)
+        self._begin_at_rest()
+
+    def _begin_at_rest(self) -> None:
+        self._in_graph = _GraphGather(self.group)
+        # By the id of the arguments of a forward: these, and copies of what the program has passed.
+        self._copies: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}
 
     # When the modules are copied, so are the hooks, which then refer to the copy's group.
 
@@ -92,7 +103,7 @@ class _BlockHooks:
 
     def __setstate__(self, state: Any) -> None:
         (self.group,) = state
-        self._in_graph = _GraphGather(self.group)
+        self._begin_at_rest()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.trace.begin_block(self._in_graph):
@@ -107,7 +118,8 @@ class _BlockHooks:
             if holds_shards and rerun is not None and rerun.is_of_other_values:
                 raise _make_rerun_error(group)
             # Also in backward: a rerun may contain checkpoints, which run again later.
-            note_forward(group.identity, is_of_other_values=not holds_shards)
+            note = note_forward(group.identity, is_of_other_values=not holds_shards)
+            note.saves_unseen = rerun is not None and rerun.saves_unseen
         if group.depth or not holds_shards:
             group.depth += 1
             return None
@@ -120,8 +132,8 @@ class _BlockHooks:
             # Also if no argument requires grad: the block may read other tensors.
             call = None if in_inference else _ForwardCall(group, graded)
             _install_gathered(group, call)
-        if call is not None and not (in_backward() and group.saves_unseen_again(call.kind)):
-            group.open_forwards[-1] = _SavedTensorHooks(call)
+        if call is not None and not note.saves_unseen:
+            group.open_forwards[-1] = _SavedTensorHooks(call, note)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
             call.since, call.rerunnable = next_node(), HERE.rerunnable
@@ -143,9 +155,14 @@ class _BlockHooks:
                 t = _watch_input_gradient(t, watcher)
             return t
 
-        return replace_instances((args, kwargs), torch.Tensor, prepared)
+        copies: list[tuple[Any, Any]] = []
+        args, kwargs = replace_instances((args, kwargs), torch.Tensor, prepared, copies=copies)
+        self._copies[id(args)] = args, copies
+        return args, kwargs
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        _, copies = self._copies.pop(id(args), ((), ()))
+        write_to_originals(copies)  # the forward may have changed a list or a dict
         if HERE.trace.end_block(self._in_graph):
             return
         if not self.group.open_forwards:
@@ -155,9 +172,7 @@ class _BlockHooks:
         self._finish_forward()
         if forward is not None:
             call = forward.call
-            if not in_backward() and torch.is_grad_enabled():
-                self.group.saves_unseen.pop(call.kind, None)  # so that it becomes the last one
-                self.group.saves_unseen[call.kind] = not forward.has_notes
+            forward.note.saves_unseen = torch.is_grad_enabled() and not forward.has_notes
             call.runs_again = HERE.rerunnable != call.rerunnable
             with DisableTorchFunction():
                 for t in tensors_in(output):
@@ -220,7 +235,6 @@ class _ForwardCall:
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.
-        kind: the inputs that get gradients, which decide what autograd saves.
         since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).
@@ -239,7 +253,6 @@ class _ForwardCall:
         with local_ops():
             self.wanting = [_requires_grad(p) for p in self.shards]
         self.trains = torch.is_grad_enabled() and any(self.wanting)
-        self.kind = (graded, *self.wanting)
         self.since = self.rerunnable = 0
         self.runs_again = False
         self.written: dict[int, tuple[int, int]] = {}
@@ -368,6 +381,8 @@ class _ForwardCall:
     def _reduce_with_history(self, grads: Mapping[DTensor, torch.Tensor]) -> None:
         """Reduce gradients that are to be differentiated again (`create_graph=True`)."""
         group, zero = self.group, self.group.zero
+        used = [p in grads for p in self.shards]
+        agree_on_block("gradients under zero", group.name, self.shards[0], used)
         for p, g in grads.items():
             _, sent, summed = zero.precision.dtypes_of(p.dtype)
             before = zero.make_unsharded_spec(p._spec).gradient
@@ -434,8 +449,8 @@ class _SavedTensorHooks:
             above these.
     """
 
-    def __init__(self, call: _ForwardCall):
-        self.call = call
+    def __init__(self, call: _ForwardCall, note: ForwardNote):
+        self.call, self.note = call, note
         self.has_notes = False
         self._flats = call.group.flats
         self._have_addresses = all(flat.has_memory for flat in self._flats)
@@ -486,7 +501,7 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
     removed.
     """
     if torch.is_grad_enabled() and in_backward():
-        _SavedTensorHooks(_ForwardCall(group, False, group.gathered))
+        _SavedTensorHooks(_ForwardCall(group, False, group.gathered), ForwardNote())
 
 
 class _SavedNote(SavedVersions):

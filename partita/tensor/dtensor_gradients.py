@@ -44,6 +44,7 @@ from .tensor_state import (
     Spec,
     current,
     in_backward,
+    is_only_returned,
     keep_in_class,
     make_layout_error,
     make_two_meshes_error,
@@ -108,13 +109,10 @@ def gradient_of(x: DTensor) -> DTensor | None:
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as of gather(sparse_grad=True)
             grad = grad.to_dense()
-        if grad.requires_grad:
-            typed = as_dtensor(_alias_with_history(grad), spec)
-            note_gradient(typed, x)
-            return typed
-        grad = grad.detach()
-        if grad.stride() != x.stride():
-            grad = _match_strides(grad, x)
+        if not grad.requires_grad:
+            grad = grad.detach()
+            if grad.stride() != x.stride():
+                grad = _match_strides(grad, x)
         typed = as_dtensor(grad, spec)
         own_state(typed).gradient_of = (weakref.ref(x),)
         note_gradient(typed, x)
@@ -704,10 +702,15 @@ def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
 def _register_restoring_hook(x: DTensor) -> tuple[int, Any]:
     """Returns the id and the hook, which makes the gradient of `x` Partial before backward adds."""
     known = weakref.ref(x)
+
+    def restore_before_adding(g: torch.Tensor | None) -> torch.Tensor | None:
+        leaf = known()
+        if g is None or leaf is None or is_only_returned(leaf):
+            return None
+        return restore_partial_gradient(leaf, g)
+
     with requiring_grad(x):  # it may be frozen only for a while
-        handle = x.register_hook(
-            lambda g: None if g is None else restore_partial_gradient(known(), g)
-        )
+        handle = x.register_hook(restore_before_adding)
     return handle.id, hooks_of_backward(x)[handle.id]
 
 
@@ -762,7 +765,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     return refer_to
 
 
-def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.Tensor | None:
+def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor | None:
     """Makes a reduced gradient Partial again, before backward adds a new Partial gradient to it.
 
     The first rank keeps the sum, the others get zeros. Otherwise each rank would add its own part
@@ -774,8 +777,6 @@ def restore_partial_gradient(x: DTensor | None, coming: torch.Tensor) -> torch.T
     Returns:
         The tensor to add in place of `coming`; None if `coming` is added.
     """
-    if x is None:
-        return None
     with_graph = torch.is_grad_enabled()
     with local_ops(), torch.no_grad():
         grad_now = _grad.__get__(x)
@@ -888,7 +889,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         if grad._spec.is_pending:
             pending[p] = grad
     _agree_on_gradients(params, pending)
-    groups: dict[Any, list[DTensor]] = {}
+    groups: dict[Any, dict[int, DTensor]] = {}  # each gradient once, also if several have it
     for p, grad in pending.items():
         if grad.requires_grad:
             _reduce_with_history(p, grad)
@@ -897,9 +898,9 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
             _reduce_scatter_gradient(p, grad)
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
-        groups.setdefault(key, []).append(p)
+        groups.setdefault(key, {})[id(grad)] = p
     for (wire, partial, _, _), group in groups.items():
-        for bucket in _split_into_buckets(group):
+        for bucket in _split_into_buckets([*group.values()]):
             _reduce_bucket(bucket, wire, partial)
 
 

@@ -22,13 +22,16 @@ class ForwardNote:
     Attributes:
         block: an object that identifies the block; None for a position.
         is_of_other_values: True if the block's parameters had been replaced by other values.
+        saves_unseen: True if the block's own hooks got no saved tensor of the forward, because
+            others (a checkpoint's) were above them. The rerun then uses those alone, too.
         next: the next link.
     """
 
-    __slots__ = ("block", "is_of_other_values", "next")
+    __slots__ = ("block", "is_of_other_values", "next", "saves_unseen")
 
     def __init__(self, block: object = None, is_of_other_values: bool = False):
         self.block, self.is_of_other_values = block, is_of_other_values
+        self.saves_unseen = False
         self.next: ForwardNote | None = None
 
 
@@ -62,14 +65,16 @@ def _append_note(note: ForwardNote) -> None:
     _THREAD.last = note
 
 
-def note_forward(block: object, is_of_other_values: bool) -> None:
-    """Record that a forward of a block begins.
+def note_forward(block: object, is_of_other_values: bool) -> ForwardNote:
+    """Record that a forward of a block begins. Returns the record.
 
     Args:
         block: an object that identifies the block. It must not refer to the model, because the
             list keeps it alive.
     """
-    _append_note(ForwardNote(block, is_of_other_values))
+    note = ForwardNote(block, is_of_other_values)
+    _append_note(note)
+    return note
 
 
 def note_end_of_forward() -> None:

@@ -13,6 +13,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ from .tensor_state import (
     own_state,
     spec_for_write_into,
     spec_of,
+    state_of,
 )
 from .uneven_pieces import copy_with_room, find_padded, with_room
 
@@ -562,19 +564,46 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        spec = spec_of(x._spec.layout, x._spec.wire)
-        new = as_dtensor(_clone_piece(current(x).detach(), spec), spec)
+        new: DTensor = _copy_memory(x, memo)
         new.requires_grad_(x.requires_grad)
         # Torch does not copy the gradient of a parameter.
         if x.grad is not None and not getattr(x, "_is_param", False):
             grad = gradient_of(x)
             assert grad is not None
-            new.grad = as_dtensor(T.clone(grad), grad._spec)
+            new.grad = _deepcopy_dtensor(grad, memo)
     for name, value in x.__dict__.items():
         if name not in OURS:
             new.__dict__[name] = copy.deepcopy(value, memo)
     memo[id(x)] = new
     return new
+
+
+def _copy_memory(x: DTensor, memo: dict[int, Any]) -> DTensor:
+    """Returns a copy of `x` without history. As with torch's, copies of tensors that share memory
+    share theirs, but those of parameters do not.
+    """
+    spec, local = spec_of(x._spec.layout, x._spec.wire), x.detach()
+    copied = state_of(x).copied_view
+    if copied is not None:
+        new = as_dtensor(current(x).detach().clone(), spec.as_copy)
+        source = _copy_memory(copied.source, memo)
+        seen = count_writes(source)
+        own_state(new).copied_view = replace(
+            copied, source=source, source_writes=seen, retaken=None
+        )
+        return new
+    storage = local.untyped_storage()
+    has_memory = storage.device.type != "meta" and not (local.is_conj() or local.is_neg())
+    if getattr(x, "_is_param", False) or not has_memory:
+        return as_dtensor(_clone_piece(local, spec), spec)
+    # Views of one tensor, so that torch counts a write to one for all.
+    bases = memo.setdefault("partita", {})  # type: ignore[call-overload]
+    if (base := bases.get(storage._cdata)) is None:
+        base = torch.empty(0, dtype=torch.uint8, device=local.device)
+        bases[storage._cdata] = base.set_(copy.deepcopy(storage, memo))
+    base = base[: len(base) // local.itemsize * local.itemsize].view(local.dtype)
+    new = base.as_strided(local.size(), local.stride(), local.storage_offset())
+    return as_dtensor(new.detach(), spec)
 
 
 def _clone_piece(local: torch.Tensor, spec: Spec) -> torch.Tensor:

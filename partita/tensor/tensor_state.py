@@ -30,6 +30,7 @@ from torch._C import (
     _EnableTorchFunction,
 )
 from torch._C import DisableTorchFunctionSubclass as local_ops
+from torch.autograd.graph import get_gradient_edge
 
 from partita.comm import Wire, is_alone, is_uneven, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
@@ -663,6 +664,17 @@ def in_formula_of_backward() -> bool:
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """True if the running backward pass will execute a node. It may compute other gradients only."""
+
+
+def is_only_returned(leaf: torch.Tensor) -> bool:
+    """True if the running backward pass returns the gradient of `leaf` and does not add it to
+    `.grad`.
+    """
+    with local_ops():
+        try:
+            return leaf.requires_grad and not will_execute(get_gradient_edge(leaf).node)
+        except RuntimeError:  # of a leaf in torch.autograd.grad
+            return True
 
 
 def frees_graph() -> bool:

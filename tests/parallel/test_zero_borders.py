@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import io
 import weakref
 from contextlib import nullcontext
@@ -1309,3 +1310,63 @@ def test_a_precision_of_another_type_is_refused():
 
     with pt.ranks(dp=2) as world:
         world.run(program)
+
+
+@dataclasses.dataclass
+class Notes:
+    last: torch.Tensor | None
+    all: list[torch.Tensor]
+
+
+class NotingBlock(nn.Module):
+    """A block that writes into what it is given: a list, a dict and a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, found, named, notes):
+        h = torch.tanh(self.linear(x))
+        found.append(h)
+        named.pop("input", None)
+        named[len(named)] = found[0]
+        notes.all.append(h)
+        notes.last = h
+        return h
+
+
+class NotingModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(NotingBlock() for _ in range(3))
+
+    def forward(self, x):
+        found, named, notes = [], {"input": x * 1}, Notes(None, [])
+        kept = notes.all
+        for block in self.blocks:
+            x = block(x, found, named, notes)
+        assert all(t is found[0] for t in named.values()) and kept is notes.all
+        assert notes.last is x
+        return torch.stack([*found, *named.values(), *notes.all, notes.last]).sum(0)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "cast", "trained"])
+def test_a_block_may_write_into_the_containers_that_it_is_given(kind):
+    def run(mesh):
+        torch.manual_seed(0)
+        model = NotingModel().double()
+        x = torch.randn(4, 4, dtype=torch.float64)
+        if mesh is not None:
+            precision = torch.float32 if kind == "cast" else None
+            pt.zero(model, mesh, stage=3, precision=precision)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        if kind == "frozen":
+            model.blocks[1].linear.weight.requires_grad_(False)
+        model(x).square().mean().backward()
+        return [value(p.grad) for p in model.parameters()]
+
+    truth = run(None)
+    rtol = 1e-5 if kind == "cast" else 1e-10
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth, rtol=rtol, atol=rtol)

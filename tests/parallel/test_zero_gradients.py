@@ -459,3 +459,46 @@ def test_parameters_that_are_cast_after_zero_do_not_narrow_others(stage, compile
     with pt.ranks(dp=2) as world:
         for found in world.run(body):  # gradients in bfloat16 are summed in another order
             torch.testing.assert_close(found, truth, rtol=0, atol=2e-5)
+
+
+# -- parameters that have no gradient any more, or not on all ranks --------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_no_sync_keeps_stays_when_its_parameter_is_frozen(stage):
+    def program(model, spread, no_sync):
+        with no_sync(model):
+            loss_of(model, spread(X)).backward()
+        model[0][0].weight.requires_grad_(False)
+        loss_of(model, spread(Y)).backward()
+        return gradients_of(model)
+
+    run(program, stage)
+
+
+class ReadsOnSomeRanks(nn.Module):
+    """A block whose local code reads a weight on the first rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.ones(4, 4).double()) for _ in range(2))
+
+    def forward(self, x):
+        parts = [pt.Partial()]
+        mine, weight = x.to_local(), self.weight.to_local(grad_placements=parts)
+        y = mine @ weight
+        if x.device_mesh.get_local_rank() == 0:
+            y = y + mine @ self.other.to_local(grad_placements=parts)
+        return pt.DTensor.from_local(y, x.device_mesh, x.placements)
+
+
+@pytest.mark.parametrize("with_history", [False, True])
+def test_a_gradient_that_not_all_ranks_have_is_refused_on_all(with_history):
+    def program(mesh):
+        model = pt.zero(ReadsOnSomeRanks(), mesh)
+        loss = loss_of(model, pt.distribute_tensor(X, mesh, [pt.Shard(0)]))
+        with pytest.raises(pt.LayoutError, match="gradients of different parameters"):
+            loss.backward(create_graph=with_history)
+
+    with pt.ranks(dp=2) as world:
+        world.run(program)

@@ -253,3 +253,43 @@ def test_gradients_that_are_read_or_cleared_in_inference_mode_can_be_added_to(st
         return found + gradients_of(model)
 
     run(program, stage)
+
+
+# -- blocks that do not always read their parameters -----------------------------------------------
+
+
+class Skipping(nn.Module):
+    """A block that may return without its weight; the weight has the shape of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x, skips=False):
+        return x * 1.5 if skips else torch.tanh(torch.tanh(x) @ self.weight)
+
+
+class SkippingInTurn(nn.Module):
+    def __init__(self, all_run_again):
+        super().__init__()
+        self.blocks = nn.ModuleList([Skipping(), Skipping()])
+        self.all_run_again = all_run_again
+
+    def forward(self, x):
+        for block in self.blocks:
+            run_again = partial(checkpoint, block, use_reentrant=False)
+            x = run_again(x) + (run_again if self.all_run_again else block)(x, True)
+        return x
+
+
+@pytest.mark.parametrize("all_run_again", [False, True])
+def test_a_forward_that_reads_no_parameter_changes_nothing_for_the_rerun_of_another(all_run_again):
+    def make():
+        torch.manual_seed(0)
+        return SkippingInTurn(all_run_again).double()
+
+    def program(model, spread, no_sync):
+        loss_of(model, spread(X[:4, :2])).backward()
+        return gradients_of(model)
+
+    run(program, 3, ranks=2, make=make)

@@ -232,3 +232,35 @@ def test_gradients_that_are_parts_of_a_vector_follow_its_writes(stage):
     with pt.ranks(dp=2) as world:
         for found in world.run(run):
             torch.testing.assert_close(found, truth)
+
+
+def test_a_gradient_of_two_parameters_is_reduced_once_in_whatever_buckets(monkeypatch):
+    def program(mesh):
+        model, x = model_and_batch(mesh)
+        other, _ = model_and_batch(mesh)
+        backward(model, x)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            q.grad = p.grad
+        params = [*model.parameters(), *other.parameters()]
+        step(params)
+        return [value(p) for p in params]
+
+    monkeypatch.setattr("partita.tensor.dtensor_gradients.BUCKET_BYTES", 8)
+    both(program)
+
+
+def test_gradients_that_are_only_returned_are_shares_beside_a_whole_buffer():
+    def program(mesh):
+        model, x = model_and_batch(mesh)
+        buffer = torch.zeros(6, dtype=torch.float64)
+        if mesh is not None:
+            buffer = pt.distribute_tensor(buffer, mesh, [R])
+        model.weight.grad = buffer.view(2, 3)
+        found = []
+        for _ in range(2):
+            loss = model(x).square().sum()
+            found += torch.autograd.grad(loss, model.weight, retain_graph=True)
+            loss.backward()
+        return [value(t) for t in (*found, model.weight.grad, buffer)]
+
+    both(program)

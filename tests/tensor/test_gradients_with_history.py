@@ -175,3 +175,20 @@ def _hook_of_another_shape(mesh):
 def test_a_hook_that_gives_another_shape_is_refused_as_torch_does():
     with pt.ranks(tp=2) as world:
         world.run(_hook_of_another_shape)
+
+
+# -- gradients that are set to zero ----------------------------------------------------------------
+
+
+def _zero_gradients(mesh, placement):
+    x = _lay_out(mesh, V, placement).requires_grad_()
+    optimizer = torch.optim.SGD([x], 0.1)
+    (x**3).sum().backward(create_graph=True)
+    optimizer.zero_grad(set_to_none=False)
+    (x**2).sum().backward()
+    return _whole(x.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_with_history_is_detached_and_set_to_zero():
+    _check(_zero_gradients)

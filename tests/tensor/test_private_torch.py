@@ -57,6 +57,7 @@ from partita.tensor.tensor_state import (
     frees_graph,
     in_backward,
     in_formula_of_backward,
+    is_only_returned,
     next_node,
     saving_hooks,
     will_execute,
@@ -167,6 +168,17 @@ def test_it_is_known_whether_a_backward_pass_will_execute_a_node():
     torch.autograd.grad(y, w, retain_graph=True)
     y.backward()
     assert seen == [False, True, True]
+
+
+def test_it_is_known_whether_a_gradient_is_added_or_only_returned():
+    """`tensor/dtensor_gradients` makes `.grad` pending before backward adds to it."""
+    seen = []
+    w, x = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    w.register_hook(lambda _: seen.append(is_only_returned(w)))
+    torch.autograd.grad(w * x, w)
+    (w * x).backward()
+    (w * x).backward(inputs=[w])
+    assert seen == [True, False, False]
 
 
 def test_it_is_known_whether_an_operator_of_a_formula_of_backward_or_a_hook_is_running():

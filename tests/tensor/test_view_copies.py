@@ -339,3 +339,30 @@ def test_what_is_written_through_data_is_seen_in_views(way, view):
         with pt.ranks(a=2) as world:
             for found in world.run(body, placement):
                 assert all(map(torch.equal, found, truth))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("placement", [pt.Shard(0), pt.Shard(1), pt.Replicate()])
+def test_deep_copies_of_tensors_that_share_memory_share_theirs(placement, ranks):
+    def program(mesh: Any) -> list[Tensor]:
+        x = torch.arange(14.0, dtype=torch.float64).view(7, 2)
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [placement])
+        rows = x[1:3]
+        given = [x, rows, rows[0], x.view(-1), x.t()]
+        copies = copy.deepcopy(given)
+        copies[0].add_(1)
+        found = [t * 1 for t in copies]
+        copies[1].mul_(3)
+        copies[2].add_(1)
+        copies[3][0] = 9.0
+        copies[4][1, 1] = -1.0
+        alone = copy.deepcopy(rows)
+        alone.add_(1)
+        found += [t * 1 for t in (*copies, alone, *given)]
+        return [t if mesh is None else t.full_tensor() for t in found]
+
+    truth = program(None)
+    with pt.ranks(tp=ranks) as world:
+        for found in world.run(program):
+            torch.testing.assert_close(found, truth)

@@ -41,8 +41,8 @@ from partita.comm import (
 from partita.comm.device import HOST, Device, finish_copies, view_bytes
 from partita.layout import Fix, LayoutError, Replicate
 from partita.tensor import DTensor
-from partita.tensor.dtensor import checksum, destination, holders_of_piece, piece_held
-from partita.tensor.tensor_state import Spec
+from partita.tensor.dtensor import as_dtensor, checksum, destination, holders_of_piece, piece_held
+from partita.tensor.tensor_state import Spec, current, spec_of, state_of
 
 from .folder import (
     NAME,
@@ -340,6 +340,7 @@ def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
             else:
                 out.write(name, value)
             continue
+        value = current(value)
         if value.is_meta:
             raise ValueError(f"{name} is on the meta device: it has no values to save")
         if not isinstance(value, DTensor):
@@ -536,6 +537,7 @@ class _LoadJob:
     def __init__(self, state: Mapping[str, Any], home: Path, strict: Strict, weights_only: bool):
         self._state, self._home = state, home
         self._strict, self._weights_only = strict, weights_only
+        self._views: list[tuple[DTensor, DTensor]] = []
         self._enums: list[
             type
         ] = []  # classes of values in the state: creating instances of these runs no code
@@ -603,6 +605,14 @@ class _LoadJob:
         them into the state yet.
         """
         tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
+        # A view copy is written when its value is complete, because its base is written, too.
+        self._views = []
+        for name, x in tensors.items():
+            if isinstance(x, DTensor) and state_of(x).copied_view is not None:
+                with local_ops(), torch.no_grad():
+                    value = as_dtensor(x.detach().clone(), spec_of(x._spec.layout, x._spec.wire))
+                self._views.append((x, value))
+                tensors[name] = value
         destinations = {name: destination(x) for name, x in tensors.items()}
         # Of a Partial sum the first rank gets the value, and the others get zeros.
         self._emptied = [x for name, x in tensors.items() if destinations[name] is None]
@@ -617,6 +627,9 @@ class _LoadJob:
                 x.detach().zero_()
         self._planner.trial = False
         self._reader.read(self._tensors, self._planner)
+        with torch.no_grad():
+            for x, value in self._views:
+                x.copy_(value)
         for name, value in self._planner.values.items():
             self._inside.leaves[name].value = value
         for load_back in self._inside.load_back:

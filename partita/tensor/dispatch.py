@@ -327,13 +327,14 @@ def _operands_of_collective(name: str, given: tuple[Args, Kwargs]) -> Any:
     dtensors = _collect_dtensors(given)
     if not dtensors:
         return given
-    parted = [t for t in dtensors if not t._spec.is_whole]
+    parted = [t for t in dtensors if t._spec.is_copy or not t._spec.is_whole]
     if not parted:
         return given if "object" in name else tree_map_only(DTensor, _alias_plainly, given)
     is_loss = "reduce" in name and all(t.ndim == 0 for t in parted)
     why = "and a division by the ranks: the value is that of the whole batch"
     raise make_layout_error(
-        f"torch.distributed: {name} cannot take a DTensor that is not whole on each rank",
+        f"torch.distributed: {name} cannot take a DTensor that is not whole on each rank, or a "
+        "view whose layout had to change",
         *([Fix("delete the line", why)] if is_loss else []),
         Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
         Fix("x.full_tensor()", "the whole value, on every rank"),

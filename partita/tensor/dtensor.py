@@ -744,7 +744,7 @@ def piece_held(x: torch.Tensor) -> Piece:
 
 def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
     with local_ops(), torch.no_grad():
-        local = x.detach()
+        local = current(x).detach()
     if spec is None:
         return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
     return Piece(local, tuple(spec.shape), spec.region)

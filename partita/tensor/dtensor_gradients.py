@@ -95,8 +95,8 @@ def gradient_of(x: DTensor) -> DTensor | None:
     _show_gradient(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
-        if grad is None:
-            return None
+        if grad is None:  # a view copy may be out of date: backward reads a newer one
+            return None if (now := current(x)) is x else gradient_of(now)
         if isinstance(grad, DTensor):
             state = grad.__dict__.get(_STATE)  # in each step of each parameter
             owners = () if state is None else state.gradient_of
@@ -336,6 +336,7 @@ def _autograd_grad(
         return _grad_of_each(outputs, inputs, grad_outputs, retain_graph, *options)
     outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    wanted = [current(t) if isinstance(t, DTensor) else t for t in wanted]
     grads = _plain_grad(outs, wanted, given, retain_graph, *options)
     return tuple(map(type_gradient, grads, specs_of_values(wanted)))
 

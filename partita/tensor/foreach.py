@@ -33,7 +33,7 @@ from .op_facts import OVERRIDES, form_of
 from .origins import note_origins_of
 from .plan import OPS, CallPlan, Op, note_miss, operand_kind
 from .plan_call import make_plan
-from .tensor_state import Args, Function, Kwargs, Spec, spec_of
+from .tensor_state import Args, Function, Kwargs, Spec, current, spec_of
 
 
 class _ListPlan:
@@ -379,7 +379,7 @@ def _foreach_norm(
         given = {} if dtype is None else {"dtype": dtype}
         return run_foreach(torch._foreach_norm, (self, ord), given, OPS[torch._foreach_norm])
     reduce_pending_gradients(pending_gradients(self))
-    tensors = [_reduce_partial(t) for t in self]
+    tensors = [_reduce_partial(current(t)) for t in self]  # a view copy may be out of date
     found = [
         n.to(dtype or torch.empty((), dtype=t.dtype).abs().dtype)
         for n, t in zip(norms(tensors, ord), tensors, strict=True)

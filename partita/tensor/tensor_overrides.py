@@ -696,9 +696,11 @@ _value_held = torch._C.TensorBase.tolist
 
 def is_read_in_part(x: torch.Tensor) -> bool:
     """True if this rank has only a part of the DTensor `x`, so that reading it needs other
-    ranks.
+    ranks. A view copy, which may be out of date, counts as one.
     """
-    return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole
+    if not (isinstance(x, DTensor) and _global_view()):
+        return False
+    return x._spec.is_copy or not x._spec.is_whole
 
 
 _NUMBERS = frozenset((int, float, bool, complex))
@@ -725,7 +727,7 @@ _installing = threading.Lock()
 
 def _install_read_kernels(spec: Spec) -> None:
     """Replace the operator that reads numbers, if a rank does not hold a number of `spec`."""
-    if spec.shape.numel() != 1 or spec.is_whole:
+    if spec.shape.numel() != 1 or (spec.is_whole and not spec.is_copy):
         return
     with _installing:
         if installed_libraries:

@@ -238,6 +238,8 @@ class Spec:
             return self
         copy = Spec(self.layout, self.wire)
         copy.__dict__["is_copy"] = True
+        for on_new_spec in list(ON_NEW_SPEC):
+            on_new_spec(copy)
         return copy
 
     @cached_property
@@ -549,6 +551,8 @@ class CopiedView:
             part = self.view(source, *self.args, **self.kwargs)
             if self.index is not None:
                 part = part[self.index]
+            if part.requires_grad and copy.retains_grad:
+                part.retain_grad()
         if is_counted:
             self.retaken = (source, count, graded, part)
         return part

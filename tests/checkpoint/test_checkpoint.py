@@ -562,3 +562,23 @@ def test_loading_runs_no_code_of_the_metadata(saved, tmp_path):
     with pytest.raises(ValueError, match=r"refers to torch.*\.os\.getcwd"):
         pt.load({"step": 0}, saved)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_view_whose_base_was_written_is_saved_up_to_date_and_loaded_into_its_base(tmp_path):
+    """On one device both are one memory."""
+    whole = torch.arange(14.0).view(7, 2)
+
+    def program(mesh):
+        x = pt.distribute_tensor(whole, mesh, [pt.Shard(0)])
+        rows = x[1:3]
+        x.mul_(2)
+        pt.save({"rows": rows}, tmp_path / "a")
+        x.zero_()
+        pt.load({"rows": rows}, tmp_path / "a")
+        return x.full_tensor(), rows.full_tensor()
+
+    expected = torch.zeros(7, 2)
+    expected[1:3] = 2 * whole[1:3]
+    with pt.ranks(tp=3) as world:
+        for x, rows in world.run(program):
+            assert torch.equal(x, expected) and torch.equal(rows, expected[1:3])

@@ -366,3 +366,54 @@ def test_deep_copies_of_tensors_that_share_memory_share_theirs(placement, ranks)
     with pt.ranks(tp=ranks) as world:
         for found in world.run(program):
             torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("placement", [pt.Shard(0), pt.Shard(1)])
+def test_norms_and_numbers_that_c_reads_are_up_to_date(placement, ranks):
+    def program(mesh: Any) -> list[Tensor]:
+        x = torch.arange(14.0, dtype=torch.float64).view(7, 2)
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [placement])
+        rows, number = x[1:3], x.view(-1)[3]
+        x.mul_(2)
+        found = [*torch._foreach_norm([rows, x]), torch.nn.utils.get_total_norm([rows])]
+        found.append(torch.add(torch.ones(2), torch.ones(2), alpha=number))
+        return [t.full_tensor() if isinstance(t, pt.DTensor) else t for t in found]
+
+    truth = program(None)
+    with pt.ranks(tp=ranks) as world:
+        for found in world.run(program):
+            torch.testing.assert_close(found, truth)
+
+
+def test_a_view_of_a_base_that_was_written_has_gradients():
+    def program(mesh: Any) -> list[Tensor]:
+        x = torch.arange(14.0, dtype=torch.float64).view(7, 2)
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        x.requires_grad_()
+        base = x * 1
+        rows = base[1:3]
+        rows.retain_grad()
+        base.mul_(2)
+        loss = rows.square().sum()
+        found = torch.autograd.grad(loss, rows, retain_graph=True)
+        loss.backward()
+        found = [*found, rows.grad, x.grad]
+        return [t.full_tensor() if isinstance(t, pt.DTensor) else t for t in found]
+
+    truth = program(None)
+    with pt.ranks(tp=2) as world:
+        for found in world.run(program):
+            torch.testing.assert_close(found, truth)
+
+
+def test_a_collective_of_torch_refuses_a_view_copy():
+    def program(mesh: Any) -> None:
+        x = pt.distribute_tensor(torch.ones(4, 2), mesh, [pt.Shard(0)])
+        with pytest.raises(pt.LayoutError, match="a view whose layout had to change"):
+            torch.distributed.all_reduce(x[1])
+
+    with pt.ranks(tp=2) as world:
+        world.run(program)

@@ -95,8 +95,9 @@ def gradient_of(x: DTensor) -> DTensor | None:
     _show_gradient(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
-        if grad is None:  # a view copy may be out of date: backward reads a newer one
-            return None if (now := current(x)) is x else gradient_of(now)
+        if grad is None:  # if a view copy is out of date, backward has read a newer one
+            now = current(x) if x.retains_grad else x
+            return None if now is x else gradient_of(now)
         if isinstance(grad, DTensor):
             state = grad.__dict__.get(_STATE)  # in each step of each parameter
             owners = () if state is None else state.gradient_of

@@ -45,6 +45,7 @@ from partita.tensor.tensor_state import (
     next_node,
     own_state,
     saving_hooks,
+    state_of,
     was_written_since,
     will_execute,
 )
@@ -151,7 +152,8 @@ class _BlockHooks:
         def prepared(t: torch.Tensor) -> torch.Tensor:
             if cast and t.is_floating_point():
                 t = t.to(dtype)
-            if watcher is not None and t.requires_grad:
+            # A view copy is no alias: it follows its base, and writes to it reach the base.
+            if watcher is not None and t.requires_grad and state_of(t).copied_view is None:
                 t = _watch_input_gradient(t, watcher)
             return t
 

@@ -1370,3 +1370,47 @@ def test_a_block_may_write_into_the_containers_that_it_is_given(kind):
     with pt.ranks(dp=2) as world:
         for found in world.run(run):
             torch.testing.assert_close(found, truth, rtol=rtol, atol=rtol)
+
+
+class WritingBlock(nn.Module):
+    def __init__(self, writes):
+        super().__init__()
+        self.linear, self.writes = nn.Linear(4, 4), writes
+
+    def forward(self, x):
+        if self.writes:
+            x.mul_(2)
+        return torch.tanh(self.linear(x))
+
+
+class ViewingModel(nn.Module):
+    """A model that gives a block some rows of a tensor that it has written since."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.blocks = nn.ModuleList([WritingBlock(False), WritingBlock(writes)])
+
+    def forward(self, x):
+        h = self.blocks[0](x) * 1
+        rows = h[1:3]
+        h.mul_(2)
+        return self.blocks[1](rows).sum() + h.square().sum()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_frozen_block_reads_and_writes_a_view_whose_layout_had_to_change(writes):
+    def run(mesh):
+        torch.manual_seed(0)
+        model = ViewingModel(writes).double()
+        x = torch.randn(6, 4, dtype=torch.float64)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=3)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        model.blocks[1].linear.weight.requires_grad_(False)
+        model(x).backward()
+        return [value(p.grad) for p in model.parameters()]
+
+    truth = run(None)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)

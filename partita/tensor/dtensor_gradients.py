@@ -101,7 +101,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if isinstance(grad, DTensor):
             state = grad.__dict__.get(_STATE)  # in each step of each parameter
             owners = () if state is None else state.gradient_of
-            if not owners or owners[0]() is not x:
+            if not grad.requires_grad and (not owners or owners[0]() is not x):
                 _note_owner(grad, x)
             if grad._spec.is_copy and (now := current(grad)) is not grad:
                 with torch.no_grad():
@@ -115,7 +115,10 @@ def gradient_of(x: DTensor) -> DTensor | None:
             if grad.stride() != x.stride():
                 grad = _match_strides(grad, x)
         typed = as_dtensor(grad, spec)
-        own_state(typed).gradient_of = (weakref.ref(x),)
+        # One with a history stays Partial where a clip or a norm reads it: a reduced one would be
+        # another object.
+        if not typed.requires_grad:
+            own_state(typed).gradient_of = (weakref.ref(x),)
         note_gradient(typed, x)
         _grad.__set__(x, typed)
         return typed

@@ -270,12 +270,23 @@ def redistribute_view(x: DTensor, layout: Layout) -> DTensor:
     def redistribute(source: Any) -> Any:
         if not isinstance(source, DTensor):  # the whole value, or a "meta" tensor
             return torch.ops.aten.alias(source)
-        spec = spec_of(layout, source._spec.wire)
-        return as_dtensor(move_local(source, source._spec, spec, "grad", "explicit"), spec)
+        return redistribute_view(source, layout)
 
-    alias = _alias_of(x)
+    alias, now = _alias_of(x), current(x)
     copied = CopiedView(alias, redistribute, (), {}, None, count_writes(alias))
-    return _mark_copy_of_view(redistribute(current(x)), x, copied)
+    spec = spec_of(layout, now._spec.wire)
+    copy = as_dtensor(move_local(now, now._spec, spec, "grad", "explicit"), spec)
+    return _mark_copy_of_view(copy, x, copied)
+
+
+def renew_copy(copy: DTensor) -> None:
+    """Copy the values of its source into a view copy that is out of date."""
+    now = current(copy)
+    if now is not copy:
+        with local_ops(), torch.no_grad():
+            copy.copy_(move_local(now, now._spec, copy._spec, "grad", "implicit"))
+        copied: CopiedView = state_of(copy).copied_view
+        copied.source_writes, copied.retaken = count_writes(copied.source), None
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:

@@ -33,7 +33,7 @@ from partita.comm import Wire, check_equal_on_ranks, is_agreed, remember_agreed
 from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
-from .aliasing import redistribute_view
+from .aliasing import redistribute_view, renew_copy
 from .arguments import check_plain_tensor
 from .dtensor import DTensor, as_dtensor, carry_all, move_local
 from .op_facts import enter_function, find_getter, implements
@@ -103,9 +103,8 @@ def gradient_of(x: DTensor) -> DTensor | None:
             owners = () if state is None else state.gradient_of
             if not grad.requires_grad and (not owners or owners[0]() is not x):
                 _note_owner(grad, x)
-            if grad._spec.is_copy and (now := current(grad)) is not grad:
-                with torch.no_grad():
-                    grad.copy_(move_local(now, now._spec, grad._spec, "grad", "implicit"))
+            if grad._spec.is_copy:
+                renew_copy(grad)
             return grad
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as of gather(sparse_grad=True)

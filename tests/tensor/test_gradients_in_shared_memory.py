@@ -214,6 +214,9 @@ def test_gradients_that_are_parts_of_a_vector_follow_its_writes(stage):
         for p in model.parameters():
             p.grad = vector[at : (at := at + p.numel())].view_as(p)
         vector.mul_(0.5)
+        for p in model.parameters():
+            p.grad.detach().mul_(0.7)
+            p.grad.view(-1)[0] = 2.0
         optimizer.step()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         found.append(value(vector))

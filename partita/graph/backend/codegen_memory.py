@@ -290,6 +290,7 @@ class _GeneratedGlobals(dict[str, Any]):
             empty_strided=torch.empty_strided,
             reinterpret_tensor=torch.as_strided,
             extern_kernels=_TorchKernels(),
+            copy_if_misaligned=_copy_if_misaligned,
             __builtins__=__builtins__,
         )
 
@@ -300,6 +301,14 @@ class _GeneratedGlobals(dict[str, Any]):
         if hasattr(__import__("builtins"), name):
             raise KeyError(name)
         return _NoOp()
+
+
+_ALIGNMENT = 16  # bytes, as Inductor's: `torch._inductor.utils.ALIGNMENT`
+
+
+def _copy_if_misaligned(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a GPU kernel's operand if its first element is not aligned in memory."""
+    return x if x.storage_offset() * x.element_size() % _ALIGNMENT == 0 else x.clone()
 
 
 class _NoOp:

@@ -6,7 +6,8 @@ In reading order:
   `rewrite` (functions to find, add and replace nodes).
 - Collectives: `moves` (removes unnecessary moves: `dedupe`, `cancel`, `cast`; `merge_views`),
   `regather` (frees and regathers the parameters of ZeRO), `bucket`, `overlap`, `backend_ways`.
-- Memory: `remat` (recomputes in backward), `lifetime` (updates parameters early).
+- Memory: `remat` (recomputes in backward), `free_remat` (recomputes in the kernels that read),
+  `lifetime` (updates parameters early).
 
 A new pass is a function `(Program) -> str` in a file here and an entry of `PASSES`. The first line
 of its docstring is what `explain()` shows. It changes the graph with `find`, `put` and `replace`.

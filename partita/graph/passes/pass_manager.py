@@ -35,6 +35,7 @@ from ..shared_memory import Pairs, keep_apart, overlapping_results
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket
+from .free_remat import free_remat
 from .lifetime import lifetime
 from .moves import cancel, cast, dedupe, merge_views
 from .overlap import overlap
@@ -47,6 +48,7 @@ PASSES: dict[str, Pass] = {
     "cancel": cancel,
     "cast": cast,
     "remat": remat,
+    "free_remat": free_remat,
     "regather": regather,
     "bucket": bucket,
     "merge_views": merge_views,
@@ -54,9 +56,10 @@ PASSES: dict[str, Pass] = {
     "overlap": overlap,
     "backend_ways": backend_ways,
 }
-"""The passes in their order. `regather` parts again what `dedupe` has merged, and `bucket` joins
-the gathers that it leaves. `merge_views` clears up behind moves and buckets. `backend_ways` is
-last: how a sum is made depends on where `overlap` has put its readers."""
+"""The passes in their order. `free_remat` looks at what `remat` has left for backward to read.
+`regather` parts again what `dedupe` has merged, and `bucket` joins the gathers that it leaves.
+`merge_views` clears up behind moves and buckets. `backend_ways` is last: how a sum is made depends
+on where `overlap` has put its readers."""
 
 # A step with blocks as calls has three kinds of graphs. One is of the step; the others are of block
 # programs, which either compute (forward and backward) or update (they write parameters). All other

@@ -133,10 +133,10 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
     """
     found: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
-        if _is_late(node):
+        if is_late(node):
             for read in node.all_input_nodes:
                 for s in storages.of[read]:
-                    if _can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
+                    if can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
                         found.setdefault(storages.maker[s], set()).add(s)
     return found
 
@@ -145,9 +145,7 @@ def _close_over_inputs(
     graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
 ) -> set[fx.Node]:
     """Returns the nodes that show what is dropped, and those that must run to make them again."""
-    chosen = {
-        n for n in graph.nodes if _can_be_made_again(n) and dropped.issuperset(storages.of[n])
-    }
+    chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
     chosen = {n for n in chosen if storages.of[n]}
     waiting = list(chosen)
     while waiting:
@@ -156,7 +154,7 @@ def _close_over_inputs(
         for read in node.all_input_nodes:
             if (
                 read not in chosen
-                and _can_be_made_again(read)
+                and can_be_made_again(read)
                 and (is_item or held.isdisjoint(storages.of[read]))
             ):
                 chosen.add(read)
@@ -179,7 +177,7 @@ def _estimate_seconds(node: fx.Node) -> float:
 def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
     """Returns the nodes of regions that are to be recomputed."""
     graph = program.graph.graph
-    inside = {n for n in graph.nodes if note_of(n).region and _can_be_made_again(n)}
+    inside = {n for n in graph.nodes if note_of(n).region and can_be_made_again(n)}
     if not inside:
         return inside
     storages = storages_of(program)
@@ -201,7 +199,7 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
     """
     if user.op == "output":
         return True
-    if _is_late(user):
+    if is_late(user):
         return False
     note, its_note = note_of(node), note_of(user)
     return its_note.region != note.region or (note.kept and not its_note.kept)
@@ -210,14 +208,14 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 # -- copies in backward, and their cost ------------------------------------------------------------
 
 
-def _can_be_made_again(node: fx.Node) -> bool:
+def can_be_made_again(node: fx.Node) -> bool:
     """True for a call of forward that can run again with the same result.
 
     For a user's operator the cost is unknown, and whether it draws random numbers. What a block
     recomputes is in its own graph. A section is not such a call, nor is an item of its result.
     """
     if node.target is operator.getitem:
-        return _can_be_made_again(node.args[0])  # type: ignore[arg-type]
+        return can_be_made_again(node.args[0])  # type: ignore[arg-type]
     facts = facts_of(node.target)
     return (
         node.op == "call_function"
@@ -229,7 +227,7 @@ def _can_be_made_again(node: fx.Node) -> bool:
     )
 
 
-def _is_late(node: fx.Node) -> bool:
+def is_late(node: fx.Node) -> bool:
     """True for a call of backward."""
     return node.op == "call_function" and note_of(node).phase == "backward"
 
@@ -253,7 +251,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         again.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
 
     for node in list(graph.nodes):
-        if not _is_late(node):
+        if not is_late(node):
             continue
         for read in node.all_input_nodes:
             if read not in chosen:

@@ -414,8 +414,8 @@ def find_equal_counts(
 ) -> list[EqualInputs]:
     """Returns a condition for each group of optimizer step counts that are equal now.
 
-    Only counts on the host: to compare counts on a device, each call would wait for the device. And
-    only counts of torch's optimizers: a user's counts may be equal on some ranks only.
+    It uses only counts on the host, because each call would have to wait for counts on a device. It
+    uses only counts of torch's optimizers, because a user's counts may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)

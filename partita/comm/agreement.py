@@ -70,9 +70,9 @@ def is_alone(wire: Wire) -> bool:
 def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
     """True if the ranks need not compare `key` now, because earlier comparisons predict it.
 
-    For example, a loop whose shapes repeat. Also True if there are no other ranks. All ranks have
-    the same history, which predicts one key. If two ranks come with different keys, at most one of
-    them is the predicted one; the other rank compares, and the error is found.
+    An example is a loop whose shapes repeat. It is also True if there are no other ranks. All ranks
+    have the same history, which predicts one key. If two ranks come with different keys, at most
+    one of them is the predicted one; the other rank compares, and the error is found.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.

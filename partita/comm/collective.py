@@ -334,9 +334,8 @@ class Transport:
 
 
 def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with a lazy conjugation or negation applied.
-
-    Needed because a collective reads the memory directly.
+    """Returns `x` with a lazy conjugation or negation applied, because a collective reads memory
+    directly.
     """
     if x.is_complex():
         return x.resolve_conj()

@@ -84,7 +84,7 @@ class Need:
 class WatchedWork:
     """A running collective whose `wait` raises an error if it detects a deadlock of the ranks.
 
-    Only for backends whose waits block the Python thread anyway.
+    It is used for backends whose waits block the Python thread anyway.
     """
 
     __slots__ = ("_group", "_number", "_request", "_work")

@@ -364,7 +364,7 @@ class CompiledStep:
         """The memory schedule of the program that ran last: the lifetime of each buffer, and the
         peak.
 
-        For a region: the schedule of the forward, followed by the schedule of the backward.
+        A region has the schedule of its forward, followed by that of its backward.
 
         Raises:
             ValueError: nothing was captured yet, or this version of torch generates unknown code.

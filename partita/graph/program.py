@@ -608,8 +608,9 @@ class PaddingBoundary:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """Returns the traffic of the collectives with which ranks with empty shards get values as
-        padding.
+        """Returns the traffic of the collectives that padding needs.
+
+        Ranks with an empty shard get values from other ranks.
 
         Returns:
             For each collective: its axes, and the bytes that a rank sends.

@@ -41,7 +41,7 @@ def flatten_call(
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Returns the leaves (tensors and plain values) in arguments or results, and their structure.
 
-    Like `pytree.tree_flatten`, but also flattens objects such as dataclasses.
+    It is like `pytree.tree_flatten`, but also flattens objects such as dataclasses.
 
     Args:
         stays: a predicate: True for an object that is kept as a leaf.

@@ -478,7 +478,7 @@ _FACTORS = frozenset(("alpha", "beta", "value"))
 
 
 class Unkeyed(TypeError):
-    """Raised if no plan can be looked up for a call by its arguments as they are.
+    """Raised if no cached plan can be looked up for a call by its arguments as they are.
 
     They must first be normalized, or the rule does not cover them.
     """
@@ -532,8 +532,8 @@ def check_rest(
 ) -> None:
     """Raise Unkeyed if an argument that is not in a plan's key could change the result.
 
-    Such are another name of a parameter, a tensor, an infinite factor (see `infinite_factors`), and
-    `inplace=True`.
+    Examples are another name of a parameter (`axis` for `dim`), a tensor, an infinite factor, and
+    `inplace=True`. The call's arguments must then be normalized first.
     """
     for name, value in named.items():
         if type(value) is float and name in _FACTORS and not math.isfinite(value):

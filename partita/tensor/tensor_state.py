@@ -364,8 +364,10 @@ class RetypedValue:
     value: torch.Tensor
 
     def is_of(self, x: torch.Tensor, spec: Spec) -> bool:
-        """True if this cached alias is still right for `x` in this spec: x and its graph are
-        unchanged.
+        """True if this cached alias of `x` may still be used: its spec is `spec`, and x has not
+        changed.
+
+        A write to x, or another autograd graph, counts as a change.
         """
         return (
             self.spec is spec

@@ -116,6 +116,7 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         write(copy, *args, **kwargs)
         return copy
     _refuse_overlapping_pieces(copy)
+    _refuse_repeated_write(write, copy)
     own, copied = copied, _before_overlap(copy, copied)
     settled = spec.reduced
     with local_ops():
@@ -149,6 +150,28 @@ def _before_overlap(copy: DTensor, copied: CopiedView) -> CopiedView:
         return copied
     base, views = _list_views(copy)
     return CopiedView(base, _compose_views(views), (), {}, None, 0)
+
+
+_SETS_VALUES = ("copy_", "fill_", "zero_", "masked_fill_", "__setitem__", "_write")
+"""Writes whose result does not depend on how often an element is written."""
+
+
+def _refuse_repeated_write(write: Function, copy: DTensor) -> None:
+    """Raise LayoutError if an op computes new values of a view whose own elements share memory.
+
+    Torch updates such an element once for each place in the view. A view copy holds each place.
+    """
+    name = write.__name__
+    if name in _SETS_VALUES or is_without_overlap(make_meta_twin(copy, dense=True)):
+        return
+    raise LayoutError(
+        f"{name} of a view whose elements share memory, as by unfold()",
+        place=user_line(),
+        operands=(str(copy._spec.layout),),
+        reason="the view has another layout than its base, so it has its own memory, in which "
+        "an element is updated only once",
+        fixes=(Fix(f"x.{name}(...)", "of the base"), Fix("view = view.clone()", "before that")),
+    )
 
 
 def _refuse_overlapping_pieces(copy: DTensor) -> None:

@@ -417,3 +417,39 @@ def test_a_collective_of_torch_refuses_a_view_copy():
 
     with pt.ranks(tp=2) as world:
         world.run(program)
+
+
+UPDATES = {
+    "neg_": lambda v: v.neg_(),
+    "+=": lambda v: v.__iadd__(1),
+    "foreach": lambda v: torch._foreach_mul_([v], 2.0),
+    "detach": lambda v: v.detach().mul_(2),
+}
+SETS = {
+    "fill_": lambda v: v.fill_(3),
+    "copy_": lambda v: v.copy_(v * 2),
+    "an item": lambda v: v.__setitem__(v > 3, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", [*UPDATES, *SETS])
+@pytest.mark.parametrize("placement", [pt.Shard(0), pt.Shard(1)], ids=str)
+def test_a_view_whose_elements_share_memory_is_updated_as_often_as_on_one_device(name, placement):
+    """Or it is refused, where the view is a copy that updates each element once."""
+
+    def run(mesh):
+        x = torch.arange(24.0).view(4, 6)
+        x = x if mesh is None else pt.distribute_tensor(x, mesh, [placement])
+        refused = False
+        try:
+            (UPDATES | SETS)[name](x.unfold(0, 2, 1))
+        except pt.LayoutError as error:
+            refused = "whose elements share memory" in str(error)
+        return refused, x if mesh is None else x.full_tensor()
+
+    _, want = run(None)
+    refusal = name in UPDATES and placement == pt.Shard(0)
+    with pt.ranks(dp=2) as world:
+        for refused, got in world.run(run):
+            assert refused == refusal
+            torch.testing.assert_close(got, torch.arange(24.0).view(4, 6) if refusal else want)

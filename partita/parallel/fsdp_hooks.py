@@ -642,8 +642,9 @@ class _GraphGather:
             HERE.trace.refuse_no_sync()
         # By this reason, passes recognize gathered values that may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
-        # Other slots belong to modules that are no longer in the block.
-        taken = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
+        # Other slots belong to modules that are no longer in the block, or hold other tensors.
+        fakes = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
+        taken = {i: p for i, p in fakes.items() if group.zero.has_sharded(p)}
         if taken:
             group.install_wholes(
                 [(i, _gather_parameter(p, group, reason)) for i, p in taken.items()]

@@ -47,3 +47,16 @@ def test_a_module_of_a_block_that_is_taken_out_is_gathered_no_more():
     with pt.ranks(dp=2) as world:
         for found in world.run(body):
             torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_plain_parameter_in_a_block_is_refused_by_the_op_that_uses_it(compiled):
+    def forward(mesh):
+        model = pt.zero(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), mesh)
+        model[0].weight = nn.Parameter(torch.ones(4, 3))
+        run = pt.compile(model.__call__, backend="graph") if compiled else model
+        run(pt.distribute_tensor(torch.ones(4, 3), mesh, [pt.Shard(0)]))
+
+    error = "linear: a plain tensor that requires grad stands next to a DTensor"
+    with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=error):
+        world.run(forward)

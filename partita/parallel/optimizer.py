@@ -11,7 +11,7 @@ without parameters. All other optimizers run through dispatch, op by op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -163,7 +163,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
         if not type(optimizer).__module__.startswith("torch.optim."):
             _writes_before[optimizer] = [(p, count_writes(p)) for p in spread]
-        return None
+        return None if closure is None else _reduce_after_closure(closure, spread, args, kwargs)
     if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
         if not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
@@ -174,6 +174,24 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     for owner in owners:
         owner.updated(spread)
     return _make_idle_step_args(optimizer, args, kwargs)
+
+
+def _reduce_after_closure(
+    closure: Callable[[], Any], params: list[DTensor], args: _Args, kwargs: _Kwargs
+) -> _StepCall:
+    """Returns the arguments of a step whose closure also reduces the gradients that it computes.
+
+    The step reads gradients after the closure, and makes its state like them.
+    """
+
+    def compute_and_reduce() -> Any:
+        loss = closure()
+        with torch.no_grad():
+            HERE.trace.run_without_profiling(reduce_gradients, params)
+        return loss
+
+    rest = {k: v for k, v in kwargs.items() if k != "closure"}
+    return (args[0], compute_and_reduce, *args[2:]), rest
 
 
 _agreed: WeakSet[Optimizer] = WeakSet()

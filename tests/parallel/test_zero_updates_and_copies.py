@@ -492,3 +492,31 @@ def test_graphs_hold_no_gathered_weight_where_rows_may_be_missing(make, rows, mo
         for counts in world.run(body):
             assert counts[0] == counts[2]  # which gradients are missing is known by then
     assert not searched
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_with_a_closure_uses_whole_gradients(stage):
+    def train(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        x = torch.randn(5, 3, dtype=torch.float64)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        optimizer = torch.optim.Adafactor(
+            model.parameters(), lr=0.05
+        )  # its state is like gradients
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        return losses
+
+    want = train(None)
+    with pt.ranks(dp=2) as world:
+        for losses in world.run(train):
+            torch.testing.assert_close(losses, want)

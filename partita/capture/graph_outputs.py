@@ -201,7 +201,8 @@ class GraphOutputs:
                 self.cleared.append(given.index)
             elif grad is not before.get(given.index):
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
-                self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
+                options = {"index": given.index, "continues": state_of(grad).continues}
+                self._add_tensor("gradient", grad, spec=spec and spec.gradient, **options)
 
     def add_cotangents(self, recorder: Recorder) -> None:
         """Trace the backward of results that require grad, and add gradients of inputs to the

@@ -248,6 +248,7 @@ class Output:
         retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
         is_parameter: True if the step made the output an `nn.Parameter`.
         view_of: the base of a view copy, if the base is an input or an output too.
+        continues: for a gradient, True if the step has added to the `.grad` object from before.
     """
 
     kind: str
@@ -263,6 +264,7 @@ class Output:
     retains_grad: bool = False
     is_parameter: bool = False
     view_of: ViewOf | None = None
+    continues: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from partita.layout import Fix, LayoutError
 from partita.layout.text import human
 from partita.tensor.aliasing import connect_copy
 from partita.tensor.dtensor import as_dtensor, checksum
-from partita.tensor.dtensor_gradients import clear_gradients
+from partita.tensor.dtensor_gradients import clear_gradients, renew_gradient
 from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import current
 from partita.tensor.uneven_pieces import give_own_memory, give_room
@@ -214,6 +214,8 @@ class CapturedProgram(Program):
             made[output.tensor] = value
             if output.kind == "result":
                 leaves.append(value)
+            elif output.kind == "gradient" and output.continues:
+                renew_gradient(tensors[output.index], value)
             elif output.kind == "gradient":
                 tensors[output.index].grad = value
             elif output.kind == "left gradient":

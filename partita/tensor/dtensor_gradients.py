@@ -808,7 +808,9 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
                 HERE.trace.replace_value(grad_now, shares)
                 as_dtensor(grad_now, wanted)
             else:
-                _grad.__set__(x, as_dtensor(shares.detach(), wanted))
+                new = as_dtensor(shares.detach(), wanted)
+                own_state(new).continues = not with_graph
+                _grad.__set__(x, new)
     _unmark_settled(x)
     return None
 
@@ -826,6 +828,22 @@ def refuse_copied_part(grad: torch.Tensor | None) -> None:
             reason="the part has another layout than the gradient, so it has its own memory, and "
             "the other tensor would not change",
         )
+
+
+def renew_gradient(x: torch.Tensor, value: torch.Tensor) -> None:
+    """Set `x.grad` to `value`, but keep the object that it is, as backward does when it adds."""
+    with DisableTorchFunction():
+        held = _grad.__get__(x)
+    if not isinstance(held, DTensor) or not isinstance(value, DTensor):
+        x.grad = value
+    elif _is_part_of_value(held):
+        with torch.no_grad():
+            held.copy_(value)
+    else:
+        with local_ops(), torch.no_grad():
+            _base.data.__set__(held, value.detach())
+        held._spec = value._spec
+        x.grad = held
 
 
 def _is_part_of_value(grad: DTensor) -> bool:

@@ -384,6 +384,8 @@ class TensorState:
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
+        continues: for a gradient in a captured step: True if it stands for the object that `.grad`
+            was before, to which backward has added.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
@@ -400,6 +402,7 @@ class TensorState:
     zero_layouts: ZeroLayouts | None = None
     gradient_of: tuple[weakref.ref[Any], ...] = ()
     copied_view: Any = None
+    continues: bool = False
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None
     unseen_writes: int = 0

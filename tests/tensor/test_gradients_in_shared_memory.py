@@ -267,3 +267,29 @@ def test_gradients_that_are_only_returned_are_shares_beside_a_whole_buffer():
         return [value(t) for t in (*found, model.weight.grad, buffer)]
 
     both(program)
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_compiled_step_adds_to_the_gradient_that_others_refer_to(buffered):
+    def program(mesh):
+        model, x = model_and_batch(mesh)
+        backward(model, x)
+        clip(model.parameters())
+        buffer = torch.zeros(6, dtype=torch.float64)
+        if buffered:
+            buffer = buffer if mesh is None else pt.distribute_tensor(buffer, mesh, [R])
+            model.weight.grad = buffer.view(2, 3)
+        kept, found = model.weight.grad, []
+
+        def train():
+            backward(model, x)
+            step(model.parameters())
+            return model.weight.sum()
+
+        run = train if mesh is None else pt.compile(train, backend="graph")
+        for _ in range(2):
+            found += [value(t) for t in (run(), model.weight.grad, kept, buffer)]
+        assert kept is model.weight.grad
+        return found
+
+    both(program)

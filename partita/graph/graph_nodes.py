@@ -73,7 +73,8 @@ class Note:
         move: the number of the move in the step; 0 for none.
         region: the number of the call of a `pt.remat` region; 0 outside.
         kept: True if the region's policy saves the value.
-        again: True if a pass added the node, to recompute or regather a value of forward.
+        again: True if a pass added the node, to recompute or regather a value of forward. Its
+            reason is "free" if a kernel of backward computes it while it reads (`free_remat`).
     """
 
     source: str = ""

@@ -100,8 +100,9 @@ def least_budget(model, x, **options):
 
 
 def cost(step):
-    """Operations and bytes that are made again."""
-    again = [n for n in step.program.flat().graph.graph.nodes if note_of(n).again]
+    """Operations and bytes that are made again, but for what kernels compute while they read."""
+    notes = {n: note_of(n) for n in step.program.flat().graph.graph.nodes}
+    again = [n for n, note in notes.items() if note.again and note.reason != "free"]
     return sum(map(flops_of, again)), sum(map(nbytes_of, again))
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ from torch import fx
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import nbytes_of, note_of
+from ..graph_nodes import NOTE, nbytes_of, note_of
 from ..program import Program
 from ..shared_memory import memory_that_is_written, shown_operand
 from .regather import UseRuns
@@ -55,6 +56,8 @@ def free_remat(program: Program) -> str:
     values = _Values(program)
     chosen = {call for node in [*values.late_reads] for call in values.find_free_calls(node)}
     made = recompute(program.graph.graph, chosen)
+    for again in made.values():
+        again.meta[NOTE] = replace(note_of(again), reason="free")
     return f"{len(made)} calls are made again in the kernels of backward that read them"
 
 

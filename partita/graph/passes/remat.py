@@ -287,7 +287,7 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
     backward.
 
     Calls in sections are included. Parameters that are gathered again do not count (see
-    `regather`).
+    `regather`), nor does what `free_remat` computes again in the kernels that read it.
     """
     within: dict[Subgraph, tuple[int, int]] = {}
     flops = nbytes = 0
@@ -315,4 +315,4 @@ def _is_made_again(node: fx.Node) -> bool:
     item_of = node.args[0] if node.target is operator.getitem else node
     if subgraph_of(item_of) is not None:  # type: ignore[arg-type]
         return False  # the section says it
-    return note.again and note.reason not in ("gather", "regather")
+    return note.again and note.reason not in ("gather", "regather", "free")

@@ -96,8 +96,9 @@ class NumberEnv(ShapeEnv):
         return super().evaluate_sym_node(sym_node, *args, **kwargs)
 
     def forget(self) -> None:
-        """Drop all symbols, after a capture: Inductor must not find any, as numbers are tensors by
-        then.
+        """Drop all symbols after a capture.
+
+        The graph takes the traced numbers as tensors, so Inductor must not find symbols for them.
         """
         for symbol in self._made:
             self.backed_var_to_val.pop(symbol, None)
@@ -204,8 +205,8 @@ class _Type(type):
 def identity_of(x: Any) -> int:
     """Returns `id(x)`, but for a fake tensor the id of the input that it replaces.
 
-    The capture's torch-function mode handles this call like a read of the input's properties
-    (`graph_inputs.TensorFacts`).
+    During a capture, `graph_inputs.TensorFacts` intercepts the call, and makes its answer a
+    condition of the program, as for `is_leaf`.
     """
     if isinstance(x, FakeTensor) and has_torch_function_unary(x):
         return int(handle_torch_function(identity_of, (x,), x))
@@ -297,9 +298,9 @@ SCALAR_OPS_OF_INTS: dict[str, Callable[..., Any]] = {
 
 
 def _is_read_first(name: str) -> bool:
-    """True for a method of floats that is called on the value itself.
+    """True for a method of floats that reads the value, instead of being traced.
 
-    Tensors do not compute it as Python does: rounding, remainders, `int(x)`.
+    Tensors do not compute it as Python does. Examples are rounding, remainders and `int(x)`.
     """
     computed = {f"__{r}{done}__" for done in SCALAR_OPS for r in ("", "r")}
     return name in vars(float) and name not in (*_ASKS, *computed)
@@ -321,7 +322,7 @@ def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) 
 
 
 def _number_of(value: Any) -> Any:
-    """Returns the value of a symbolic float if it is known, which becomes a condition."""
+    """Returns the value of a symbolic float, if it is known. The value becomes a condition."""
     return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
 
 

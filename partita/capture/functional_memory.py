@@ -154,9 +154,9 @@ def invert_views(
     """Returns the new value of the base of `views` after a write to the last of them.
 
     Args:
-        views: view calls, each of the one before. A write to an element of an overlapping tensor
-            (`expand`, `unfold`) also changes others of it, so no base of such a view is computed
-            but that of the first.
+        views: view calls, each of the result of the one before. A write to an element of an
+            overlapping tensor (`expand`, `unfold`) also changes others of its elements. So only the
+            base of the first view is computed, and none in between.
         value: the last view's value after the write.
         before: the base before the write, in the new graph.
         make: a function `make(target, args)` that adds a call to the new graph.
@@ -231,10 +231,11 @@ _BY_STRIDES = ("as_strided", "_conj", "_neg_view")
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Make each `as_strided` read the tensor that allocated the storage, instead of a view of it.
+    """Change the operand of each `as_strided` from a view to the tensor that allocated its storage.
 
-    The result depends only on the storage. A write through `as_strided` can be functionalized only
-    from a tensor that covers all of it.
+    The result is the same, because `as_strided` counts from the start of the storage. The change is
+    needed for a write through the result: its inverse makes a new value of the operand, which must
+    cover all that is written.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]

@@ -89,7 +89,9 @@ class GraphOutputs:
 
         Args:
             leaves, structure: the leaves and the structure of the result.
-            check: a function that raises if a non-tensor leaf cannot be returned by every call.
+            check: called with each leaf that is neither a tensor nor a traced number. Such a leaf
+                is kept as a constant, which every later call returns. It raises if that would be
+                wrong.
             gives_inputs: True if a result that is an input becomes an output of the graph, too.
         """
         self.result = structure
@@ -305,7 +307,7 @@ def _read_again(value: Any) -> Any:
 
 
 def _memory_of(value: DTensor) -> int:
-    """Returns a number of the memory that a value, or what it is a view copy of, is part of."""
+    """Returns a number that identifies the memory of a value; for a view copy, that of its base."""
     with local_ops():
         return first_base_of(value)[0].untyped_storage()._cdata
 

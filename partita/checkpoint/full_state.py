@@ -1,9 +1,12 @@
 """Full state dicts of a model and its optimizer, with whole plain tensors, and safetensors files.
 
 They serve to exchange weights with programs without layouts, and for `save_pretrained` of
-transformers, diffusers, peft and hub mixins. Tensors are gathered one after the other, so no rank
-holds more of the model than it returns. `save_pretrained` must be called on all ranks. While the
-library's method runs on one rank, the model holds whole tensors there, and the other ranks wait.
+transformers, diffusers, peft and hub mixins. Tensors are gathered one after the other. So a rank
+never holds more than the tensors that it returns, its own shards, and the one that is being
+gathered.
+
+`save_pretrained` must be called on all ranks. The original `save_pretrained` runs on one rank,
+where the model then holds whole tensors. The other ranks wait.
 
 A safetensors file is eight bytes with the length of a header, the header (JSON: for each name the
 dtype, the shape and the position of its bytes) and the bytes

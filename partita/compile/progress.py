@@ -27,8 +27,8 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, call `tell(name)` when a phase of a capture ("capture", "compile")
-    begins.
+    """A context manager. Within its `with` statement, `tell(name)` is called when a phase of a call
+    begins: "capture", "compile", and "graph" when the compiled graph is run.
     """
     _listeners.append(tell)
     try:
@@ -38,16 +38,16 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Announce that a phase of a capture begins, to the functions set by `phase_listener`."""
+    """Call the functions set by `phase_listener`, because a phase of a call begins."""
     for tell in _listeners:
         tell(name)
 
 
 @contextmanager
 def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
-    """Show on standard error how long capture and compilation inside the block have taken.
+    """A context manager. It shows on standard error how long capture and compilation have taken.
 
-    Shows nothing if there is a listener (`phase_listener`).
+    It shows nothing if there is a listener (`phase_listener`).
 
     Args:
         title: the name of the step.

@@ -282,12 +282,14 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """How much a step recomputes in backward, as a number. The step's graph and its blocks share
-    it.
+    """How much a step recomputes in backward to keep its memory budget.
+
+    The step's graph and the graphs of its blocks share one object.
 
     Attributes:
-        number: the index of a choice in the ordered list of the pass `remat`; 0 recomputes nothing.
-        is_last: True if `remat` has found no further choice in any of the graphs.
+        number: which of the choices of the pass `remat` is used. They are numbered from 0, which
+            recomputes nothing for the budget, and each recomputes more than the one before.
+        is_last: True if no graph of the step has a choice after this one.
     """
 
     number: int = 0
@@ -303,7 +305,8 @@ class Program:
             inputs, at its end.
         inputs, outputs: the inputs and outputs, in the graph's order.
         result: the tree structure of the step's result.
-        constants: a `ResultPlace` for each leaf of the result, or the leaf if not a tensor.
+        constants: for each leaf of the result, its `ResultPlace`; or the leaf itself, if it is not
+            a tensor.
         cleared: indices of the leaves of a call whose `.grad` the step sets to None.
         groups: the wire and mesh axes of each process group in the graph, by the group's name.
         key: a hash that is equal for equal programs.
@@ -526,7 +529,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Lender:
-    """For a dimension in which some ranks have empty shards: the ranks whose elements they copy.
+    """From which rank a rank with an empty shard of a dimension gets elements.
 
     Attributes:
         axes: the mesh axes that split the dimension.

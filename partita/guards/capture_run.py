@@ -135,13 +135,20 @@ class CaptureRequest:
 def capture_step(request: CaptureRequest) -> CapturedProgram:
     """Captures a step: runs it over fake tensors until one run gives a complete graph.
 
-    Returns the program.
+    A run is repeated if it read something that the capture had assumed otherwise, such as a mark or
+    a guessed branch.
+
+    Returns:
+        The program.
 
     Raises:
         ValuesWanted: more values must be computed, for another capture.
-        CaptureError: the step does what a graph cannot express; names the user's line.
-        NewStateFound: a run has read state that is missing in `state`.
-        StepRaises: the step raises an error of its own, or any with the true answers of the call.
+        CaptureError: a graph cannot express what the step does. The error names the user's line.
+        NewStateFound: a run has read tensors, modules or optimizers that `request.state` lacks.
+            Capture again with the error's `state`.
+        StepRaises: the step raises an error of its own, such as a ValueError. If partita explains
+            that error by a CaptureError, some answers to the step's branches on tensor values must
+            be known to be true for this call (`Guesses.certain`).
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
@@ -327,7 +334,11 @@ class CaptureRun:
         return program
 
     def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
-        """Raise `wanted`, able to compute what was read; return if marks were read."""
+        """Give `wanted` a function that computes the values that the step read, and raise it.
+
+        Returns without an error if the values depend on marks (`read_marks`): another run is then
+        needed.
+        """
         inputs = self.inputs
         if len(self._values_of_call.reads) >= len(self.questions.reads):  # all are known
             raise not_captured(
@@ -743,16 +754,17 @@ def _is_real(value: Any) -> bool:
 
 
 def _must_be_kept(write: Write, known: set[int]) -> bool:
-    """True if a write is the user's, or leaves a tensor in an object of a library."""
+    """True if the user's code makes a write, or a library's code stores a tensor."""
     if not write.is_of_library:
         return True
     return contains_fake(write.after) or contains_new_fake(write.after, known)
 
 
 def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
-    """Erase the calls that do not affect the values of `wanted`, as far as the calls show.
+    """Erase the calls that do not affect the values of `wanted`.
 
-    A write through another view is missed. The result is only a guess, which each run checks.
+    A write through another view is missed, and erased. So the values are only guesses, which each
+    run of the program checks.
     """
     needed = set(wanted)
     for node in reversed(graph.nodes):

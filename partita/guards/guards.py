@@ -6,8 +6,18 @@ arguments, torch's modes. A program may run for calls with its signature if its 
 state).
 
 `Guards.hold` first compares object identities, in a few C calls. Only places with other objects
-than in the last call are then compared by type and content. The differences become the reason, as
-text: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+than in the last call are then compared by type and content. The differences become the reason for
+another capture: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4". `History`, the record of a
+step's captures, stores it.
+
+For example, a list that the step reads gets another item:
+
+1. `WatchedItems.unchanged` compares the list's length, and its items by identity. `find_changed`
+   gives the places that contain the list.
+2. `Guards.hold` computes the content keys of these places again (`guards/values.py`). If they are
+   equal to those at capture, the program is used.
+3. Otherwise `_find_kept_program` (`compile/step.py`) looks for another program whose guards hold.
+4. If there is none, `_capture_call` captures the step again. `Guards.differences` gives the reason.
 
 A "leaf" in this module is one of the tensors and values that `tensors_of_call` returns. Only
 `t.is_leaf` has autograd's meaning.
@@ -93,8 +103,8 @@ class Guards:
         types: (object, type) of objects whose type was read.
         inputs: the values that are inputs of the graph.
         huge: containers whose entries are compared by identity.
-        classes: classes whose bases are guarded, and whose number of attributes: a new one may hide
-            another.
+        classes: classes whose bases and number of attributes must stay the same. A new attribute
+            may hide another.
         namespaces: (name, variables, read names or None for all) of modules, functions and
             objects: none of the read names may be added or removed.
         owners: (name, object) of objects whose attributes were read: each must keep its `__dict__`,
@@ -185,10 +195,10 @@ class Guards:
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
-        """True if all tensors that the step read from Python objects are among a call's first
-        `count` leaves.
+        """True if the step read only tensors among the first `count` leaves from Python objects.
 
-        These leaves are the state, so no argument was read as a global or attribute.
+        With the number of the state's tensors as `count`, it is True if no argument of the call was
+        also read from a global or an attribute. A call's leaves are its state, then its arguments.
         """
         return self._last_leaf < count
 
@@ -258,8 +268,8 @@ class Guards:
     def _find_shared_beside(self, call: Any) -> list[int]:
         """Returns for each object of `_list_beside` what else is the same Python object.
 
-        That is an object's number in `_find_sharing`; or -2 - i for the object i of that list, if
-        the step reads both; -1 if there is none.
+        The result is an object's number in `_find_sharing`. It is -2 - i for the object i of the
+        list, if the step reads both, and -1 if there is no such object.
         """
         first: dict[int, int] = {}
         found = []
@@ -299,7 +309,7 @@ class Guards:
         At most `most` differences are returned.
 
         Args:
-            leaves: the leaves of the call; None counts all tensors as equal.
+            leaves: the leaves of the call. None: all tensors count as equal.
         """
         found = self._list_other_names()
         walk = self._make_walk(find_first_leaves(leaves or ()))
@@ -490,7 +500,7 @@ def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """Which values that a step has read are graph inputs; guards do not compare these.
+    """The values read by a step that are inputs of its graph. Guards do not compare them.
 
     Attributes:
         leaves: maps the id of each tensor to its first index among the leaves of the captured call.
@@ -725,9 +735,10 @@ def signature_of(
 def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
     """Returns the strides of arguments and of results of other steps, which may vary between calls.
 
-    For the step's own tensors only if they are not contiguous. Not for uneven shards, which enter a
-    graph contiguous and padded: whether a shard with one row or none is contiguous may differ
-    between ranks, and all ranks must find the same program.
+    Strides of the step's own tensors are included only if they are not contiguous. Those of uneven
+    shards are not included, because such a shard enters the graph contiguous and padded. A shard
+    with at most one row may be contiguous on some ranks only, and all ranks must find the same
+    program.
     """
     with local_ops():
         return [

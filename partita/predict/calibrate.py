@@ -131,7 +131,10 @@ def _find_best_rate(curve: MeasuredCurve) -> float:
 
 
 def _compare_clocks(reports: Sequence[Mapping[str, Any]]) -> float:
-    """Returns elapsed time divided by processor time of all calls: ranks may share processors."""
+    """Returns the elapsed time of all calls, divided by their processor time.
+
+    It is more than 1 if ranks share processors.
+    """
     calls = [call for one in reports for call in one["kernels"]]
     return max(sum(sum(c["passed"]) for c in calls) / sum(sum(c["worked"]) for c in calls), 1.0)
 
@@ -139,7 +142,7 @@ def _compare_clocks(reports: Sequence[Mapping[str, Any]]) -> float:
 def _fit_kernels(reports: Sequence[Mapping[str, Any]], slower: float) -> dict[str, MeasuredCurve]:
     """Returns the curve of each rate: at each amount, the mean over calls and ranks.
 
-    For a call the median processor time counts, which excludes other processes. It is multiplied by
+    The time of a call is its median processor time, which excludes other processes, multiplied by
     `slower`.
     """
     points: dict[tuple[str, float], list[float]] = {}
@@ -160,13 +163,14 @@ def _fit_collectives(
 ) -> tuple[dict[str, MeasuredCurve], float]:
     """Returns the curve of each kind and number of ranks, and how far behind the slowest rank is.
 
-    All ranks report when they began and ended each collective, by a shared clock. A collective
-    takes from when the last rank begins to when the first one has ended. What another rank waits
-    for a processor after that is concurrent computing, and is not counted twice. From the first end
-    of one collective to the last beginning of the next, the slowest rank computes. A line is fitted
-    through elapsed time and processor time of these intervals. Its slope is how far behind the
-    slowest rank is. Its constant is the time until sleeping ranks are awake, and is added to each
-    collective.
+    All ranks report the start and the end of each collective, by a shared clock. The duration of a
+    collective is from the last start to the first end. A rank that ends later has waited for a
+    processor, while other ranks already compute.
+
+    From the first end of a collective to the last start of the next, the slowest rank computes. A
+    line is fitted through the processor time and the elapsed time of these intervals. Its slope
+    shows how far behind the slowest rank is. Its constant is the time in which sleeping ranks wake
+    up, and is added to each collective.
 
     Args:
         slower: the factor by which elapsed time exceeds processor time.
@@ -410,8 +414,8 @@ def make_deck() -> list[DeckCall]:
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
     """Returns a random order in which to time the calls, as indices into `deck`.
 
-    Small calls come first, each a few times in a row. A step also repeats kinds of calls: an
-    optimizer updates all of its parameters.
+    Small calls come before large ones, and each small call is timed several times in a row. A step
+    makes them so: an optimizer updates one parameter after the other.
     """
     found: list[int] = []
     for is_large in (False, True):
@@ -468,7 +472,7 @@ def _make_heavy_calls(
         return one().view(shape)
 
     def heads() -> torch.Tensor:
-        """Rows of 32 elements, in another order than they lie in."""
+        """Returns rows of 32 elements, in another order than in memory."""
         return one().view(-1, 2, elements // 64, 32).transpose(1, 2)
 
     yield DeckCall("root", 2 * nbytes, lambda: _aten.sqrt.default(one()))

@@ -5,10 +5,13 @@ graph is simulated as events on streams: one stream computes, and each set of me
 collectives has another stream. A collective begins when the graph issues it, its operands are ready
 and its stream is free. The compute stream continues until the collective's wait.
 
-If a machine does not overlap communication, a collective occupies the processor when it is issued,
-and the wait for it follows at once (except for a sum). A kernel takes the longer of the times of
-its operations and of its bytes, at the reachable fraction of the peaks, plus a fixed cost
-(Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model").
+If a machine does not overlap communication, the compute stream waits for each collective as soon as
+it is issued. An all-reduce is the exception: it may run while the rank computes, and delays it only
+by the time of sending its bytes.
+
+A kernel takes the longer of two times, that of its operations and that of its bytes, plus a fixed
+cost. Both are for the fraction of the machine's peaks that kernels reach (Williams, Waterman and
+Patterson 2009, "Roofline: an insightful visual performance model").
 """
 
 from __future__ import annotations
@@ -132,7 +135,7 @@ def simulate(
 def _check_arguments(
     step_or_model: Any, args: Any, strategy: Any, tokens: Any, is_named: bool
 ) -> None:
-    """Raise StrategyError for arguments of a wrong type, and for those that nothing would read."""
+    """Raise StrategyError for arguments of a wrong type, and for those without effect."""
     what = step_or_model
     is_step = callable(what) and not isinstance(what, type)
     allowed = "a step, a module, the name of a model or a ModelShape"
@@ -311,7 +314,7 @@ def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: 
 
 
 def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
-    """Returns the wires of the tensors that a step reaches, of those that it does not read, too."""
+    """Returns the wires of all tensors that a step reaches, even if it does not read them."""
     state = find_state(_function_of_step(step), (), args, {})
     leaves = tensors_of_call(state.slots, tuple(args), {})
     return list(dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)))
@@ -398,7 +401,7 @@ _COMPUTE = "compute"
 
 @dataclass
 class SimulatedStep:
-    """When each kernel and collective of a step's graph runs, as simulated.
+    """The simulated times at which each kernel and collective of a step's graph runs.
 
     Attributes:
         seconds: the time until the last stream has ended.
@@ -744,7 +747,10 @@ def _phase_of_node(node: fx.Node) -> str:
 
 
 def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
-    """Returns bytes that a call reads of an operand: of a table no more than it takes from it."""
+    """Returns the most bytes that a call reads of an operand; infinity if it may read all.
+
+    For example, an embedding reads only the rows of its table that it returns.
+    """
     name = _name_of_op(node)
     if "nll_loss" in name and operand in node.args[:2] and len(_shape_of_node(operand)) > 1:
         # Forward reads only the target's class of each row, and backward reads none.
@@ -907,7 +913,7 @@ class Simulation:
         return f"{self.what} on {_format_mesh(self.mesh)} of {self.machine.name}"
 
     def _make_rows(self) -> list[tuple[str, str, str]]:
-        """Returns names, amounts, and what is in them and what is not."""
+        """Returns rows of the printed table: a name, an amount, and what the amount includes."""
         said = "a roofline; no host, no stragglers, no data loading"
         rows = [("step", format_seconds(self.seconds), said)]
         said = f"{self.flops / 1e12:.4g} TFLOP a rank"

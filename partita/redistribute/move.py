@@ -31,11 +31,14 @@ Communication Operations in MPICH", section 4), over a group of n ranks:
 All sizes are those on the mesh's first rank, which holds the largest shard of an uneven split.
 
 Seconds only serve to compare plans. A collective takes `LATENCY` plus its bytes divided by
-`BANDWIDTH`; an all-to-all takes `LATENCY` once for each `AT_ONCE` other ranks. A local copy takes
-`LAUNCH` plus its bytes divided by `MEMORY`. The constants are round figures for a node of GPUs. On
-a slower machine latency and bandwidth are usually both worse, and a choice depends only on their
-ratio, about 1 MB: below it the number of collectives counts, above it the bytes. The same holds for
-`OPERATIONS_PER_BYTE` and the work of matrix products.
+`BANDWIDTH`. An all-to-all sends to `AT_ONCE` ranks at a time, and takes `LATENCY` for each such
+group. A local copy takes `LAUNCH` plus its bytes divided by `MEMORY`. The constants are round
+figures for a node of GPUs.
+
+They need not fit the machine. A choice depends only on the product of latency and bandwidth, about
+1 MB: below it the number of collectives counts, above it the bytes. On a slower machine both are
+usually worse, so their product changes little. `OPERATIONS_PER_BYTE` is such a constant, too: the
+operations of a matrix product, divided by it, count like bytes sent.
 """
 
 from __future__ import annotations
@@ -292,7 +295,9 @@ def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
 
 
 def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
-    """Returns the ranks along its axes together, and the bytes that the first rank has and gets."""
+    """Returns the number of ranks along all axes of a move, and the first rank's bytes before and
+    after it.
+    """
     have, got = (local_numel(m.shape, m.shards, mesh) * itemsize for m in (move.before, move.after))
     return math.prod(mesh.size(a) for a in move.axes), have, got
 

@@ -52,7 +52,8 @@ class TensorOrigin:
     Attributes:
         number: a hash that is equal on all ranks for the same tensor, and differs between tensors.
         code, at: the code that makes the call, and the offset of its instruction.
-        times: the number of such calls until then; 0 for the result of an op.
+        times: how often this instruction had made a tensor by then, from 1. 0 for the result of an
+            op, whose calls are not counted.
     """
 
     number: int
@@ -211,9 +212,9 @@ def is_beside_program(wire: Wire) -> bool:
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if ranks compare the origins of a tensor before they redistribute it.
 
-    That is for small tensors, and for those that become whole on all ranks. All ranks of the mesh
-    must take part, and collectives must block the host anyway. Threads other than the main one do
-    not compare, because the rank itself would seem to wait.
+    They are compared for small tensors, and for those that become whole on all ranks. All ranks of
+    the mesh must take part, and collectives must block the host anyway. Threads other than the main
+    one do not compare, because exchanges of several threads would be mixed up.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

@@ -83,10 +83,11 @@ def note_end_of_forward() -> None:
 
 
 def place_in_forward() -> ForwardNote:
-    """Returns the current position in the list of block forwards, for a checkpoint that begins now.
+    """Returns the position in the list of block forwards at which a checkpoint now begins.
 
-    If a block's forward has just begun, the checkpoint may be a hook of that block. Its rerun then
-    calls the block itself, so the position is before that forward.
+    The checkpoint's rerun looks for forwards after this position. If the last entry is a forward
+    that has just begun, the position is before it: a hook of that block may have begun the
+    checkpoint, and the rerun then calls the block, too.
     """
     last = _THREAD.last
     if last.block is None:
@@ -106,7 +107,9 @@ def find_forward_of_rerun(block: object) -> ForwardNote | None:
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Inside the block, calls count as the rerun of the checkpoint that began at `start`."""
+    """Within the `with` statement, calls count as the rerun of the checkpoint that began at
+    `start`.
+    """
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
     try:
         yield

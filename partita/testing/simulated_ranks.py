@@ -69,7 +69,9 @@ def find_difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float)
     """Returns a text that says how `found` differs from `wanted`; "" if it does not.
 
     Args:
-        tolerance: absolute, and relative up to the precision of the dtype; 0 for integers.
+        tolerance: the absolute tolerance. The relative one is the same, but at most the tolerance
+            of `found`'s dtype (`tolerance_of`). Values that are not rounded, such as integers, get
+            an absolute tolerance of 0.
     """
     for what in ("shape", "dtype"):
         if getattr(found, what) != getattr(wanted, what):

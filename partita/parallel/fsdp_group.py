@@ -44,6 +44,7 @@ from partita.tensor.tensor_state import (
     count_writes,
     count_writes_of,
     in_backward,
+    is_only_returned,
     make_argument_error,
     note_other_memory,
     note_unseen_write,
@@ -947,7 +948,7 @@ class ZeroState(ShardedState):
         if dtype is None or output is None:
             return None
         return replace_instances(
-            output, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, copies=[]
+            output, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, copies={}
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
@@ -1092,7 +1093,8 @@ class ZeroState(ShardedState):
         backward.
 
         Gradients that were kept before are added first. Parameters with hooks of the user are
-        always reduced: hooks run in each backward pass, on the sum of all ranks.
+        always reduced: hooks run in each backward pass, on the sum of all ranks. So are gradients
+        that the pass does not add to `.grad` (`torch.autograd.grad`), apart from what is kept.
 
         Args:
             k: the index of the flat buffer in the group.
@@ -1102,10 +1104,11 @@ class ZeroState(ShardedState):
         shards = counts.shards[group]
         params = [shards[i] for i in group.members[k]]
         key = k, *map(id, params)
-        before = group.held_gradients.pop(key, None)
-        if before is not None:
-            shares = before[1].add(shares)
-        if self.keeps_partial_gradients and self._may_keep(params):
+        keeps = self.keeps_partial_gradients and self._may_keep(params)
+        adds = (keeps or key in group.held_gradients) and _are_added(params)
+        if adds and key in group.held_gradients:
+            shares = group.held_gradients.pop(key)[1].add(shares)
+        if adds and keeps:
             group.held_gradients[key] = shards, shares
             self.holds_partial_gradients = True
         else:
@@ -1266,7 +1269,10 @@ class ZeroState(ShardedState):
     ) -> None:
         for group in groups:
             for key, (shards, shares) in list(group.held_gradients.items()):
-                if counts is None or are_same(shards, counts.shards[group]):
+                if counts is None or (
+                    are_same(shards, counts.shards[group])
+                    and _are_added([shards[i] for i in group.members[key[0]]])
+                ):
                     del group.held_gradients[key]
                     self.reduce(group, key[0], shares, counts, shards)
 
@@ -1296,6 +1302,14 @@ class ZeroState(ShardedState):
 
     def note_alive(self) -> None:
         self.peak = max(self.peak, self.alive)
+
+
+def _are_added(params: Iterable[DTensor]) -> bool:
+    """True if the running backward pass adds to the `.grad` of all `params`, except frozen ones.
+
+    `torch.autograd.grad` does not, and `backward(inputs=...)` only to that of its inputs.
+    """
+    return not any(map(is_only_returned, params))
 
 
 def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -159,6 +159,35 @@ def test_gradients_kept_under_no_sync_are_sent_with_those_of_the_next_pass():
         torch.testing.assert_close(grad, p.grad)
 
 
+def returned(model, x):
+    loss = model(x).square().sum()
+    return [whole(g) for g in torch.autograd.grad(loss, list(model.parameters())[:3])]
+
+
+def added_to_one(model, x):
+    model(x).square().sum().backward(inputs=[model[0][0].weight])
+
+
+def returned_of_input(model, x):
+    loss = model(x.requires_grad_()).square().sum()
+    return [whole(g) for g in torch.autograd.grad(loss, [x])]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("other", [returned, added_to_one, returned_of_input])
+def test_a_backward_that_adds_to_no_gradients_leaves_what_no_sync_keeps(other, inside, stage):
+    def program(model, spread, no_sync):
+        with no_sync(model):
+            loss_of(model, spread(X)).backward()
+            found = other(model, spread(Y)) if inside else None
+        found = found if inside else other(model, spread(Y))
+        loss_of(model, spread(X)).backward()
+        return found, gradients_of(model), returned(model, spread(X))
+
+    run(program, stage)
+
+
 class Unused(nn.Module):
     def __init__(self):
         super().__init__()

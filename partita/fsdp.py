@@ -441,7 +441,7 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
     def cast(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype) if x.is_floating_point() else x
 
-    return replace_instances(value, torch.Tensor, cast, copies=[])
+    return replace_instances(value, torch.Tensor, cast, copies={})
 
 
 def _check_modules(method: str, modules: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeVar, overload
@@ -337,7 +337,7 @@ def replace_instances(
     kind: type,
     change: Callable[[Any], Any],
     mapping: type = dict,
-    copies: list[tuple[Any, Any]] | None = None,
+    copies: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
     """Returns a copy of a nested container in which each instance of `kind` is replaced.
 
@@ -347,10 +347,13 @@ def replace_instances(
     Args:
         change: a function that gets an instance and returns its replacement.
         copies: None copies all containers. Otherwise those stay that have nothing to replace, and
-            each replaced part or container is appended to the list, with its replacement.
+            each replaced part or container is added to the dict by its id, with its replacement.
+            One that occurs several times has one replacement.
         mapping: the type whose instances are treated as dicts. An instance that is not a dict is
             made by calling its class with the items.
     """
+    if copies is not None and id(value) in copies:
+        return copies[id(value)][1]
     if isinstance(value, kind):
         new = change(value)
     else:
@@ -362,7 +365,7 @@ def replace_instances(
         is_same = copies is not None and all(part is before[key] for key, part in parts.items())
         new = value if is_same else _remake(value, parts, mapping)
     if copies is not None and new is not value:
-        copies.append((value, new))
+        copies[id(value)] = value, new
     return new
 
 
@@ -385,7 +388,7 @@ def _remake(value: Any, parts: dict[Any, Any], mapping: type) -> Any:
     return new
 
 
-def write_to_originals(copies: Sequence[tuple[Any, Any]]) -> None:
+def write_to_originals(copies: Collection[tuple[Any, Any]]) -> None:
     """Write what was written to the copied lists, dicts and dataclasses to their originals.
 
     Args:

@@ -94,8 +94,8 @@ class _BlockHooks:
 
     def _begin_at_rest(self) -> None:
         self._in_graph = _GraphGather(self.group)
-        # By the id of the arguments of a forward: these, and copies of what the program has passed.
-        self._copies: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}
+        # For each forward that has begun: what the program has passed, and copies of it.
+        self._copies: list[dict[int, tuple[Any, Any]]] = []
 
     # When the modules are copied, so are the hooks, which then refer to the copy's group.
 
@@ -107,6 +107,9 @@ class _BlockHooks:
         self._begin_at_rest()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.group.depth and not self._in_graph.depth:
+            self._copies.clear()  # of forwards that were broken off
+        self._copies.append({})
         if HERE.trace.begin_block(self._in_graph):
             return self._prepare_inputs(args, kwargs, None)
         group = self.group
@@ -157,14 +160,13 @@ class _BlockHooks:
                 t = _watch_input_gradient(t, watcher)
             return t
 
-        copies: list[tuple[Any, Any]] = []
-        args, kwargs = replace_instances((args, kwargs), torch.Tensor, prepared, copies=copies)
-        self._copies[id(args)] = args, copies
-        return args, kwargs
+        copies = self._copies[-1]
+        return replace_instances((args, kwargs), torch.Tensor, prepared, copies=copies)
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        _, copies = self._copies.pop(id(args), ((), ()))
-        write_to_originals(copies)  # the forward may have changed a list or a dict
+        if self._copies:
+            # The forward may have changed a list or a dict.
+            write_to_originals(self._copies.pop().values())
         if HERE.trace.end_block(self._in_graph):
             return
         if not self.group.open_forwards:

@@ -1372,6 +1372,48 @@ def test_a_block_may_write_into_the_containers_that_it_is_given(kind):
             torch.testing.assert_close(found, truth, rtol=rtol, atol=rtol)
 
 
+class RepeatingBlock(nn.Module):
+    """A block that gets one list twice, and runs itself, by names alone, with another list."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, found, also, again=True):
+        if again:
+            self(x=x, found=[x], also=[x], again=False)
+            assert found is also
+        also.append(torch.tanh(self.linear(x)))
+        found.append(also[-1] * 2)
+        return found[-1]
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("by_names", [False, True])
+def test_a_frozen_block_writes_into_one_list_that_it_is_given_twice(by_names, has_hook):
+    def run(mesh):
+        torch.manual_seed(0)
+        model = nn.ModuleList([RepeatingBlock()]).double()
+        block, x = model[0], torch.randn(4, 4, dtype=torch.float64)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=3, blocks=["0"])
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        block.linear.bias.requires_grad_(False)
+        if has_hook:
+            block.register_forward_pre_hook(lambda _, args: (*args,))
+        h = x.requires_grad_() * 1
+        found, alive = [h * 3], weakref.ref(h)
+        (block(x=h, found=found, also=found) if by_names else block(h, found, found)).sum()
+        torch.stack(found).square().mean().backward()
+        del h
+        return len(found), alive() is None, value(x.grad), value(block.linear.weight.grad)
+
+    truth = run(None)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(run):
+            torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+
+
 class WritingBlock(nn.Module):
     def __init__(self, writes):
         super().__init__()

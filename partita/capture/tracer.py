@@ -319,8 +319,9 @@ class Tracer:
     def tracing(
         self, number: Callable[..., Any], copy_attributes: Callable[..., None]
     ) -> Iterator[None]:
-        """Inside the block, fake tensors replace the state, and this thread's calls become nodes of
-        the graph.
+        """Within the `with` statement, fake tensors replace the state, and calls become nodes.
+
+        Only calls of this thread become nodes of the graph.
 
         Args:
             number: a function that returns the replacement of an optimizer's float, given its name,
@@ -508,7 +509,7 @@ class Tracer:
 def _noting_blocks(
     choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
 ) -> Iterator[None]:
-    """Assign nodes that fx's `tracer` makes inside the block to blocks, as modules run."""
+    """Record for the nodes that fx's `tracer` makes which block (module) was running."""
     blocks, usual = choice.find(models), tracer.call_module
 
     def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

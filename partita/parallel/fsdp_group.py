@@ -123,9 +123,9 @@ class ShardedState:
 
     @contextmanager
     def keeping_partial_gradients(self) -> Iterator[None]:
-        """Keep gradients unsharded and Partial in backward passes inside the block.
+        """Keep gradients unsharded and Partial in backward passes within the `with` statement.
 
-        The next backward pass outside of the block reduces them all.
+        The next backward pass after it reduces them all.
         """
         before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
         try:
@@ -183,7 +183,7 @@ def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = 
 
 @contextmanager
 def counting_versions() -> Iterator[None]:
-    """Disable inference mode inside the block, because its tensors have no version counters.
+    """Disable inference mode for a `with` statement, because its tensors have no version counters.
 
     Parameters that are gathered in inference mode may be used after that mode ends.
     """

@@ -304,13 +304,13 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not reduce gradients in the backward passes inside the block.
+    """Do not reduce gradients in the backward passes within the `with` statement.
 
     The first backward pass after it, or the optimizer's step, reduces the sum of all gradients.
     Until then each rank holds unsharded gradients, as many bytes as the model has. Without
     `no_sync`, stages 2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
-    For a model
-    without `zero` this does nothing: its gradients are only reduced in the optimizer's step.
+    For a model without `zero` this does nothing: its gradients are only reduced in the optimizer's
+    step.
 
         for k, (x, y) in enumerate(micro_batches):
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():

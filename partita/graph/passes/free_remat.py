@@ -48,7 +48,7 @@ _CONSTANTS = frozenset("full arange scalar_tensor zeros ones".split())
 
 
 def free_remat(program: Program) -> str:
-    """Backward computes again what its kernels can compute while they read.
+    """Values that kernels of backward can compute as they read them are not kept from forward.
 
     An element-wise result of forward is not kept for backward if it is made from values that
     backward reads anyway, and all its readers there are fused.

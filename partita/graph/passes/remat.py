@@ -70,7 +70,7 @@ def _choose_level(program: Program) -> set[fx.Node]:
 
 
 def _make_levels(program: Program) -> Iterator[set[fx.Node]]:
-    """Yields choices, each with more recomputed than the one before; the first with nothing.
+    """Yields choices of what to recompute: first nothing, then each time more.
 
     The values that are cheapest for their bytes come first. Bottlenecks of forward stay, so that no
     recomputation goes back further than to the last one. At the end only every second bottleneck
@@ -102,10 +102,10 @@ def _make_levels(program: Program) -> Iterator[set[fx.Node]]:
 def _find_narrow_points(
     graph: fx.Graph, storages: Storages, saved: Mapping[fx.Node, set[int]]
 ) -> list[fx.Node]:
-    """Returns saved calls at which almost nothing else is live (bottlenecks).
+    """Returns the bottlenecks: calls whose result is saved while almost nothing else is live.
 
-    If the results of blocks are known, only these. So a recomputation through several blocks
-    repeats all that a variant of a block would.
+    If it is known which calls are results of blocks, other calls are not returned. So a
+    recomputation repeats whole blocks, as in a step whose blocks are calls.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and note_of(n).phase == "forward"]
     last = {s: n for n in forward for read in n.all_input_nodes for s in storages.of[read]}
@@ -144,7 +144,10 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
 def _close_over_inputs(
     graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
 ) -> set[fx.Node]:
-    """Returns the nodes that show what is dropped, and those that must run to make them again."""
+    """Returns the nodes that must run again in backward if some storages are dropped.
+
+    These are all nodes whose results are in these storages, and what they need that is not held.
+    """
     chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
     chosen = {n for n in chosen if storages.of[n]}
     waiting = list(chosen)
@@ -211,8 +214,9 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 def can_be_made_again(node: fx.Node) -> bool:
     """True for a call of forward that can run again with the same result.
 
-    For a user's operator the cost is unknown, and whether it draws random numbers. What a block
-    recomputes is in its own graph. A section is not such a call, nor is an item of its result.
+    It is False for a user's operator, whose cost is unknown, and which may draw random numbers. It
+    is False for a call of a block, whose own graph says what is recomputed, and for a section. An
+    item of a call's result is like the call.
     """
     if node.target is operator.getitem:
         return can_be_made_again(node.args[0])  # type: ignore[arg-type]

@@ -233,9 +233,9 @@ _BY_STRIDES = ("as_strided", "_conj", "_neg_view")
 def base_on_makers(graph: fx.Graph) -> None:
     """Change the operand of each `as_strided` from a view to the tensor that allocated its storage.
 
-    The result is the same, because `as_strided` counts from the start of the storage. The change is
-    needed for a write through the result: its inverse makes a new value of the operand, which must
-    cover all that is written.
+    The result is the same, because `as_strided` counts from the start of the storage. A write
+    through the result needs the change. Its inverse makes a new value of the operand, so the
+    operand must cover all that is written.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]

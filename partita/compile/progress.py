@@ -27,8 +27,9 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """A context manager. Within its `with` statement, `tell(name)` is called when a phase of a call
-    begins: "capture", "compile", and "graph" when the compiled graph is run.
+    """A context manager. Within its `with` statement, `tell(name)` is called when a phase begins.
+
+    The phases of a call are "capture", "compile", and "graph", the run of the compiled graph.
     """
     _listeners.append(tell)
     try:

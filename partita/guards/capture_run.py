@@ -147,8 +147,8 @@ def capture_step(request: CaptureRequest) -> CapturedProgram:
         NewStateFound: a run has read tensors, modules or optimizers that `request.state` lacks.
             Capture again with the error's `state`.
         StepRaises: the step raises an error of its own, such as a ValueError. If partita explains
-            that error by a CaptureError, some answers to the step's branches on tensor values must
-            be known to be true for this call (`Guesses.certain`).
+            that error by a CaptureError, it is a StepRaises only if some answers to branches on
+            values are known for this call (`Guesses.certain`).
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.

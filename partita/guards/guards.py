@@ -197,8 +197,8 @@ class Guards:
     def reads_only(self, count: int) -> bool:
         """True if the step read only tensors among the first `count` leaves from Python objects.
 
-        With the number of the state's tensors as `count`, it is True if no argument of the call was
-        also read from a global or an attribute. A call's leaves are its state, then its arguments.
+        A call's leaves are its state, then its arguments. If `count` is the number of the state's
+        leaves, then no argument of the call was also read from a global or an attribute.
         """
         return self._last_leaf < count
 
@@ -269,7 +269,7 @@ class Guards:
         """Returns for each object of `_list_beside` what else is the same Python object.
 
         The result is an object's number in `_find_sharing`. It is -2 - i for the object i of the
-        list, if the step reads both, and -1 if there is no such object.
+        list, if the step reads both. It is -1 if there is no such object.
         """
         first: dict[int, int] = {}
         found = []

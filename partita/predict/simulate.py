@@ -6,7 +6,7 @@ collectives has another stream. A collective begins when the graph issues it, it
 and its stream is free. The compute stream continues until the collective's wait.
 
 If a machine does not overlap communication, the compute stream waits for each collective as soon as
-it is issued. An all-reduce is the exception: it may run while the rank computes, and delays it only
+it is issued. An all-reduce is the exception. It may run while the rank computes, and delays it only
 by the time of sending its bytes.
 
 A kernel takes the longer of two times, that of its operations and that of its bytes, plus a fixed

@@ -36,7 +36,7 @@ group. A local copy takes `LAUNCH` plus its bytes divided by `MEMORY`. The const
 figures for a node of GPUs.
 
 They need not fit the machine. A choice depends only on the product of latency and bandwidth, about
-1 MB: below it the number of collectives counts, above it the bytes. On a slower machine both are
+1 MB. Below it the number of collectives counts, above it the bytes. On a slower machine both are
 usually worse, so their product changes little. `OPERATIONS_PER_BYTE` is such a constant, too: the
 operations of a matrix product, divided by it, count like bytes sent.
 """

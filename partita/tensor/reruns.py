@@ -86,8 +86,8 @@ def place_in_forward() -> ForwardNote:
     """Returns the position in the list of block forwards at which a checkpoint now begins.
 
     The checkpoint's rerun looks for forwards after this position. If the last entry is a forward
-    that has just begun, the position is before it: a hook of that block may have begun the
-    checkpoint, and the rerun then calls the block, too.
+    that has just begun, the position is before it. A hook of that block may have begun the
+    checkpoint, and then the rerun calls the block, too.
     """
     last = _THREAD.last
     if last.block is None:

@@ -15,7 +15,7 @@ Each new node needs its value's metadata and a note. `put` adds one call and cop
 next call; `NodeBuilder` adds several calls with a note of your choice. All four are in `rewrite`.
 In the graph of a deep step each block is one call. A pass runs over the block's own graph as well,
 unless `pass_manager` lists it as a pass of only the step. If a step has a pass of the user, no
-block is folded into a call (`capture/tracer.py`, `Tracer.fold`), and the pass gets all nodes.
+block becomes a call, and the pass gets all nodes (`Tracer.fold` in `capture/tracer.py`).
 """
 
 from ..program import Pass, Passes

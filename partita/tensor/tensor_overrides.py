@@ -675,9 +675,13 @@ def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
 
 
 def _copy_dtensor(x: DTensor) -> DTensor:
-    """Returns `copy.copy(x)`: a DTensor that shares its memory."""
-    rebuild, arguments = _reduce_piece(x)
-    return rebuild(*arguments)
+    """Returns `copy.copy(x)`: a DTensor in the same memory, and a view copy if `x` is one."""
+    with local_ops():
+        new = as_dtensor(x.detach().requires_grad_(x.requires_grad), x._spec)
+    if (copied := state_of(x).copied_view) is not None:
+        own_state(new).copied_view = copied
+    new.__dict__.update({k: v for k, v in x.__dict__.items() if k not in OURS})
+    return new
 
 
 DTensor.__copy__ = _copy_dtensor  # type: ignore[attr-defined]

@@ -224,6 +224,28 @@ def test_a_copy_of_a_view_has_what_was_written_to_its_base(read: Callable[[Any],
         world.run(run)
 
 
+@pytest.mark.parametrize("placement", [pt.Replicate(), pt.Shard(0), pt.Shard(1)])
+@pytest.mark.parametrize("view", [lambda x: x[1:3], lambda x: x[:, 1:3], Tensor.t])
+def test_a_shallow_copy_of_a_view_shares_its_memory(
+    view: Callable[[Tensor], Tensor], placement: pt.Placement
+) -> None:
+    def written(x: Tensor) -> list[Tensor]:
+        part = view(x)
+        same = copy.copy(part)
+        x.add_(1)
+        shown = same * 1
+        same.mul_(2)
+        return [shown, same, part, x]
+
+    def run(mesh: Any) -> None:
+        got = written(pt.distribute_tensor(value()[0], mesh, [placement]))
+        for mine, expected in zip(got, written(value()[0]), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), expected)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_write_through_the_data_of_a_view_reaches_its_base(captured: bool) -> None:
     def step(x: Any) -> Any:

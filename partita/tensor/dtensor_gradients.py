@@ -788,7 +788,7 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
         stays = not with_graph and HERE.trace.may_replace_value(grad_now)
         if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
             wire, wanted = grad_now._spec.wire, x._spec.gradient
-            refuse_copied_part(grad_now)
+            refuse_copied_part(grad_now, wanted)
             if stays and _is_part_of_value(grad_now):
                 if select_user_hooks(hooks_of_backward(x)):
                     raise make_layout_error(
@@ -815,18 +815,30 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
     return None
 
 
-def refuse_copied_part(grad: torch.Tensor | None) -> None:
-    """Raise if backward would add to a `.grad` that a user set to a view copy of another tensor.
+def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) -> None:
+    """Raise if backward cannot add to a `.grad` that a user set to a part of another tensor.
 
-    In plain PyTorch that other tensor would change, too; here it would not. It raises even if that
+    That is so if the part is a view copy, or if ranks have other shapes of the gradient that comes.
+    In plain PyTorch the other tensor would change, too; here it would not. It raises even if that
     tensor is no longer alive, because it may be alive on some ranks only.
+
+    Args:
+        coming: the spec of the gradient that backward adds, if it is not that of `grad`.
     """
-    if grad is not None and state_of(grad).copied_view is not None:
+    if grad is None:
+        return
+    refuses = state_of(grad).copied_view is not None
+    if coming is not None and isinstance(grad, DTensor) and _is_part_of_value(grad):
+        mesh = coming.wire.mesh
+        last = tuple(n - 1 for n in mesh.sizes)  # the rank with the smallest pieces
+        shapes = [spec.layout.local_shape(mesh, last) for spec in (grad._spec, coming)]
+        refuses = refuses or shapes[0] != shapes[1]
+    if refuses:
         raise make_layout_error(
             "backward adds to a gradient that was set to a part of another tensor",
             Fix("x.grad = part.clone()", "a gradient with its own memory"),
-            reason="the part has another layout than the gradient, so it has its own memory, and "
-            "the other tensor would not change",
+            reason="the part has another layout than the gradient that is added, which gets its "
+            "own memory, and the other tensor would not change",
         )
 
 

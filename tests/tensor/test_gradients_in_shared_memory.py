@@ -133,6 +133,37 @@ def test_backward_adds_to_no_gradient_under_zero_that_was_a_part_of_a_buffer(sta
         world.run(run)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_backward_adds_to_a_part_that_has_the_layout_of_the_shards_or_raises_on_all_ranks(
+    stage, rows
+):
+    def program(model, x, stack):
+        model.weight.grad = stack[1]
+        backward(model, x)
+        return value(stack)
+
+    def run(mesh):
+        torch.manual_seed(0)
+        model, x, stack = nn.Linear(4, rows), torch.randn(4, 4), torch.randn(2, rows, 4)
+        model, given = model.double(), (x.double(), stack.double())
+        if mesh is None:
+            return program(model, *given)
+        pt.zero(model, mesh, stage=stage)
+        x, stack = given
+        given = pt.distribute_tensor(x, mesh, [S]), pt.distribute_tensor(stack, mesh, [pt.Shard(1)])
+        if stage == 3:
+            return program(model, *given)
+        with pytest.raises(pt.LayoutError, match="set to a part of another tensor"):
+            program(model, *given)
+
+    truth = run(None)
+    with pt.ranks(dp=3) as world:
+        for found in world.run(run):
+            if stage == 3:
+                torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_may_be_set_to_parts_of_a_vector_and_stepped(stage):
     def program(model, x):

@@ -31,6 +31,7 @@ from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import (
     BROKEN_OFF,
     refuse_copied_part,
+    requiring_grad,
     restore_partial_gradient,
 )
 from partita.tensor.origins import find_origin, is_beside_program
@@ -1094,7 +1095,7 @@ class ZeroState(ShardedState):
 
         Gradients that were kept before are added first. Parameters with hooks of the user are
         always reduced: hooks run in each backward pass, on the sum of all ranks. So are gradients
-        that the pass does not add to `.grad` (`torch.autograd.grad`), apart from what is kept.
+        that the pass does not add to `.grad`, apart from what is kept.
 
         Args:
             k: the index of the flat buffer in the group.
@@ -1105,7 +1106,7 @@ class ZeroState(ShardedState):
         params = [shards[i] for i in group.members[k]]
         key = k, *map(id, params)
         keeps = self.keeps_partial_gradients and self._may_keep(params)
-        adds = (keeps or key in group.held_gradients) and _are_added(params)
+        adds = (keeps or key in group.held_gradients) and self._are_added(params)
         if adds and key in group.held_gradients:
             shares = group.held_gradients.pop(key)[1].add(shares)
         if adds and keeps:
@@ -1122,6 +1123,19 @@ class ZeroState(ShardedState):
         return all(r is not None and r.owner is self for r in all_layouts) and not find_hooked(
             params
         )
+
+    def _are_added(self, params: Iterable[DTensor]) -> bool:
+        """True if the running backward pass adds the gradients of all `params` to their `.grad`.
+
+        A hook may have frozen some. `torch.autograd.grad` adds none, and `backward(inputs=...)`
+        only those of its inputs.
+        """
+        accumulates = self.pass_at_work().accumulates
+        for p in params:
+            with requiring_grad(p):  # a frozen parameter has no node
+                if not accumulates.get(p, True) or is_only_returned(p):
+                    return False
+        return True
 
     def reduce(
         self,
@@ -1271,7 +1285,7 @@ class ZeroState(ShardedState):
             for key, (shards, shares) in list(group.held_gradients.items()):
                 if counts is None or (
                     are_same(shards, counts.shards[group])
-                    and _are_added([shards[i] for i in group.members[key[0]]])
+                    and self._are_added([shards[i] for i in group.members[key[0]]])
                 ):
                     del group.held_gradients[key]
                     self.reduce(group, key[0], shares, counts, shards)
@@ -1302,14 +1316,6 @@ class ZeroState(ShardedState):
 
     def note_alive(self) -> None:
         self.peak = max(self.peak, self.alive)
-
-
-def _are_added(params: Iterable[DTensor]) -> bool:
-    """True if the running backward pass adds to the `.grad` of all `params`, except frozen ones.
-
-    `torch.autograd.grad` does not, and `backward(inputs=...)` only to that of its inputs.
-    """
-    return not any(map(is_only_returned, params))
 
 
 def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -355,10 +355,6 @@ class _ForwardCall:
         at_work = zero.pass_at_work()
         is_last = at_work.note_gradients(self.counts, group)
         shards = [self.shards[i] for i in group.order]
-        # A parameter that is frozen now gets none. One buffer holds it and what is kept of earlier
-        # passes, which it gets.
-        if zero.keeps_partial_gradients or zero.holds_partial_gradients:
-            grads = [g if _requires_grad(p) else None for p, g in zip(shards, grads, strict=True)]
         found = {p: g for p, g in zip(shards, grads, strict=True) if g is not None}
         at_work.accumulates.update((p, _requires_grad(p)) for p in found)
         if torch.is_grad_enabled() and any(g.requires_grad for g in found.values()):

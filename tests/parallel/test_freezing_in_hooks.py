@@ -207,38 +207,57 @@ def test_autograd_grad_gives_the_gradient_of_a_parameter_that_a_hook_froze(at, c
             assert found == pytest.approx(right, rel=1e-9)
 
 
-def accumulate_with_a_hook(mesh, every):
-    """Accumulates two passes, the first under `no_sync`; a hook freezes the last block in one."""
+def add_all(model, x, loss):
+    loss.backward()
+    return []
+
+
+def add_to_inputs(model, x, loss):
+    loss.backward(inputs=[x, model[1].weight])
+    return [float(x.grad.norm())]
+
+
+def return_all(model, x, loss):
+    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    return [float(g.norm()) for g in grads]
+
+
+def accumulate_with_a_hook(mesh, every, at, run_second):
+    """Accumulates two passes, the first under `no_sync`; a hook freezes the block `at` in one."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in "abc"]), torch.randn(4, 3, dtype=D)
     if mesh is not None:
         pt.zero(model, mesh, stage=3)
         x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
     x.requires_grad_()
-    last, found, count = list(model[2].parameters()), [], 0
+    changed, found, count = list(model[at].parameters()), [], 0
 
     def change(*_):
         nonlocal count
         count += 1
         if count % every == 0:
-            for p in last:
+            for p in changed:
                 p.requires_grad_(not p.requires_grad)
 
     model[1].register_full_backward_hook(change)
     for _ in range(3):
         with pt.no_sync(model) if mesh is not None else nullcontext():
             model(x).square().mean().backward()
-        model(2 * x).square().mean().backward()
+        found += run_second(model, x, model(2 * x).square().mean())
         found += [-1.0 if p.grad is None else float(p.grad.norm()) for p in model.parameters()]
         model.zero_grad()
     return found
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_a_gradient_that_no_sync_kept_reaches_a_parameter_that_was_frozen_since(every):
-    right = accumulate_with_a_hook(None, every)
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("run_second", [add_all, add_to_inputs, return_all])
+def test_a_gradient_that_no_sync_kept_reaches_a_parameter_that_was_frozen_since(
+    run_second, at, every
+):
+    right = accumulate_with_a_hook(None, every, at, run_second)
     with pt.ranks(dp=2) as world:
-        for found in world.run(accumulate_with_a_hook, every):
+        for found in world.run(accumulate_with_a_hook, every, at, run_second):
             assert found == pytest.approx(right, rel=1e-9)
 
 

@@ -203,8 +203,7 @@ class GraphOutputs:
                 self.cleared.append(given.index)
             elif grad is not before.get(given.index):
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
-                options = {"index": given.index, "continues": state_of(grad).continues}
-                self._add_tensor("gradient", grad, spec=spec and spec.gradient, **options)
+                self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
         """Trace the backward of results that require grad, and add gradients of inputs to the
@@ -286,6 +285,10 @@ class GraphOutputs:
     def _add_tensor(self, kind: str, value: torch.Tensor, **more: Any) -> None:
         more["tensor"] = self._places.setdefault(id(value), len(self.values))
         spec = more.pop("spec", None) or getattr(value, "_spec", None)
+        known = state_of(value).continues
+        leaf: Any = None if known is None else known()
+        if leaf is not None and (given := self._inputs.input_of(leaf)) is not None:
+            more["continues"] = given.index
         value = self.separate_data(value)
         if "gradient" not in kind and has_history(value):
             more["number"] = len(self.differentiable)

@@ -248,7 +248,8 @@ class Output:
         retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
         is_parameter: True if the step made the output an `nn.Parameter`.
         view_of: the base of a view copy, if the base is an input or an output too.
-        continues: for a gradient, True if the step has added to the `.grad` object from before.
+        continues: if the output is what was `.grad` of an input before the step, and backward has
+            added to it, the index of that input; else -1.
     """
 
     kind: str
@@ -264,7 +265,7 @@ class Output:
     retains_grad: bool = False
     is_parameter: bool = False
     view_of: ViewOf | None = None
-    continues: bool = False
+    continues: int = -1
 
 
 @dataclass(frozen=True)

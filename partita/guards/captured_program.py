@@ -35,7 +35,7 @@ from partita.layout import Fix, LayoutError
 from partita.layout.text import human
 from partita.tensor.aliasing import connect_copy
 from partita.tensor.dtensor import as_dtensor, checksum
-from partita.tensor.dtensor_gradients import clear_gradients, renew_gradient
+from partita.tensor.dtensor_gradients import clear_gradients, read_gradient_objects, renew_gradient
 from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import current
 from partita.tensor.uneven_pieces import give_own_memory, give_room
@@ -194,6 +194,10 @@ class CapturedProgram(Program):
                 return otherwise
         else:
             found = self.run_graph(reads, inputs)
+        continued = [output.continues for output in self.given if output.continues >= 0]
+        held = dict(
+            zip(continued, read_gradient_objects(map(tensors.__getitem__, continued)), strict=True)
+        )
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
         made: dict[int, Any] = {}
@@ -211,11 +215,11 @@ class CapturedProgram(Program):
                 value = value.item()
             if output.retains_grad and value.requires_grad:  # else its history was used up
                 value.retain_grad()
+            if output.continues >= 0:
+                value = renew_gradient(held[output.continues], value)
             made[output.tensor] = value
             if output.kind == "result":
                 leaves.append(value)
-            elif output.kind == "gradient" and output.continues:
-                renew_gradient(tensors[output.index], value)
             elif output.kind == "gradient":
                 tensors[output.index].grad = value
             elif output.kind == "left gradient":

@@ -809,7 +809,7 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
                 as_dtensor(grad_now, wanted)
             else:
                 new = as_dtensor(shares.detach(), wanted)
-                own_state(new).continues = not with_graph
+                own_state(new).continues = None if with_graph else weakref.ref(x)
                 _grad.__set__(x, new)
     _unmark_settled(x)
     return None
@@ -842,20 +842,27 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
         )
 
 
-def renew_gradient(x: torch.Tensor, value: torch.Tensor) -> None:
-    """Set `x.grad` to `value`, but keep the object that it is, as backward does when it adds."""
+def read_gradient_objects(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Returns what autograd stores as the `.grad` of each tensor."""
     with DisableTorchFunction():
-        held = _grad.__get__(x)
+        return [_grad.__get__(x) for x in tensors]
+
+
+def renew_gradient(held: Any, value: torch.Tensor) -> torch.Tensor:
+    """Gives the gradient `held` the value to which a captured step has added, and returns it.
+
+    It stays the same object, as where backward adds. If it is no DTensor, returns `value`.
+    """
     if not isinstance(held, DTensor) or not isinstance(value, DTensor):
-        x.grad = value
-    elif _is_part_of_value(held):
+        return value
+    if _is_part_of_value(held):
         with torch.no_grad():
             held.copy_(value)
     else:
         with local_ops(), torch.no_grad():
             _base.data.__set__(held, value.detach())
         held._spec = value._spec
-        x.grad = held
+    return held
 
 
 def _is_part_of_value(grad: DTensor) -> bool:

@@ -384,8 +384,8 @@ class TensorState:
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
-        continues: for a gradient in a captured step: True if it stands for the object that `.grad`
-            was before, to which backward has added.
+        continues: for a gradient in a captured step: the leaf whose `.grad` it was before the step,
+            if backward has added to it.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
@@ -402,7 +402,7 @@ class TensorState:
     zero_layouts: ZeroLayouts | None = None
     gradient_of: tuple[weakref.ref[Any], ...] = ()
     copied_view: Any = None
-    continues: bool = False
+    continues: weakref.ref[Any] | None = None
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None
     unseen_writes: int = 0

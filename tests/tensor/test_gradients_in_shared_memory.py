@@ -324,3 +324,38 @@ def test_a_compiled_step_adds_to_the_gradient_that_others_refer_to(buffered):
         return found
 
     both(program)
+
+
+def exchange(a, b):
+    a.grad, b.grad = b.grad, a.grad
+    return a.grad
+
+
+def give(a, b):
+    a.grad, b.grad = None, a.grad
+    return b.grad
+
+
+@pytest.mark.parametrize("change", [exchange, give, lambda a, b: a.grad])
+def test_a_gradient_to_which_a_compiled_step_adds_is_one_object_wherever_the_step_puts_it(change):
+    def program(mesh):
+        model, x = model_and_batch(mesh)
+        a, b = model.weight, nn.Parameter(model.weight.detach() * 2)
+
+        def train():
+            (model(x) + x @ b.T).square().sum().backward()
+            return change(a, b)
+
+        run, found = train if mesh is None else pt.compile(train, backend="graph"), []
+        for _ in range(3):
+            for p in (a, b):
+                p.grad = torch.ones_like(p)
+            kept = [a.grad, b.grad]
+            clip([a, b])
+            result = run()
+            found += [result is g for g in (a.grad, b.grad, *kept)]
+            found += [g is p.grad for g in kept for p in (a, b)]
+            found += [value(t) for t in (result, a.grad, b.grad, kept[0]) if t is not None]
+        return found
+
+    both(program)

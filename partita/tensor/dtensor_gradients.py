@@ -101,7 +101,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if isinstance(grad, DTensor):
             state = grad.__dict__.get(_STATE)  # in each step of each parameter
             owners = () if state is None else state.gradient_of
-            if not grad.requires_grad and (not owners or owners[0]() is not x):
+            if (not owners or owners[0]() is not x) and not _requires_grad(grad):
                 _note_owner(grad, x)
             if grad._spec.is_copy:
                 renew_copy(grad)

@@ -152,14 +152,15 @@ def _before_overlap(copy: DTensor, copied: CopiedView) -> CopiedView:
     return CopiedView(base, _compose_views(views), (), {}, None, 0)
 
 
-_SETS_VALUES = ("copy_", "fill_", "zero_", "masked_fill_", "__setitem__", "_write")
-"""Writes whose result does not depend on how often an element is written."""
+_SETS_VALUES = ("copy_", "fill_", "zero_")
+"""Writes of all elements whose result does not depend on how often an element is written."""
 
 
 def _refuse_repeated_write(write: Function, copy: DTensor) -> None:
-    """Raise LayoutError if an op computes new values of a view whose own elements share memory.
+    """Raise LayoutError if an op updates, or writes a part of, a view whose elements share memory.
 
-    Torch updates such an element once for each place in the view. A view copy holds each place.
+    Torch updates such an element once for each place in the view. A view copy holds each place, and
+    the places that are not written would give the base their old values.
     """
     name = write.__name__
     if name in _SETS_VALUES or is_without_overlap(make_meta_twin(copy, dense=True)):
@@ -169,7 +170,7 @@ def _refuse_repeated_write(write: Function, copy: DTensor) -> None:
         place=user_line(),
         operands=(str(copy._spec.layout),),
         reason="the view has another layout than its base, so it has its own memory, in which "
-        "an element is updated only once",
+        "such an element has several places",
         fixes=(Fix(f"x.{name}(...)", "of the base"), Fix("view = view.clone()", "before that")),
     )
 

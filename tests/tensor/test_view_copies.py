@@ -446,11 +446,12 @@ UPDATES = {
     "+=": lambda v: v.__iadd__(1),
     "foreach": lambda v: torch._foreach_mul_([v], 2.0),
     "detach": lambda v: v.detach().mul_(2),
+    "items": lambda v: v.__setitem__(v > 3, 0.5),
+    "a window": lambda v: v.__setitem__(0, 0.5),
 }
 SETS = {
     "fill_": lambda v: v.fill_(3),
     "copy_": lambda v: v.copy_(v * 2),
-    "an item": lambda v: v.__setitem__(v > 3, 0.5),
 }
 
 

@@ -163,7 +163,8 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
         if not type(optimizer).__module__.startswith("torch.optim."):
             _writes_before[optimizer] = [(p, count_writes(p)) for p in spread]
-        return None if closure is None else _reduce_after_closure(closure, spread, args, kwargs)
+        # Some optimizers take another argument in this place, such as the loss.
+        return _reduce_after_closure(closure, spread, args, kwargs) if callable(closure) else None
     if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
         if not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):

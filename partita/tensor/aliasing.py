@@ -163,8 +163,10 @@ def _refuse_repeated_write(write: Function, copy: DTensor) -> None:
     the places that are not written would give the base their old values.
     """
     name = write.__name__
-    if name in _SETS_VALUES or is_without_overlap(make_meta_twin(copy, dense=True)):
+    if name in _SETS_VALUES or is_without_overlap(twin := make_meta_twin(copy, dense=True)):
         return
+    if any(n > 1 and not stride for n, stride in zip(twin.shape, twin.stride(), strict=True)):
+        return  # as by expand(): torch raises an error of its own
     raise LayoutError(
         f"{name} of a view whose elements share memory, as by unfold()",
         place=user_line(),

@@ -1201,7 +1201,7 @@ def parameters_with_an_all_gather_of_their_own_are_refused(mesh):
         fully_shard(model, mesh=mesh)
 
 
-@claim("test_train_mixed_requires_grad_per_group", differs="frozen parameters of a block")
+@claim("test_train_mixed_requires_grad_per_group", differs="sends zeros for the frozen ones")
 def training_biases_alone_is_that_of_one_device(mesh):
     for after in (False, True):
         plain, model = make_stack(), make_stack()

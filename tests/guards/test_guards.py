@@ -348,7 +348,8 @@ def test_a_counter_beside_a_setting_is_named_when_each_call_is_captured():
     for _ in range(2):
         step(torch.ones(3))
         cfg["calls"] += 1
-    with pytest.warns(UserWarning, match=r"at each call: cfg\['calls'\]: .* keep it out"):
+    advice = r"at each call: cfg\['calls'\]: .* do not read it in the step"
+    with pytest.warns(UserWarning, match=advice):
         for _ in range(3):
             step(torch.ones(3))
             cfg["calls"] += 1

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.graph.backend.codegen_memory import _GeneratedGlobals
+from partita.graph.backend.codegen_memory import GeneratedGlobals
 from partita.graph.graph_nodes import drop_unused, note_of, subgraphs_in
 from partita.graph.passes import PASSES
 from partita.graph.verify import verify
@@ -282,7 +282,7 @@ def test_a_region_saves_less_for_backward():
 
 
 def test_a_copy_of_a_misaligned_operand_takes_memory():
-    copy = _GeneratedGlobals()["copy_if_misaligned"]
+    copy = GeneratedGlobals()["copy_if_misaligned"]
     x = torch.zeros(9, dtype=torch.bfloat16)
     assert copy(x) is x and copy(x[8:]).data_ptr() == x[8:].data_ptr()
     assert copy(x[1:]).data_ptr() != x[1:].data_ptr()

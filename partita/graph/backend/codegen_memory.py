@@ -88,7 +88,7 @@ class _GeneratedCode:
 
     def function(self) -> Callable[[list[Any]], Any]:
         """Returns the generated function, in which imported and compiled kernels do nothing."""
-        names = _GeneratedGlobals()
+        names = GeneratedGlobals()
         exec(compile(ast.Module([self._def], []), self.file, "exec"), names)
         first = [None] * (len(self._def.args.args) - 1)
         return partial(names["call"], *first)
@@ -278,7 +278,7 @@ class _FakeRun(TorchDispatchMode):
         return noted_buffer(note, name, by, nbytes, birth=at, death=at + 1, passing=passing)
 
 
-class _GeneratedGlobals(dict[str, Any]):
+class GeneratedGlobals(dict[str, Any]):
     """The globals of generated code. Kernels and checks do nothing."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ _Finds = Mapping[tuple[str, str], _Find]
 
 
 class NanWatch:
-    """What `detect_nan` returns: the hooks that look for NaN in one model, in a `with` block.
+    """The result of `detect_nan`: hooks that look for NaN in one model, in a `with` block.
 
     The end of the block removes the hooks.
     """

@@ -44,7 +44,7 @@ class BlockCalls:
 
 @dataclass(frozen=True)
 class BlocksTraced:
-    """Which blocks of a step were folded into calls of one subgraph, and why others were not.
+    """The blocks of a step that were folded into calls of one subgraph, and why others were not.
 
     Attributes:
         calls: an entry for each group of equal block calls and each reason to leave them flat.

@@ -44,7 +44,7 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FakeRunHooks(TraceHooks):
-    """What a capture does at events of other rooms: the methods of `TraceHooks`, for a run over
+    """The `TraceHooks` of a capture: its reactions to events of other rooms, for a run over
     fakes.
     """
 

@@ -249,8 +249,8 @@ class GraphOutputs:
         that the step makes and returns.
         """
         outputs = {id(t) for t in self.values}
-        made = [t for t in find_leaves(self.differentiable) if id(t) in outputs]
-        made = [t for t in made if self._inputs.input_of(t) is None]
+        leaves = [t for t in find_leaves(self.differentiable) if id(t) in outputs]
+        made = [t for t in leaves if self._inputs.input_of(t) is None]
         if made and differentiate(self.differentiable, made, recorder, again=True) is not None:
             raise not_captured(
                 "the step returns a leaf that it makes, and a result that is computed from it",

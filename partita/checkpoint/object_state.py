@@ -30,7 +30,7 @@ KIND = "__kind__"
 @message
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint's metadata says about one of its entries.
+    """The description of one entry in the metadata of a checkpoint.
 
     Attributes:
         path: the keys that lead to the entry.

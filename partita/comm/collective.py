@@ -59,7 +59,7 @@ class Request(NamedTuple):
 
 
 class Splits:
-    """How a flat buffer is divided into a segment for each rank of a group, in the group's order.
+    """A division of a flat buffer into segments, one for each rank of a group in its order.
 
     A list of all sizes is made only if a backend needs it.
 

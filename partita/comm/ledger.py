@@ -208,7 +208,7 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 
 
 class Scope:
-    """What observes one rank's moves: its open ledgers, `strict()` and `check_ranks()`."""
+    """The observers of one rank's moves: its open ledgers, `strict()` and `check_ranks()`."""
 
     __slots__ = ("busy", "captured", "check", "ledgers", "listeners", "recomputing", "strict")
 

@@ -247,7 +247,7 @@ def is_part_of_mesh(part: object, device_mesh: object) -> bool:
 
 
 def find_root_mesh(part: Any) -> Any:
-    """Returns the mesh of which this is a sub-mesh (`mesh["dp"]`); the mesh itself if it is none.
+    """Returns the whole mesh, given a sub-mesh (`mesh["dp"]`) or the whole mesh itself.
 
     Private torch: nothing public names the root of a sub-mesh.
     """

@@ -448,7 +448,7 @@ Number = Any
 
 @dataclass(frozen=True)
 class DimChange:
-    """How a move changes the sharding of one dimension. Axes of one rank are left out.
+    """The change of one dimension's sharding by a move. Axes of one rank are left out.
 
     Attributes:
         dim, size: the dimension, and its global size.

@@ -58,7 +58,7 @@ TIME_SLICE = timedelta(seconds=SLICE)
 
 @dataclass(frozen=True)
 class Need:
-    """What a waiting rank waits for, and which other ranks must take part.
+    """The event that a rank waits for, and the other ranks that must take part.
 
     Attributes:
         text: what the rank does, for errors: "reads a value (item) at train.py:10".

@@ -107,7 +107,7 @@ class Reading(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What the rank does, as text for errors of other ranks: "reads a value (item)"."""
+        """Text for errors of other ranks about this one, such as "reads a value (item)"."""
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:

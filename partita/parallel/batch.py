@@ -363,13 +363,13 @@ def replace_instances(
             for key, part in before.items()
         }
         is_same = copies is not None and all(part is before[key] for key, part in parts.items())
-        new = value if is_same else _remake(value, parts, mapping)
+        new = value if is_same else _remake_container(value, parts, mapping)
     if copies is not None and new is not value:
         copies[id(value)] = value, new
     return new
 
 
-def _remake(value: Any, parts: dict[Any, Any], mapping: type) -> Any:
+def _remake_container(value: Any, parts: dict[Any, Any], mapping: type) -> Any:
     """Returns a container of the type of `value` with other parts."""
     if isinstance(value, (tuple, list)):
         return remake_sequence(value, list(parts.values()))

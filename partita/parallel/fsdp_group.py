@@ -107,8 +107,9 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """What `pt.zero` stores for a model. Subclasses: `ZeroState` (stage 3), `GradReducer` (stages
-    0-2).
+    """The object that `pt.zero` stores for a model.
+
+    Subclasses: `ZeroState` (stage 3), `GradReducer` (stages 0-2).
 
     Its parameters refer to it as `ZeroLayouts.owner`.
 
@@ -209,7 +210,7 @@ _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 _Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
-"""What `MixedPrecision.dtypes_of` returns."""
+"""The type of the result of `MixedPrecision.dtypes_of`."""
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
@@ -686,7 +687,7 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """How often each block was called in a forward, so that backward can tell the last gradient.
+    """The number of calls of each block in a forward, so that backward can tell the last gradient.
 
     One `Token` (see there) serves this forward. Backward compares these numbers with the gradients
     that have arrived. What a backward pass sends depends on these counts, which are equal on all
@@ -1341,16 +1342,16 @@ def _switch_while_added(p: DTensor, accumulates: Mapping[DTensor, bool]) -> list
     p.requires_grad_(left)
     before: list[bool] = []
 
-    def switch(_: Any) -> None:
+    def set_as_at_arrival(_: Any) -> None:
         before.append(_requires_grad(p))
         with local_ops():
             p.requires_grad_(accumulates[p])
 
-    def switch_back(*_: Any) -> None:
+    def set_back(*_: Any) -> None:
         with local_ops():
             p.requires_grad_(before.pop())
 
-    return [node.register_prehook(switch), node.register_hook(switch_back)]
+    return [node.register_prehook(set_as_at_arrival), node.register_hook(set_back)]
 
 
 class _ShardsToToken(torch.autograd.Function):

@@ -507,7 +507,7 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 
 @Node.register
 class NodeOfPieces:
-    """What a user gets as the `grad_fn` of a DTensor: a wrapper whose hooks get DTensors.
+    """The `grad_fn` of a DTensor, as a user gets it: a wrapper whose hooks get DTensors.
 
     To register a hook raises if that is not possible.
 

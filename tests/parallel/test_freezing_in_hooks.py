@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import product
+from itertools import count, product
 
 import pytest
 import torch
@@ -64,28 +64,42 @@ def test_gradients_are_those_of_one_process(at, other, where, stage):
                 assert step == pytest.approx(wanted, rel=1e-9)
 
 
+def spread_over(mesh, model, x):
+    """Shards the model by stage 3 and splits the rows of `x`. Nothing for `mesh` None."""
+    if mesh is not None:
+        pt.zero(model, mesh, stage=3)
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    return x.requires_grad_()
+
+
+def make_three_layers(mesh):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in "abc"])
+    return model, spread_over(mesh, model, torch.randn(4, 3, dtype=D))
+
+
+def toggle_each(every, changed):
+    """Returns a hook that freezes or unfreezes parameters each `every` times that it runs."""
+    calls = count(1)
+
+    def toggle(*_):
+        if next(calls) % every == 0:
+            for p in changed:
+                p.requires_grad_(not p.requires_grad)
+
+    return toggle
+
+
 def train_with_many_calls(mesh, how, other, every, forwards, calls):
-    """Trains three blocks that are called several times; a hook of the middle one (freezes, or
-    unfreezes) the block `other` each `every` times that it runs."""
+    """Trains three blocks, called several times; a hook of the middle one toggles `other`."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(3, 2, dtype=D), nn.Tanh(), nn.Linear(2, 3, dtype=D)) for _ in "abc"
     ]
-    model, x = nn.Sequential(*blocks), torch.randn(5, 3, dtype=D)
-    if mesh is not None:
-        pt.zero(model, mesh, stage=3)
-        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
-    x.requires_grad_()
-    changed, found, count = list(model[other].parameters()), [], 0
-
-    def change(*_):
-        nonlocal count
-        count += 1
-        if count % every == 0:
-            for p in changed:
-                p.requires_grad_(not p.requires_grad)
-
-    REGISTER[how](model[1])(change)
+    model = nn.Sequential(*blocks)
+    x = spread_over(mesh, model, torch.randn(5, 3, dtype=D))
+    changed, found = list(model[other].parameters()), []
+    REGISTER[how](model[1])(toggle_each(every, changed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         loss = 0
@@ -181,12 +195,7 @@ def test_gradients_of_autograd_grad_are_added_to_no_parameter_that_a_hook_froze(
 
 def differentiate_with_a_hook(mesh, at, create_graph):
     """Returns the gradient of one parameter, which a hook freezes and unfreezes meanwhile."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in "abc"]), torch.randn(4, 3, dtype=D)
-    if mesh is not None:
-        pt.zero(model, mesh, stage=3)
-        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
-    x.requires_grad_()
+    model, x = make_three_layers(mesh)
     p = model[at].weight
     model[1].register_full_backward_hook(lambda *_: freeze(p) if p.requires_grad else unfreeze(p))
     loss = model(x).square().mean() + model(2 * x).square().mean()
@@ -224,22 +233,9 @@ def return_all(model, x, loss):
 
 def accumulate_with_a_hook(mesh, every, at, run_second):
     """Accumulates two passes, the first under `no_sync`; a hook freezes the block `at` in one."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*[nn.Linear(3, 3, dtype=D) for _ in "abc"]), torch.randn(4, 3, dtype=D)
-    if mesh is not None:
-        pt.zero(model, mesh, stage=3)
-        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
-    x.requires_grad_()
-    changed, found, count = list(model[at].parameters()), [], 0
-
-    def change(*_):
-        nonlocal count
-        count += 1
-        if count % every == 0:
-            for p in changed:
-                p.requires_grad_(not p.requires_grad)
-
-    model[1].register_full_backward_hook(change)
+    model, x = make_three_layers(mesh)
+    found = []
+    model[1].register_full_backward_hook(toggle_each(every, list(model[at].parameters())))
     for _ in range(3):
         with pt.no_sync(model) if mesh is not None else nullcontext():
             model(x).square().mean().backward()

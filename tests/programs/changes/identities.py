@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from .containers import Plain
-from .state import CHANGES, Change, change, refused
+from .state import CHANGES, REFUSED, Change, change, refused
 
 # -- two places that hold one object ---------------------------------------------------------------
 
@@ -183,7 +183,9 @@ def the_bases_of_a_base():
 # -- a name that a step binds to another name's tensor ---------------------------------------------
 
 
-def bound(name: str, make: Callable[[Any], Any], bind: Callable[[Any], None]) -> None:
+def bound(
+    name: str, make: Callable[[Any], Any], bind: Callable[[Any], None], detached: bool = False
+) -> None:
     """Tensors `a` and `b` of an object that the step binds anew, and that others hold, too."""
 
     def build() -> Change:
@@ -192,7 +194,8 @@ def bound(name: str, make: Callable[[Any], Any], bind: Callable[[Any], None]) ->
 
         def step(x):
             bind(held)
-            return x * held.a + held.b
+            y = x * held.a + held.b
+            return y.detach() if detached else y
 
         def change():
             with torch.no_grad():
@@ -241,7 +244,10 @@ bound("buffers_that_a_step_exchanges", buffers, exchange)
 bound("parameters_that_a_step_exchanges", parameters, exchange)
 bound("attributes_that_a_step_makes_one", attributes, make_one)
 bound("parameters_that_a_step_makes_one", parameters, make_one)
+bound("a_parameter_that_a_step_makes_and_reads", parameters, make_new, detached=True)
+# A backward of the caller would not reach the new parameter in later calls.
 bound("a_parameter_that_a_step_makes", parameters, make_new)
+REFUSED.add("a_parameter_that_a_step_makes")
 
 
 # -- tensors and settings in objects of libraries --------------------------------------------------

@@ -24,13 +24,14 @@ _EAGER = Fix('pt.compile(step, fallback="eager")', "runs the step eagerly if it 
 
 
 class CaptureError(LayoutError):
-    """A step does something that a graph cannot express.
+    """Raised if a step does something that a graph cannot express.
 
-    Examples: a branch on data; a tensor that is neither an argument nor reachable state.
+    Examples are a branch on data, and a tensor that is neither an argument nor found in the step's
+    state.
 
     Attributes:
-        guards: a `guards.Guards` of the Python state that the step had read before the error; None
-            if it is unknown.
+        guards: a `guards.Guards` with the Python state that the step had read before the error;
+            None if that is unknown.
     """
 
     guards: Any = None
@@ -57,8 +58,8 @@ class RefusedCall:
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
-        """Store the current values after an eager run of the step; the next call is compared with
-        them.
+        """Stores the current Python values after an eager run of the step, to compare the next call
+        with them.
         """
         if self._guards is not None and not self._guards.hold():
             self._guards = self._guards.as_of_now()
@@ -153,8 +154,8 @@ _NUMBERS += [
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if C code raised `error` because it got a symbolic number (of a capture), not a Python
-    one.
+    """True if C code raised `error` because it got a symbolic number of a capture in place of a
+    Python number.
     """
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
@@ -260,7 +261,7 @@ def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> st
 
     Args:
         frames: the stack frames, innermost first.
-        machinery: files and folders of torch that only forward a call.
+        machinery: files and folders of torch to skip, because they only forward a call.
     """
     for frame in frames:
         path = Path(frame.f_code.co_filename)

@@ -73,12 +73,13 @@ def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 
 def make_distinct(value: Any, known: set[int]) -> Any:
-    """Returns a fake value, or a new one like it if a graph input already has its storage.
+    """Returns `value`, or a copy with a new storage if an earlier graph input has the same storage.
 
-    Calls with equal operands share one fake value, but inputs are distinguished by their storages.
+    Calls with equal operands share one fake value. But inputs are distinguished by their storages,
+    so two inputs must not share one.
 
     Args:
-        known: identifiers of the storages of the inputs so far; this input's is added.
+        known: identifiers of the storages of earlier inputs. That of this input is added.
     """
     if isinstance(value, FakeTensor) and value.layout is torch.strided:
         if value.untyped_storage()._cdata in known:
@@ -114,8 +115,8 @@ class MadeByCall:
 
     Attributes:
         value: the fake value that the call returns.
-        shows: an entry for each tensor in `value`: i if it shares the storage of the i-th tensor
-            operand; -1 - i if it has the i-th new storage.
+        shows: for each tensor in `value`, which storage it has: i means the storage of the i-th
+            tensor operand; -1 - i means the i-th new storage.
         nbytes: the bytes of each new storage.
     """
 
@@ -125,9 +126,7 @@ class MadeByCall:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
-    """Returns the result of a call over fake tensors, which computes metadata only.
-
-    Equal calls share one cached result.
+    """Computes the metadata of a call's result: runs the call over fake tensors.
 
     Args:
         like: a value of the same fake mode, for calls without a tensor operand; for a call of a

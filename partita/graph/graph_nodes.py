@@ -74,7 +74,7 @@ class Note:
         region: the number of the call of a `pt.remat` region; 0 outside.
         kept: True if the region's policy saves the value.
         again: True if a pass added the node, to recompute or regather a value of forward. Its
-            reason is "free" if a kernel of backward computes it while it reads (`free_remat`).
+            `reason` is "free" if it is fused into the kernel that reads it (`free_remat`).
     """
 
     source: str = ""
@@ -158,10 +158,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a module that computes the values `gives`, with copies of `nodes`.
-
-    Inputs that are not needed are left out.
-    """
+    """Returns a module that computes the values `gives`, with copies of the given `nodes`."""
     graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node in nodes:
@@ -199,7 +196,9 @@ def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Returns a context manager: modules that `make_fx` makes inside generate code when called."""
+    """Returns a context manager in which modules made by `make_fx` generate their code only when
+    called.
+    """
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
 
@@ -242,7 +241,10 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """True if a node must stay even if its value is unused: it writes, draws or checks."""
+    """True if a node must stay in the graph even if its value is unused.
+
+    Such a node writes memory, draws random numbers or checks a value.
+    """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if (part := subgraph_of(node)) is not None:
@@ -332,7 +334,8 @@ def order_by_needs(
 
     Args:
         wanted: the nodes, in the preferred order.
-        needs: the nodes that each node depends on, without cycles. Only keys are yielded.
+        needs: maps each node to the nodes on which it depends. There are no cycles. Only nodes that
+            are keys are yielded.
         done: nodes to skip; each yielded node is added.
     """
     stack = list(wanted)[::-1]
@@ -366,7 +369,7 @@ class SectionSchedule:
 
     Attributes:
         live: the bytes that are allocated while each call in the section runs.
-        given: the bytes of the results, which are still allocated at the end.
+        given: the bytes of the section's results, which are still allocated at its end.
         last_reads: the position of the last call that reads each input.
     """
 
@@ -393,9 +396,11 @@ class Subgraph:
         graph: the FX graph. Its output is a list, with None for outputs that nothing reads.
         name: the class of a block; for an optimizer's update "AdamW of Block".
         key: for a section, a hash of its text, equal for equal sections; "" for others.
-        taken, returned: for a block with a backward, the number of its first inputs and outputs
-            that belong to forward; None for others.
-        labels: the distinct labels (`Note.op`) of the redistributions of forward, in order.
+        taken, returned: for a block with a backward, how many of its inputs and of its outputs
+            belong to forward. These come first; the others belong to backward. None for other
+            subgraphs.
+        labels: the distinct names (`Note.op`) under which the ledger lists the redistributions of
+            forward, in order.
         schedule: a section's memory if it runs call by call; None until computed (`memory`).
     """
 
@@ -442,10 +447,10 @@ class Subgraph:
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of a block's backward: those of the phase "backward", and all that depend on
-        them.
+        """The nodes of a block's backward: those of the phase "backward", and all nodes that depend
+        on them.
 
-        Nodes that depend on inputs of backward belong to it, too.
+        Nodes that depend on the inputs of backward are included, too.
         """
         if self.taken is None:
             return set()
@@ -464,7 +469,10 @@ class Subgraph:
 
     @cached_property
     def has_effect(self) -> bool:
-        """True if a call must stay even if its results are unused: it writes, draws or checks."""
+        """True if a call of the subgraph must stay even if its results are unused.
+
+        Such a subgraph writes memory, draws random numbers or checks a value.
+        """
         calls = self.graph.graph.nodes
         return any(n.op == "call_function" and has_effect(n) for n in calls)
 

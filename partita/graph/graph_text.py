@@ -243,10 +243,10 @@ _PERIODS = 16
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
-    """Finds the longest part of a sequence that repeats with a fixed period, such as equal layers.
+    """Finds the longest part of a sequence in which a fixed period repeats, such as equal layers.
 
-    The distances between equal calls suggest periods. For each of the most frequent distances, this
-    finds the longest range in which each call equals the one a period later.
+    The distances between equal calls suggest periods. For each frequent distance, this finds the
+    longest range in which every call equals the call one period later.
 
     Args:
         calls: values that are equal for calls that do the same.
@@ -318,9 +318,10 @@ def agree_on_program(
 
     Args:
         lines: the program of this rank.
-        where: the user's line of each line of the program.
-        stages: a function that returns (name, digest of the program afterwards) for capture and
-            each pass. It is called on all ranks if they differ.
+        where: for each line of the program's text, the user's line that it comes from.
+        stages: a function that returns, for capture and each pass, its name and a digest of the
+            program after it. It is called on all ranks if they differ, to find the first stage that
+            differs.
 
     Raises:
         LayoutError: on all ranks, with the first line that differs between two of them.

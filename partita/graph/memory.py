@@ -46,15 +46,15 @@ class Buffer:
     Attributes:
         name: the name of the node, or of the variable in generated code, that made the memory.
         nbytes: the bytes of the whole storage, on a rank.
-        birth: the index of the place at which it is allocated.
+        birth: the index of the place (node or line of code) at which it is allocated.
         death: the index of the first place at which it is free again.
         views: the names of other nodes with the same storage.
         made_by: the operator.
         source: the user's "file:line".
         phase: "forward", "backward" or "update".
         layout: the layout of the DTensor in the buffer, or "".
-        reason: why the redistribution made it: "gather", "regather", "gradient", or "".
-        passing: True for a workspace, which a kernel frees before it returns.
+        reason: if a redistribution made it, why: "gather", "regather" or "gradient". Otherwise "".
+        passing: True for memory that a kernel allocates and frees while it runs (a workspace).
     """
 
     name: str
@@ -108,7 +108,8 @@ class Memory:
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns the bytes allocated while each node (or line of code) runs, for chosen buffers.
+        """Returns the bytes that chosen buffers have allocated while each node (or line of code)
+        runs.
 
         Args:
             counts: a predicate: True for a buffer that counts.
@@ -184,15 +185,14 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 
 
 class Storages:
-    """Which nodes of a graph share memory. Each storage has a number, which the nodes refer to.
-
-    Inputs have different storages unless they share one.
+    """Which nodes of a graph share memory. Each storage has a number, and nodes are mapped to these
+    numbers.
 
     Attributes:
         of: the storages of the tensors in each node's value.
         nbytes: the bytes of each storage.
         maker: the node that allocates each storage.
-        passing: the bytes of each node's workspace.
+        passing: the bytes that each node allocates and frees while it runs (its workspace).
         last_reader: the last node that reads each storage that the graph does not return.
     """
 
@@ -218,7 +218,7 @@ class Storages:
             self.of[node] = tuple(dict.fromkeys(self._shows[node]))
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the numbers of the storages that a node allocates, which no operand of it has."""
+        """Returns the numbers of the storages that a node allocates."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
     @cached_property
@@ -235,10 +235,8 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the numbers of the storages that are freed after a node, because it is their last
-        reader.
-
-        Storages of inputs are not included.
+        """Returns the numbers of the storages that can be freed after a node, because no later node
+        reads them.
         """
         shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
         last, maker = self.last_reader, self.maker
@@ -403,10 +401,10 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
-    """Yields the buffers that each call allocates for inputs before the graph runs.
+    """Yields the buffers that each call allocates for its inputs, before the graph runs.
 
-    They are tensors of Python numbers, and padded copies of uneven shards. They live until the call
-    ends.
+    They hold Python numbers as tensors, and padded copies of uneven shards. They live until the
+    call ends.
 
     Args:
         places: the number of nodes (or lines of code) of the schedule.
@@ -432,7 +430,7 @@ def opname(node: fx.Node) -> str:
 
 
 def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """Makes a `Buffer` whose source, phase, layout and reason are those in a node's note.
+    """Makes a `Buffer` with the source, phase, layout and reason from a node's note.
 
     Args:
         more: other attributes of the buffer.

@@ -165,7 +165,7 @@ class Input:
         return padding_boundary(self.spec, persistent=persistent, zeros=zeros, read=read)
 
     def local_value(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Returns the local tensor that the graph gets for this input in a call.
+        """Returns the local tensor that the graph gets for this input when the step is called.
 
         Args:
             tensors: the leaves of the call (the tensors and numbers of its arguments and state).
@@ -179,7 +179,7 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """An identity for the place in the step's state where a Python number is stored."""
+        """An identity of the place in the step's state that stores this Python number."""
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
@@ -202,13 +202,14 @@ class Input:
 
 
 class ViewOf(NamedTuple):
-    """What an output is a view of in plain PyTorch, if it has its own memory here
-    (`tensor.aliasing`).
+    """For a view copy among the outputs: the tensor that it is a view of in plain PyTorch.
+
+    Here a view copy has its own memory (`tensor.aliasing`).
 
     Attributes:
         source: "input" or "gradient" if the base is a leaf of the call or its `.grad`; "output".
         place: the index among the leaves of a call, or the `Output.tensor` of the base.
-        view: makes the view of the base; None if the step made it with tensors as arguments.
+        view: a function that makes the view of the base; None if that needs tensors as arguments.
         graded: True if the step made the view with gradients enabled.
     """
 
@@ -235,21 +236,21 @@ class Output:
         index: for a gradient, the index of its tensor among the leaves of a call; for a left
             gradient the `tensor` of the output whose gradient it is; for a slot that gets a tensor
             of the call itself, the index of that tensor.
-        number: for a result or slot with a history, its number among all of these; for a cotangent,
-            the number of its result. Otherwise -1.
+        number: results and slots with a history are numbered, and this is the number. For a
+            cotangent it is the number of the result whose gradient it is. Otherwise -1.
         part: for a value with a history, the part of backward that its gradient enters; for a
             cotangent, the part that returns it.
-        unheard: for a result, True if other results of its part are computed from it. Its hooks do
-            not get the gradient that flows through those results.
-        scalar: True if the step returns or stores it as a Python number.
+        unheard: for a result, True if other results of its part are computed from it. Its hooks
+            then miss the gradient that flows through those results.
+        scalar: True if the step returns or stores the output as a Python number.
         tensor: a number that is equal for outputs that are one tensor object in the step.
         asks_gradient: True if the output requires grad but has no history, such as a view of a
             parameter made under `no_grad`.
         retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
         is_parameter: True if the step made the output an `nn.Parameter`.
         view_of: the base of a view copy, if the base is an input or an output too.
-        continues: if the output is what was `.grad` of an input before the step, and backward has
-            added to it, the index of that input; else -1.
+        continues: if the output was the `.grad` of an input before the step, and backward has added
+            to it: the index of that input. Otherwise -1.
     """
 
     kind: str
@@ -270,7 +271,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ResultPlace:
-    """Where a tensor in a step's result comes from.
+    """Where a tensor in a step's result comes from: from the graph, or from the call's own tensors.
 
     Attributes:
         source: "result": an output of the graph; "input": a tensor of the call itself.
@@ -288,8 +289,8 @@ class RecomputeLevel:
     The step's graph and the graphs of its blocks share one object.
 
     Attributes:
-        number: which of the choices of the pass `remat` is used. They are numbered from 0, which
-            recomputes nothing for the budget, and each recomputes more than the one before.
+        number: the choice of the pass `remat`. Choice 0 recomputes nothing for the budget, and each
+            choice recomputes more than the one before.
         is_last: True if no graph of the step has a choice after this one.
     """
 
@@ -306,18 +307,20 @@ class Program:
             inputs, at its end.
         inputs, outputs: the inputs and outputs, in the graph's order.
         result: the tree structure of the step's result.
-        constants: for each leaf of the result, its `ResultPlace`; or the leaf itself, if it is not
-            a tensor.
+        constants: for each leaf of the result, where it comes from (a `ResultPlace`). If the leaf
+            is not a tensor: the leaf itself.
         cleared: indices of the leaves of a call whose `.grad` the step sets to None.
         groups: the wire and mesh axes of each process group in the graph, by the group's name.
         key: a hash that is equal for equal programs.
         call: the compiled function over local inputs; None before `prepare`.
-        carried: the ledger records of the collectives; None until they are computed.
+        carried: the ledger's records for the collectives of one call; None until they are computed.
         written: the positions of the inputs that the graph writes.
-        entering: how each uneven input is padded before the graph, by position.
-        leaving: how each uneven output is cut after the graph, by position.
-        taken: the inputs of forward: all except cotangents.
-        given: the outputs of forward: all except cotangents.
+        entering: how each uneven input is padded before the graph runs, by position.
+        leaving: how the padding of each uneven output is removed after the graph has run, by
+            position.
+        taken: the inputs of forward, which are all inputs except cotangents (gradients of results).
+        given: the outputs of forward, which are all outputs except cotangents (gradients of
+            inputs).
         built: the compiled code; None if the graph runs without being compiled.
         options: the options of the step.
         recompute: how much is recomputed in backward to meet a memory budget.
@@ -356,10 +359,10 @@ class Program:
 
     @property
     def wires(self) -> list[Wire]:
-        """The wires (connections to the ranks of a mesh) that the program uses, in one order on all
-        ranks.
+        """The wires (connections to the ranks of a mesh) of the program's inputs, outputs and
+        collectives.
 
-        They are those of its inputs, outputs and collectives.
+        Their order is the same on all ranks.
         """
         specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
         # A cotangent's spec has a `TraceWire`, whose `real` is the wire.
@@ -368,25 +371,25 @@ class Program:
 
     @cached_property
     def view_copies(self) -> frozenset[int]:
-        """The indices of leaves that are views in plain PyTorch but copies here; they may be out of
-        date.
+        """The indices of leaves (tensors of a call) that are view copies, which may be out of date.
+
+        A view copy is a view in plain PyTorch, but has its own memory here.
         """
         given = [i for i in self.inputs if i.kind not in ("gradient", "cotangent")]
         return frozenset(i.index for i in given if i.spec is not None and i.spec.is_copy)
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """The outputs that are unchanged inputs: maps the output's position to the input's."""
+        """The outputs that are inputs, unchanged: maps the output's position to the input's
+        position.
+        """
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """The outputs that repeat an earlier output: maps the later position to the first.
-
-        A node that is returned both with and without its padding counts as two values.
-        """
+        """The outputs that repeat an earlier output: maps the later position to the earlier one."""
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
         given = [(i, n) for i, n in enumerate(end.args[0]) if isinstance(n, fx.Node)]
@@ -409,8 +412,9 @@ class Program:
 
     @cached_property
     def numbers_to_keep(self) -> set[Input]:
-        """The "number" inputs whose tensors later calls can reuse, because no output is a view of
-        them.
+        """The Python numbers among the inputs whose tensors later calls can reuse.
+
+        A tensor cannot be reused if an output is a view of it.
         """
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {
@@ -421,7 +425,7 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """The program that runs in a call: this one, or for a `Region` its forward."""
+        """The program that a call runs: this one, or for a `Region` the program of its forward."""
         return self
 
     @property
@@ -554,11 +558,13 @@ class PaddingBoundary:
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
-        behind: True if the padding follows the shard in memory: the storage may have room.
+        behind: True if the padding follows the shard in memory, so that the tensor's own storage
+            may have room for it.
         persistent: True if the tensor exists between calls, so that its storage gets room for it.
         zeros: True if it is padded with zeros.
         read: True if the graph may read the padding, which is then filled.
-        lenders: the source of padding in each dimension in which some ranks have empty shards.
+        lenders: for each dimension in which some ranks have empty shards: the ranks that send
+            values to them.
     """
 
     wire: Wire
@@ -614,9 +620,7 @@ class PaddingBoundary:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """Returns the traffic of the collectives that padding needs.
-
-        Ranks with an empty shard get values from other ranks.
+        """Returns the traffic of padding: ranks with an empty shard get values from other ranks.
 
         Returns:
             For each collective: its axes, and the bytes that a rank sends.
@@ -636,7 +640,7 @@ class PaddingBoundary:
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns `value` without its padding, as a view."""
+        """Returns a view of `value` without its padding."""
         for dim, n in enumerate(self.true):
             value = value.narrow(dim, 0, n)
         return value
@@ -722,7 +726,7 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """Makes the `Built` of a function that calls several compiled parts.
+        """Makes the `Built` of a function that calls several parts, each of which was compiled.
 
         Args:
             call: the function.

@@ -31,10 +31,8 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns the nodes whose memory is written by some node, each with the number of that memory.
-
-    Nodes with the same number share memory. Each input has its own memory, as in torch's
-    functionalization.
+    """Returns the nodes whose memory some node writes. Each is mapped to a number of that
+    memory.
     """
     shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()
@@ -87,9 +85,8 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """Returns (operand, is_written): the operand that a node's value is a view of, or None.
-
-    `is_written` is True if the call also writes that operand in place.
+    """Returns the operand of which a node's value is a view, or None; and True if the call also
+    writes it.
     """
     if node.op != "call_function":
         return None, False
@@ -165,8 +162,8 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of outputs that share elements, and of an output and an input that it
-    views.
+    """Returns the pairs of outputs that share elements, and the pairs of an output and an input
+    that it is a view of.
     """
     return frozenset(_find_overlapping_pairs(graph))
 
@@ -201,7 +198,8 @@ def _find_overlaps_within(
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
-    """Copy outputs of a graph that share memory now, but did not before a pass.
+    """Copies outputs that share memory because of a pass, so that they have memory of their own
+    again.
 
     Args:
         before: the result of `overlapping_results` before the pass.

@@ -14,26 +14,27 @@ from torch.optim import Optimizer
 
 
 def is_no_tuple(value: Any) -> bool:
-    """True if `value` is not a tuple. As `is_leaf=` of a pytree function, it makes only tuples
-    flatten.
+    """True if `value` is not a tuple.
 
-    A tuple of tensors in a slot is flattened. Tensors in a list have slots of their own.
+    As `is_leaf=` of a pytree function, it makes the function flatten tuples only. The tensors of a
+    tuple share a slot, but the tensors of a list have a slot each.
     """
     return not isinstance(value, tuple)
 
 
 class SlotHome:
-    """The base of objects that give access to parts of `owner` as items, `home[key]`.
+    """Gives access to parts of the object `owner` by item, as `home[key]`. A base class.
 
-    So capture reads and writes a closure cell or an attribute like an entry of a dictionary.
+    An attribute or a closure cell is not an item of a dictionary. With this class, capture reads
+    and writes them in the same form.
     """
 
     def __init__(self, owner: Any):
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Returns an identity of the place `home[key]`, equal for all homes that lead to this
-        place.
+        """Returns an identity of the place `home[key]`. Two homes that lead to the same place
+        return equal ones.
         """
         return id(self.owner), key
 
@@ -75,8 +76,8 @@ class ParamState:
 class Slot:
     """A place where a tensor or value of a step's state is stored.
 
-    If an object on the path to the place is replaced, only `home` changes. So programs that use the
-    slot use the new place.
+    If a program replaces the object that holds the value, `home` is set to the new object. Captured
+    programs refer to the slot, so they use the new object from then on.
 
     Attributes:
         name: the name in messages, such as "model.head.weight".

@@ -48,7 +48,8 @@ from .subgraphs import inline_subgraphs
 
 @dataclass(frozen=True)
 class StepForm:
-    """One variant of a captured step: how much it recomputes, and whether its blocks are calls.
+    """One variant of a captured step: how much it recomputes, and whether it calls blocks or has
+    them inline.
 
     Attributes:
         level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
@@ -64,9 +65,10 @@ _CHANGED_PARTS = ("inputs", "outputs")
 
 
 class CapturedForms:
-    """A captured program before the passes; it makes a program of any form (variant) from it.
+    """A captured program before the passes, which can be rebuilt in any form (variant).
 
-    The first program is the captured program itself. For others it stores a record of each node.
+    The first program that it returns is the captured program itself. For later ones it stores a
+    record of each node.
 
     Attributes:
         form: the chosen form. Blocks are calls, unless a budget requires another form.
@@ -125,9 +127,9 @@ class CapturedForms:
 class FormSearch:
     """Searches for a form (variant) of a captured step whose peak memory is within a limit.
 
-    Forms are tried in a fixed order, so that a larger limit never results in a later form. First
-    come forms with blocks as calls, with more and more recomputation inside and around the blocks.
-    If none of these fits, blocks are inlined. Recomputation may then span several blocks.
+    Forms are tried in a fixed order. The first ones call the blocks, with more and more
+    recomputation inside and around them. If none of these fits, blocks are inlined, so that
+    recomputation may span several blocks. A larger limit never results in a later form.
     """
 
     def __init__(self, captured: CapturedForms):

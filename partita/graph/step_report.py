@@ -160,7 +160,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
     """Runs the passes again on a captured program, and yields what each of them changed.
 
-    If blocks are calls, the first change is the one by all passes within blocks.
+    If the step calls blocks, the first change is that of all passes within the blocks.
     """
     return (change for _, change in _run_and_record(captured))
 

@@ -79,7 +79,7 @@ def inline_subgraphs(
 def flatten_module(module: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a module with all sections inlined; `module` itself if it calls none.
 
-    An unused result of a section stays alive until the section's end, as if the section is called.
+    A result of a section that nothing uses stays alive until the section's end, as in a call.
     """
     if not subgraph_calls(module.graph):
         return module
@@ -120,7 +120,11 @@ class _Copy:
     notes: dict[int, Note] = field(default_factory=dict)
 
     def add_nodes(self, graph: fx.Graph, nodes: Sequence[tuple[fx.Node, bool]]) -> None:
-        """Add copies of a subgraph's nodes, each given with True if it is an alias, to `graph`."""
+        """Adds copies of a subgraph's nodes to `graph`.
+
+        Args:
+            nodes: pairs of a node, and True if the node is an alias.
+        """
         of = self.of
         for node, is_alias in nodes:
             if node in of:

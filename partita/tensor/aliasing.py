@@ -52,8 +52,8 @@ T = torch.Tensor
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Marks the results of a view op on `args[0]` as view copies, and returns them.
 
-    A view copy would share its source's memory in plain PyTorch, but here has its own. It is copied
-    again after a write to its source.
+    In plain PyTorch such a result shares memory with its source. Here it has memory of its own, so
+    it is copied again after a write to the source.
     """
     source = args[0]
     if func is T.__getitem__:
@@ -203,7 +203,7 @@ def _refuse_overlapping_pieces(copy: DTensor) -> None:
 
 
 def is_without_overlap(t: Any) -> bool:
-    """True if, judged by strides alone, no two elements of `t` have the same address.
+    """True if the strides alone show that no two elements of `t` have the same address.
 
     Args:
         t: a tensor or a list of tensors.
@@ -221,11 +221,11 @@ def is_without_overlap(t: Any) -> bool:
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
-    """Returns the source of a view copy; if that is a view copy itself, its source, and so on.
+    """Returns the tensor of which a view copy is a view, through any number of views.
 
     Returns:
-        The tensor; a function that makes the view of it, or None if tensors are among the arguments
-        of the views; and whether all of these were made with gradients enabled.
+        Three values: that tensor; a function that makes the view of it, or None if arguments of the
+        views are tensors; and True if all of these views were made with gradients enabled.
     """
     base, views = _list_views(copy)
     given = tree_leaves([(one.args, one.kwargs) for one in views])
@@ -259,11 +259,11 @@ def _compose_views(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
 def connect_copy(
     copy: DTensor, base: DTensor, view: Callable[[Any], Any] | None, graded: bool
 ) -> None:
-    """Make `copy` a view copy of `base`: it is copied again from `view(base)` after a write to
-    `base`.
+    """Makes `copy` a view copy of `base`, so that it changes with `base` as a view would.
 
-    If `view` is None, it cannot be copied again: reading it after a write to `base` raises, and so
-    does writing it.
+    After a write to `base`, `copy` is computed again as `view(base)`. If `view` is None, that is
+    impossible. Then reading `copy` after a write to `base` raises an error, and so does any write
+    to `copy`.
 
     Args:
         graded: True if the view was made with gradients enabled.
@@ -306,7 +306,7 @@ def redistribute_view(x: DTensor, layout: Layout) -> DTensor:
 
 
 def renew_copy(copy: DTensor) -> None:
-    """Copy the values of its source into a view copy that is out of date."""
+    """Brings a view copy up to date: copies the values of its source into it."""
     now = current(copy)
     if now is not copy:
         with local_ops(), torch.no_grad():
@@ -318,7 +318,7 @@ def renew_copy(copy: DTensor) -> None:
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Runs an op that changes a view copy's shape in place, such as `x.squeeze_()`.
 
-    Afterwards writes to the tensor still reach its source.
+    Later writes to the view copy still change its source.
     """
     before, spec = _alias_of(copy), copy._spec
     own_state(copy).copied_view = None
@@ -351,8 +351,8 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
 def may_be_denser_than_whole(spec: Spec) -> bool:
     """True if this rank's shard may be contiguous although the global tensor is not.
 
-    This happens if the shard has at most one element in a dimension, and the global tensor has
-    more.
+    This happens if the global tensor has more than one element in a dimension, and the shard has at
+    most one.
     """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
@@ -372,15 +372,18 @@ def _has_short_pieces(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """Returns a result that is a copy exactly if plain PyTorch would copy, and else a view.
+    """Returns a result that is a copy if plain PyTorch would copy, and a view if it would return a
+    view.
 
-    For ops that copy or return a view depending on strides (`contiguous`, `reshape`, `to`).
+    For ops whose strides decide this (`contiguous`, `reshape`, `to`).
 
     Args:
-        moved: True if the operand was redistributed for the call, or is itself a view copy.
+        moved: True if the operand of the call has memory of its own already: it was redistributed,
+            or is a view copy.
 
     Returns:
-        The result, and True if it has its own memory although one device returns a view.
+        The result, and True if the result is a view copy: it has its own memory, but one device
+        returns a view.
     """
     source, given = args[0], (*args[1:], *kwargs.values())
     modes = [m for m in given if m is torch.channels_last or m is torch.channels_last_3d]
@@ -434,9 +437,9 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
 
 
 def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
-    """Wraps an op such as `contiguous` so that it copies exactly if plain PyTorch would copy.
+    """Wraps an op such as `contiguous` so that it copies only if plain PyTorch would copy.
 
-    Needed for shards for which `may_be_denser_than_whole` is True.
+    Needed for shards that may be contiguous where the whole is not (`may_be_denser_than_whole`).
     """
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()
@@ -472,9 +475,10 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
 def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides, in elements, of a global tensor, derived from one rank's shard.
 
-    A dense shard gives dense strides with the same order of dimensions. A gap between rows, as a
-    slice leaves it, stays the same number of rows. If a shard has a single row, its stride between
-    rows is arbitrary. Then the size of its storage shows whether there are gaps.
+    If the shard is dense, the result is dense, with the same order of dimensions. If there are gaps
+    between the rows of the shard, as in a slice, the result has gaps of the same number of rows. A
+    shard with a single row has an arbitrary stride between rows. Then the size of its storage shows
+    whether there are gaps.
 
     Args:
         x: the shard.

@@ -111,14 +111,14 @@ class OpCall:
 
     @cached_property
     def written(self) -> set[Path]:
-        """The paths (positions) of the argument tensors that the call writes in place."""
+        """The positions or names (paths) of the tensors that the call writes in place."""
         places = {w.path(self.args, self.kwargs) for w in self.form.writes}
         places |= {(0,)} if self.form.inplace else set()
         return {path for path in self.tensors if path[:1] in places}
 
     @property
     def view_copies(self) -> tuple[Path, ...]:
-        """The paths of arguments that are view copies, which may be out of date (see
+        """The paths of the arguments that are view copies, and so may be out of date (see
         `aliasing`).
         """
         found = self.tensors.items()
@@ -147,7 +147,7 @@ class OpCall:
         """The 0-d DTensors on another mesh than the other operands, by path.
 
         Their values, such as a norm, are equal on all ranks, so they may be used on any mesh. They
-        must not require grad: the gradient would have to be sent back to their own mesh.
+        must not require grad, because a gradient cannot be sent to another mesh.
         """
         spread = {path: t for path, t in self.tensors.items() if isinstance(t, DTensor)}
         if len({t._spec.wire for t in spread.values()}) < 2:
@@ -172,9 +172,9 @@ class OpCall:
 
     @cached_property
     def operands(self) -> list[tuple[Path, Any]]:
-        """The (path, value) of each operand that the op's sharding rule names, in the rule's order.
+        """The operands of the op's sharding rule as (path, value), in the rule's order.
 
-        None is the value of an optional operand that was not passed.
+        The value is None for an optional operand that was not passed.
         """
         if self.form.rule is not None and self.form.rule.derive is not None:
             return self.declared[2]
@@ -286,7 +286,7 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
     """Returns the path of an argument in this call, given its path in another call.
 
-    One call may pass by position what the other passes by name.
+    The paths may differ, because one call may pass by position what the other passes by name.
 
     Args:
         names: the names of the parameters, in order.
@@ -341,8 +341,9 @@ _NUMBERS = _INTEGERS | frozenset(
 
 
 def may_have_numbers(args: Args, kwargs: Kwargs) -> bool:
-    """True if an argument may be a number as DTensor: one of one element, also in a slice
-    or list.
+    """True if an argument may be a DTensor that stands for a Python number: it has one element.
+
+    Slices and lists are searched, too.
     """
     return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
 
@@ -492,11 +493,12 @@ def check_plain_tensor(
     where: tuple[Any, ...] = (),
     with_gradient: bool = False,
 ) -> None:
-    """Raise unless a plain tensor that meets DTensors in a call may count as equal on all ranks.
+    """Raises an error unless a plain tensor next to DTensors may count as equal on all ranks.
 
-    A tensor that needs no gradient (an `arange`, a mask made in forward) may count so. If each rank
-    passed its own data, the result would be wrong without an error. So the ranks compare a checksum
-    the first time that a line of the program does this (every time under `check_ranks()`).
+    A tensor that needs no gradient, such as an `arange` or a mask, counts as equal. If each rank
+    passed its own data instead, the result would be wrong without an error. So the ranks compare a
+    checksum the first time that a line of the program does this, and every time under
+    `check_ranks()`.
 
     Args:
         where: identifies the argument, if an op takes several.
@@ -608,7 +610,9 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """Returns the spec of a plain tensor as a DTensor that is Invariant (equal on all ranks)."""
+    """Returns the spec that a plain tensor would have as a DTensor that is Invariant (equal on all
+    ranks).
+    """
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
@@ -623,11 +627,11 @@ def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Turn a plain tensor into a DTensor, after an in-place op has written a DTensor's values to
+    """Turns a plain tensor into a DTensor, because an in-place op has written a DTensor's values to
     it.
 
-    From then on it has the op's autograd history. If `x` is a view, its base becomes a DTensor,
-    too.
+    From then on the tensor has the autograd history of that op. If it is a view, its base becomes a
+    DTensor, too.
     """
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:

@@ -147,8 +147,8 @@ def distribute_tensor(
 
 
 def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
-    """Returns a DTensor with the values of `tensor` in the layout of `spec`. It does not require
-    grad.
+    """Returns a new DTensor with the values of `tensor`, in the layout of `spec`, without
+    requires_grad.
 
     Args:
         src_data_rank: the rank whose value is used, as in `distribute_tensor`.
@@ -367,7 +367,7 @@ _grad: Any = torch._C.TensorBase.grad
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
     """True if `p.data = value` is possible for the parameter `p`.
 
-    Both must be on "meta" or neither, and on one device type.
+    Torch requires one device type, and that both are on the meta device or neither is.
     """
     return p.is_meta == value.is_meta and p.device.type == value.device.type
 
@@ -400,10 +400,11 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
     """Replaces the data of the parameter `p` by `value`, in place. Attributes and hooks of `p`
     stay.
 
-    So optimizers and modules that refer to `p` get the distributed value.
+    The object stays the same, so optimizers and modules that refer to `p` get the distributed
+    value.
 
     Returns:
-        The old gradient of `p`, which is removed because it has the layout of the old value.
+        The old gradient. It is removed from `p`, because it has the layout of the old value.
     """
     grad = p.grad
     with local_ops(), torch.no_grad():
@@ -434,11 +435,11 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
 
 
 def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
-    """Redistribute the optimizer state of a parameter to the layout in which the parameter is
-    updated.
+    """Redistributes the optimizer state of a parameter to the layout in which the optimizer updates
+    it.
 
-    Needed for state that was loaded or made before `p` was distributed. It changes `state` in
-    place.
+    This is needed for state that was loaded, or made before `p` was distributed. The dict `state`
+    changes in place.
 
     Args:
         p: a parameter; its updates have the layout `update_spec(p)`.
@@ -481,10 +482,10 @@ def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
 
 
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
-    """Copy Python attributes that a forward has set or deleted on `whole` back to the parameter
+    """Copies Python attributes that a forward has set or deleted on `whole` back to the parameter
     `p`.
 
-    During the forward, `whole` (the gathered value) replaces `p` in its module.
+    During the forward, the gathered tensor `whole` replaces `p` in its module.
 
     Args:
         given: the attributes that `copy_attributes` had copied to `whole`.

@@ -224,8 +224,9 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 
 
 def op_of(func: Function) -> Op:
-    """Returns the `Op` of a torch function, which stores the plans of its calls. Makes it at first
-    use.
+    """Returns the `Op` of a torch function, an object that stores the plans of its calls.
+
+    It is created at the first use of the function.
     """
     op = OPS.get(func)
     if op is None:
@@ -363,10 +364,10 @@ on_first_wire(lambda: inspect_collectives(_operands_of_collective))
 def run_gathered(call: OpCall) -> Any:
     """Runs an op on gathered operands, because no rule says how to run it on shards.
 
-    The result is whole on every rank. An operand that is written keeps its layout, because other
-    code may refer to it: a gathered copy is written, and then redistributed back. If the layout is
-    Partial, the first rank gets the result and the others get zeros; for a max or min, all ranks
-    get it.
+    The result is whole on every rank. An operand that the op writes keeps its layout: the op writes
+    a gathered copy, which is then redistributed back. If that layout is a Partial sum, the first
+    rank gets the result and the others get zeros. If it is a Partial max or min, all ranks get the
+    result.
 
     Raises:
         LayoutError: the written operand would get another shape.

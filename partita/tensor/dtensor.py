@@ -102,7 +102,7 @@ class DTensor(torch.Tensor):
 
     @property
     def layout_over_mesh(self) -> Layout:
-        """The global shape, the placement on each axis, and the dtype, as a `Layout`."""
+        """The tensor's `Layout`: its global shape, its dtype, and its placement on each axis."""
         return replace(self._spec.layout, dtype=short_dtype(self.dtype))
 
     @property
@@ -333,18 +333,18 @@ class DTensor(torch.Tensor):
     # -- memory: each rank has another part of it ------------------------------------------------
 
     def as_subclass(self, cls: type) -> Any:
-        """Raise an error: other tensor classes expect the memory of the global tensor.
+        """Raises an error, because other tensor classes expect the memory of the global tensor.
 
-        With torch-function disabled: torch.Tensor.as_subclass of the local tensor.
+        With torch-function disabled, this is torch.Tensor.as_subclass of the local tensor.
         """
         if _global_view():
             raise make_memory_error("as_subclass")
         return super().as_subclass(cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Replace this tensor's data by the data of the DTensor `source`, like `x.data = source`.
+        """Replaces this tensor's data by the data of the DTensor `source`, like `x.data = source`.
 
-        Returns `self`. Raises for any other argument. With torch-function disabled:
+        Returns `self`. Any other argument raises an error. With torch-function disabled, this is
         torch.Tensor.set_ of the local tensor.
         """
         if not _global_view():
@@ -454,8 +454,8 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Runs the collectives of a redistribution on a local tensor, and returns the result. No
-    autograd.
+    """Runs the collectives of a redistribution on a local tensor, without autograd. Returns the
+    result.
 
     Args:
         moves: the redistribution, as a list of moves (each at most one collective).
@@ -570,7 +570,7 @@ class _ZerosForNone(torch.autograd.Function):
 def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
     """Redistributes a local tensor from one spec to another, and returns the new local tensor.
 
-    Differentiable. The result is never `x` itself: if nothing changes, it is an alias.
+    Differentiable. If nothing changes, the result is an alias of `x`, never `x` itself.
 
     Args:
         x: the local tensor of a DTensor with the spec `before`.
@@ -627,8 +627,9 @@ class _OnGradient(torch.autograd.Function):
 
 
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of the local tensor `x`; backward redistributes its gradient before x gets
-    it.
+    """Returns an alias of the local tensor `x` whose gradient is redistributed in backward.
+
+    So the gradient that `x` gets has another layout than the gradient of the alias.
 
     Args:
         given: the spec of the gradient that arrives in backward.
@@ -648,8 +649,8 @@ def _move_gradient(
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Returns the error for `grad_placements` that shard a gradient in another way than the
-    value.
+    """Returns the error for `grad_placements` that shard a gradient along another dimension than
+    the value.
     """
     return LayoutError(
         f"{op}: grad_placements shard the gradient differently from the value",
@@ -667,9 +668,9 @@ def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Ten
     """Returns an alias of a local tensor; backward raises if the layout of its gradient is
     ambiguous.
 
-    If `x` is Replicate, a gradient that arrives is either each rank's part (Partial), or the same
-    whole value on all ranks. By duality it would be the first; in torch.distributed.tensor it is
-    the second. Only the user can decide. On axes of one rank both are equal.
+    If `x` is Replicate, an arriving gradient may be this rank's part of a sum, or the whole value
+    on every rank. partita's placements suggest the first, and torch.distributed.tensor assumes the
+    second. So the user must say which. On axes of one rank both are equal.
     """
     with local_ops():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
@@ -726,7 +727,7 @@ def _format_placement(p: Placement) -> str:
 def piece_held(x: torch.Tensor) -> Piece:
     """Returns the part of `x` that this rank saves in a checkpoint, in the memory of `x`.
 
-    For a plain tensor that is all of it.
+    For a plain tensor, that is the whole tensor.
 
     Raises:
         LayoutError: `x` is Partial, so no rank has a part of the value.
@@ -765,7 +766,8 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Returns which ranks have the same local tensor as this rank, so that one of them can save it.
+    """Finds the ranks that have the same local tensor as this rank, so that only one of them saves
+    it.
 
     Returns:
         The axes along which pieces are equal, this rank's index among the holders, and their
@@ -892,10 +894,11 @@ def make_memory_error(name: str) -> LayoutError:
 
 
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
-    """Returns the error for a tensor `t` that cannot be a DTensor, because it is sparse or similar.
+    """Returns the error for a tensor `t` that cannot become a DTensor because it has no strides
+    (sparse tensors).
 
     Args:
-        what: the function that gets or makes it.
+        what: the name of the function that gets or makes the tensor.
     """
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
@@ -969,13 +972,7 @@ _WORDS = 1 << 18
 
 
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Returns numbers by which ranks compare a tensor without sending it.
-
-    They are the number of dimensions, a hash of sizes and dtype, and a hash of the bytes (63 bits).
-
-    Two tensors of one shape that differ in a single 64-bit word have different hashes: each word is
-    multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as empty.
-    """
+    """Returns a few numbers by which ranks compare a tensor without sending it."""
     # Also hidden from modes, such as one that records a program's calls (remat).
     with torch._C.DisableTorchFunction(), torch.no_grad():
         shape = zlib.crc32(str(value.dtype).encode())

@@ -371,7 +371,7 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """Returns a tensor hook that calls the user's `hook` with DTensors, not local gradients."""
+    """Wraps a user's tensor hook, so that it gets DTensors in place of local gradients."""
     # A parameter may get another layout later; the result of an op keeps its layout.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -427,10 +427,8 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Returns a post-accumulate-grad hook for the leaf `x` that calls the user's `hook`.
-
-    The autograd engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The
-    wrapper skips those calls.
+    """Wraps a user's post-accumulate-grad hook of the leaf `x`, so that partita's own calls do not
+    reach it.
     """
     came = [False]
 
@@ -458,7 +456,7 @@ def _may_be_unused(leaf: Any) -> bool:
 
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
-    """Make `x` require grad inside the block, because torch registers hooks only on such
+    """Makes `x` require grad inside the `with` block, because torch registers hooks only on such
     tensors.
     """
     with local_ops():
@@ -507,9 +505,9 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 
 @Node.register
 class NodeOfPieces:
-    """The `grad_fn` of a DTensor, as a user gets it: a wrapper whose hooks get DTensors.
+    """The object that a user gets as the `grad_fn` of a DTensor. Its hooks get DTensors.
 
-    To register a hook raises if that is not possible.
+    Where that is impossible, registering a hook raises an error.
 
     Attributes:
         node: the autograd node, which computes on local tensors.
@@ -676,10 +674,11 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 
 def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
-    """Record that x's gradient is reduced, and register a hook for the next backward pass.
+    """Records that x's gradient is reduced, and registers a hook that undoes this in the next
+    backward.
 
-    The hook makes the gradient Partial again before backward adds to it. If other tensors have the
-    same gradient object, this is recorded for them, too.
+    The hook makes the gradient Partial again, before backward adds to it. If the same gradient
+    object is the `.grad` of other tensors, this is recorded for them, too.
 
     Args:
         refuses: True if the hook is to raise, because the gradient is a view copy.
@@ -728,10 +727,9 @@ def _unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """True if x's gradient is reduced, and a hook will make it Partial again before the next
-    backward.
+    """True if a hook on `x` will handle its reduced gradient before the next backward pass.
 
-    `mark_gradient_reduced` registers that hook.
+    The hook makes the gradient Partial again. `mark_gradient_reduced` registers it.
     """
     watch = state_of(x).reopens
     if watch is None:
@@ -745,7 +743,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     """Removes partita's weak references to a leaf, because `torch.utils.swap_tensors` allows none.
 
     Returns:
-        A function that makes the references again, to the object that is passed to it.
+        A function that is called with a leaf, and makes the references to it.
     """
     is_settled = is_watched(x)
     _unmark_settled(x)
@@ -770,10 +768,10 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
 
 
 def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor | None:
-    """Makes a reduced gradient Partial again, before backward adds a new Partial gradient to it.
+    """Makes a reduced gradient Partial again, before backward adds a Partial gradient to it.
 
-    The first rank keeps the sum, the others get zeros. Otherwise each rank would add its own part
-    to the full sum.
+    The first rank keeps the sum, and the others get zeros. Without this, each rank would add its
+    own part to the full sum, which would then be counted once per rank.
 
     Args:
         coming: the local gradient that backward is about to add.
@@ -816,11 +814,12 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
 
 
 def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) -> None:
-    """Raise if backward cannot add to a `.grad` that a user set to a part of another tensor.
+    """Raises an error if backward cannot add to a `.grad` that a user has set to a part of another
+    tensor.
 
-    That is so if the part is a view copy, or if ranks have other shapes of the gradient that comes.
-    In plain PyTorch the other tensor would change, too; here it would not. It raises even if that
-    tensor is no longer alive, because it may be alive on some ranks only.
+    In plain PyTorch the addition would change the other tensor, too. Here it would not, if the part
+    is a view copy, or if the new gradient has another shape on some rank. The error is raised even
+    if the other tensor is no longer alive, because it may be alive on some ranks only.
 
     Args:
         coming: the spec of the gradient that backward adds, if it is not that of `grad`.
@@ -843,15 +842,18 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
 
 
 def read_gradient_objects(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns what autograd stores as the `.grad` of each tensor."""
+    """Returns the object that autograd stores as the `.grad` of each tensor: a local tensor, or
+    None.
+    """
     with DisableTorchFunction():
         return [_grad.__get__(x) for x in tensors]
 
 
 def renew_gradient(held: Any, value: torch.Tensor) -> torch.Tensor:
-    """Gives the gradient `held` the value to which a captured step has added, and returns it.
+    """Gives the gradient `held` the value that a captured step has computed, and returns it.
 
-    It stays the same object, as where backward adds. If it is no DTensor, returns `value`.
+    The gradient stays the same object, as if backward had added to it. If it is no DTensor, returns
+    `value`.
     """
     if not isinstance(held, DTensor) or not isinstance(value, DTensor):
         return value
@@ -1127,7 +1129,8 @@ def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """Returns the local gradient of a value as a DTensor; `grad` itself if an argument is None.
+    """Returns the local gradient of a value as a DTensor. Returns `grad` itself if an argument is
+    None.
 
     Args:
         spec: the spec of the value, whose dual is the gradient's.
@@ -1138,7 +1141,8 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
-    """Returns tensors that autograd had saved, as DTensors again where they were DTensors.
+    """Turns the local tensors that autograd had saved into DTensors, where they were DTensors
+    before.
 
     Autograd returns a saved input as a DTensor, but a saved output as a local tensor.
 

@@ -425,7 +425,7 @@ OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 def let_clip_use_foreach(kind: type[torch.Tensor]) -> None:
     """Make torch's gradient clipping use fast foreach kernels for tensors of the class `kind`.
 
-    Torch does so only for the classes in a list.
+    Torch does so only for tensor classes in a list of its own.
     """
     if kind not in _in_clip:
         _in_clip.append(kind)

@@ -35,10 +35,11 @@ _FLOATS = frozenset((float, complex))
 def wrap_for_infinite_factors(
     kernel: Function | None, call: OpCall, plan: CallPlan
 ) -> Function | None:
-    """Wraps the kernel of a multiplication of a Partial sum by a factor that may be infinite.
+    """Wraps the kernel that multiplies a Partial sum by a factor, which may be infinite.
 
-    The wrapper reads the factor in each call. If it is infinite, it reduces the sum before the
-    multiplication. Returns `kernel` itself if the call has no factor to check.
+    In each call, the wrapper reads the factor. If it is infinite, the sum is reduced before the
+    multiplication, because shares of both signs would otherwise give nan. Returns `kernel` itself
+    if the call has no such factor.
 
     Args:
         kernel: the kernel that runs with finite factors; None for the function itself.

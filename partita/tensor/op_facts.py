@@ -94,21 +94,22 @@ class OpFacts:
         statistics: it writes its fourth and fifth operands if its sixth is True (training).
         draws: it draws random numbers, so another call returns another result.
         fills: it draws random numbers that replace all values of its first operand.
-        overwrites: its result depends only on the metadata of its first operand, not on its values.
+        overwrites: its result does not depend on the values of its first operand, only on the
+            metadata.
         checks: it returns nothing, and raises if its operands are not as required.
-        shows_unsaid: its results are views of its only operand, but its schema does not say so.
+        shows_unsaid: its results are views of its only operand, although its schema does not say
+            so.
         is_alias: it returns a view of the whole operand.
-        lifts: it makes a tensor from a Python value.
+        lifts: it turns a Python value into a tensor.
         by_storage: it depends on the whole storage of an operand, not only on the operand's
             elements.
         changes_metadata: it changes the shape, the strides or the storage of an operand in place.
-        workspace: memory that its CPU kernel takes while it runs. "casts": its operands in the
-            dtype in which it computes. "measured": unknown until it runs. "": none.
-        takes_number_as_tensor: a number among its operands may be replaced by a 0-d tensor, except
-            that it may then round differently.
-        exact_in_numbers: it rounds the same for a Python number and for a 0-d tensor. Others, such
-            as addcmul, are several calls on tensors.
-        stands_alone: compilers do not fuse it with other ops.
+        workspace: the memory that its CPU kernel allocates while it runs. "casts": copies of its
+            operands in the dtype in which it computes. "measured": found by running it. "": none.
+        takes_number_as_tensor: it accepts a 0-d tensor in place of a number. The result may then be
+            rounded differently.
+        exact_in_numbers: it rounds the same for a Python number and for a 0-d tensor.
+        stands_alone: compilers run it as a kernel of its own, not fused with other ops.
     """
 
     is_view: bool = False
@@ -264,7 +265,9 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 
 class Cast(enum.Enum):
-    """How autocast casts the floating-point operands of an op. It never casts float64."""
+    """How autocast casts the floating-point operands of an op. Operands in float64 are never
+    cast.
+    """
 
     FLOAT32 = "to float32"
     FLOAT32_UNLESS_GIVEN = "to float32, unless the call gives a dtype"
@@ -284,15 +287,14 @@ class FunctionFacts:
         reshapes: it changes its operand's shape in place.
         changes_shape: it changes its operand's shape or memory in place.
         draws: it may draw random numbers.
-        answered_by_piece: it neither depends on the layout of a DTensor nor changes it, so it runs
-            on the local tensor.
+        answered_by_piece: it has nothing to do with the layout of a DTensor, so it runs on the
+            local tensor.
         computes_nothing: it reads a property of a tensor or of torch, or starts autograd.
-        needs_itself: it needs the tensor object itself, because it reads or sets something that
-            another tensor with the same shape lacks.
-        is_twin: a function of torch.nn.functional that passes its arguments to the builtin with its
-            name, so that it runs as a whole on a local tensor (except with `inplace=True`).
-        autocast: the cast that autocast applies to its operands, if it is on a device's list. None:
-            to float32.
+        needs_itself: it must run on the tensor object itself, not on a copy or an alias.
+        is_twin: it is a function of torch.nn.functional that only calls the builtin with its name.
+            So it runs as a whole on a local tensor (except with `inplace=True`).
+        autocast: how autocast casts its operands, on devices whose autocast lists it. None: to
+            float32.
     """
 
     is_view: bool = False
@@ -469,14 +471,14 @@ def without_any_autocast() -> AbstractContextManager[None]:
 
 
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
-    """Wraps `run`, a decomposition of the op `op`, so that autocast handles it like `op`.
+    """Wraps `run`, a decomposition of the op `op`, so that autocast treats it like `op` itself.
 
-    Its operands are cast first, and autocast is off inside: the ops that it calls are not cast
-    again. The dispatcher says which ops autocast lists for a device. The table here has the cast of
-    each op, by default to float32.
+    The operands are cast first. Then autocast is disabled, so that the ops inside are not cast
+    again. Torch's dispatcher says which ops autocast lists for a device. The table in this file has
+    the cast of each op, by default to float32.
 
     Args:
-        inplace: True if `run` implements the in-place op, which is on no list.
+        inplace: True if `run` implements the in-place op, which autocast never casts.
     """
 
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
@@ -559,8 +561,8 @@ class Form:
         inplace: True if it writes and returns its first operand.
         reshapes: True if it changes the first operand's shape in place.
         foreach: True if it takes lists, and calls the op for each position in them.
-        local: the function that runs on local tensors; None for `func` itself.
-        bare: a function of the operands alone, which runs if all other arguments have their
+        local: the function that runs on local tensors; None means `func` itself.
+        bare: a faster function for calls in which all arguments but the operands have their
             defaults.
         operator: the `Operator`, for an operator of torch.library; None for other functions.
         writes: operands that are written, besides the first one of an in-place op.
@@ -699,9 +701,9 @@ arguments.
 
 
 def needs_no_rule(func: Function) -> bool:
-    """True if a function needs no rule: it gives the right result on the local tensor.
+    """True if a function gives the right result on the local tensor, and so needs no rule.
 
-    These are attributes for which `OVERRIDES` has no entry, and functions that ignore the layout.
+    These are attributes without an entry in `OVERRIDES`, and functions that ignore the layout.
     """
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
@@ -709,9 +711,9 @@ def needs_no_rule(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """Returns a decorator: the function runs in place of these functions of torch on DTensors.
+    """Returns a decorator for a function that replaces these functions of torch for DTensors.
 
-    It registers the function in `OVERRIDES`.
+    The function is registered in `OVERRIDES`.
     """
 
     def register_override(f: Function) -> Function:
@@ -723,8 +725,8 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """Returns the function that `__torch_function__` is called with for a read of a tensor's
-    attribute.
+    """Returns the function that torch passes to `__torch_function__` when an attribute of a tensor
+    is read.
 
     Args:
         name: the attribute, such as "shape".
@@ -777,12 +779,11 @@ def _operator_of(func: Function) -> Operator | None:
 
 
 def find_unknown_effect(target: Any) -> str:
-    """Returns why a custom operator may have a side effect that a graph would not record; "" if it
-    has none.
+    """Returns why a custom operator may do something that a graph would not record; "" if nothing.
 
     Its schema and registration must show that it only returns new tensors. By the contract of
-    `torch.library.custom_op` it sends nothing, and has a tag if it draws random numbers. The same
-    is assumed if it has a rule, because it then runs on local tensors.
+    `torch.library.custom_op` such an operator sends nothing, and has a tag if it draws random
+    numbers. An operator with a sharding rule is assumed to keep this contract, too.
     """
     if not isinstance(target, OpOverload):
         return "it has no schema"
@@ -921,7 +922,7 @@ def _has_questions(func: Any) -> bool:
 
 
 def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
-    """Returns a copy of a Python function that looks up its globals in `space`."""
+    """Returns a copy of a Python function that reads its globals from the dictionary `space`."""
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )
@@ -956,11 +957,12 @@ def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
 
 @cache
 def enter_function(func: Function) -> Function | None:
-    """Returns a copy of a Python function whose body runs on DTensors; None if it is not Python.
+    """Returns a copy of a Python function whose body runs on DTensors; None if it is not written in
+    Python.
 
-    Many functions of `torch.nn.functional` call `has_torch_function(...)` and, if it is True,
-    dispatch themselves as a whole. In the globals of the copy that call returns False, so the body
-    runs, and the ops in it are dispatched one by one.
+    Many functions of `torch.nn.functional` begin with `if has_torch_function(...)`. If that is
+    True, they pass themselves to `__torch_function__` as a whole. In the copy, `has_torch_function`
+    returns False. So the body runs, and each op in it is dispatched.
     """
     if not isinstance(func, types.FunctionType):
         return None

@@ -90,8 +90,8 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Record the user's current call as the origin of the tensor `out`. All ranks make
-    this call.
+    """Records the user's current call as the origin of the tensor `out`. All ranks make this call
+    together.
     """
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
@@ -155,9 +155,9 @@ def note_origins_of(
     """Record the user's call in `frame` as the origin of each new tensor in `out`.
 
     Args:
-        keeps_origin: True if the function returns a view or a conversion of its operand. On some
-            ranks that may be the operand itself (`contiguous` of one row). So its results have
-            the operand's origin on all ranks.
+        keeps_origin: True if the results get the operand's origin. This is for functions that
+            return a view or a conversion: on some ranks the result may be the operand itself, as
+            for `contiguous` of one row.
     """
     given = (*args, *kwargs.values()) if kwargs else args
     made = None
@@ -201,9 +201,10 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
 
 def is_beside_program(wire: Wire) -> bool:
-    """True in a thread other than the main one, if ranks of `wire` wait for each other.
+    """True in a thread beside the main one, in which ranks must not compare what they read.
 
-    Ranks do not compare there, because exchanges of several threads would be mixed up.
+    Exchanges of several threads could be mixed up. This matters only if ranks of `wire` wait for
+    each other.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return bool(wire.ranks_to_wait_for) and not is_main

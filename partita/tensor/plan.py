@@ -64,8 +64,9 @@ class Choice:
     Attributes:
         inputs: the layout that each operand must have; None if it is absent or a number.
         outputs: the axes that split each dimension of each output, outermost first.
-        partial, invariant: the values of these fields of `Layout`, for each output.
-        splits: the axes that split each name of the sentence, outermost first.
+        partial, invariant: for each output, the fields of its `Layout` with these names.
+        splits: for each dimension name of the rule's sentence, the axes that split it, outermost
+            first.
     """
 
     inputs: tuple[Layout | None, ...]
@@ -103,17 +104,16 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """The cached decision how to run a call: what to redistribute, which kernel, the results'
-    specs.
+    """The cached decision how to run a call: what to redistribute, which kernel, the layouts of the
+    results.
 
     Calls with the same key share one plan.
 
     Attributes:
         op: the op's name.
         wire: the rank's wire, on the mesh of the operands.
-        direct: True if a call only runs the kernel, or the function, and makes its result a DTensor
-            of
-            `spec`. Set when the plan is made, or by the first call.
+        direct: True if a call needs only two steps: run the kernel (or the function), and make its
+            result a DTensor of `spec`. Set when the plan is made, or by the first call.
         spec, local_shape: the spec and local shape of a result that is one tensor; set with
             `direct`.
         outputs: the spec and the local shape of each result; set by the first call.
@@ -121,15 +121,15 @@ class CallPlan:
         kernel: a function that runs on local tensors in place of the called function, or None.
         bare: a faster kernel for calls that pass all operands by position and nothing else, and the
             number of operands.
-        rewrite: a function that is called with the DTensors instead; other fields are then unused.
+        rewrite: a function that is called with the DTensors in place of a kernel; the fields above
+            are then unused.
         bound, choice: the rule and its chosen rows (placements), for `explain` and for shapes that
-            only
-            the kernel knows.
-        retags_operand: True if the op changes its operand's shape in place, so the operand gets a
-            new spec.
+            only the kernel knows.
+        retags_operand: True if the op changes its operand's shape in place (as `squeeze_` does), so
+            that the operand gets a new spec.
         result_is_view_copy: True if the result has its own memory, but is a view in plain PyTorch.
-        may_copy: True if plain PyTorch copies or not, depending on the strides of the global
-            tensor.
+        may_copy: True if the strides of the global tensor decide whether plain PyTorch makes a copy
+            or a view.
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
         names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
@@ -159,9 +159,10 @@ class CallPlan:
     hits: int = field(default=0)
 
     def listen(self, on: bool) -> None:
-        """Start (`on`) or stop recording the flops of the plan's matrix products in open ledgers.
+        """Starts (`on`) or stops counting the flops of this plan's calls in the open ledgers.
 
-        This replaces the kernel, so calls have no extra cost while no ledger is open.
+        While a ledger is open, the plan runs its kernel through a wrapper that counts. While none
+        is open, the plan runs the kernel itself, at no extra cost.
         """
         assert self.work is not None
         self.kernel = self.work.run_noting_work if on else self.work.kernel
@@ -221,16 +222,17 @@ class CallPlan:
 
     @property
     def notes_origin(self) -> bool:
-        """True if the plan records which call made its results, for comparison by ranks
-        (`origins`).
+        """True if running the plan records which line of the program made the results (see
+        `origins`).
         """
         noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
         return noted and self.work is None
 
     @property
     def keeps_origin(self) -> bool:
-        """True if a result gets its operand's origin, because it may be the operand or a view of
-        it.
+        """True if the results get the origin of their operand (see `origins`).
+
+        That is so if a result may be the operand itself or a view of it.
         """
         facts = facts_of_function(self.op)
         return facts.is_view or facts.may_copy
@@ -352,7 +354,7 @@ class PlanWork:
 
     Attributes:
         products: for each product its operations, and the axes along which all ranks repeat them.
-        is_even: True if every rank computes equally many.
+        is_even: True if every rank computes the same number of flops.
         kernel: the plan's kernel while no ledger is open; None if the function itself runs.
         run: the function that runs: the kernel or the called function.
     """
@@ -376,10 +378,11 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the matrix products of a plan's calls, as computed on one rank, for ledgers.
+    """Returns the flops of the matrix products in a plan's calls, as one rank computes them, for
+    ledgers.
 
     Args:
-        work: the matrix products of the global op.
+        work: the matrix products of the op on the global tensors.
         run: the function that runs if the plan has no kernel.
     """
     assert plan.choice is not None and plan.bound is not None
@@ -409,12 +412,12 @@ class Op:
 
     Attributes:
         func, form: the function, and its `Form` (the op to which it belongs).
-        base: the function that runs on local tensors if a plan has no kernel.
+        base: the function that runs on local tensors if a plan has no kernel of its own.
         key: a function that computes the key of a call from its arguments. It raises TypeError if
             the arguments do not fit the rule.
         plans: the plan for each key of a call; `find` returns it, or None.
-        run: a function that is called in place of all plans, if the function is not an op or has
-            no rule.
+        run: a function that handles every call without a plan. Set if the function is not an op, or
+            has no rule.
     """
 
     __slots__ = ("base", "find", "form", "func", "key", "plans", "run")
@@ -426,7 +429,9 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Set the form (the op and its rule) after a rule was registered, and drop older plans."""
+        """Sets the form (the op and its rule), after a rule was registered. Drops plans made with
+        the old rule.
+        """
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name
@@ -478,14 +483,14 @@ _FACTORS = frozenset(("alpha", "beta", "value"))
 
 
 class Unkeyed(TypeError):
-    """Raised if no cached plan can be looked up for a call by its arguments as they are.
+    """Raised if the arguments of a call cannot be turned into the key of a cached plan.
 
-    They must first be normalized, or the rule does not cover them.
+    The arguments must first be normalized (`normalize_call`), or no rule covers them.
     """
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns the part of a plan's key for an operand that is not a DTensor."""
+    """Returns what a plan's key has in place of the spec for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -530,10 +535,10 @@ def freeze_value(value: Any) -> Any:
 def check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
-    """Raise Unkeyed if an argument that is not in a plan's key could change the result.
+    """Raises Unkeyed if an argument outside of a plan's key could change the result.
 
     Examples are another name of a parameter (`axis` for `dim`), a tensor, an infinite factor, and
-    `inplace=True`. The call's arguments must then be normalized first.
+    `inplace=True`. The caller then normalizes the arguments and tries again.
     """
     for name, value in named.items():
         if type(value) is float and name in _FACTORS and not math.isfinite(value):
@@ -670,9 +675,10 @@ class CacheInfo(NamedTuple):
 
 
 class Plans(dict[Any, Any]):
-    """The cached plans of one op, by the key of a call, in two generations.
+    """The cached plans of one op: a dictionary from the key of a call to its plan.
 
-    This dictionary has the plans that were used recently; the older generation is dropped next.
+    It has two generations. This dictionary is the younger one, with plans that were used recently.
+    The plans of the older one are dropped next.
     """
 
     def __init__(self, name: str):
@@ -682,8 +688,8 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns a plan of the older generation, and keeps it from being dropped; None if none
-        fits.
+        """Returns a plan of the older generation, and moves it to the younger one; None if it has
+        no such plan.
         """
         plan = self.old.pop(key, None)
         if plan is not None:
@@ -718,7 +724,8 @@ class _Cache:
         self.lock = threading.RLock()
 
     def rotate_generations(self) -> None:
-        """Drop the plans that were not used recently: the older generation of every op.
+        """Drops the plans that were not used recently (the older generation of every op), to limit
+        the cache.
 
         The younger generation becomes the older one.
         """
@@ -766,7 +773,7 @@ def cache_clear() -> None:
 def forget_plans_on(wires: Container[Wire]) -> None:
     """Drop the cached plans for meshes that are not used any more, given by their wires.
 
-    A plan would keep its wire alive, and its kernel the tensors that it refers to.
+    Otherwise such plans, and tensors to which their kernels refer, would stay in memory.
     """
 
     def is_on_wires(key: Any) -> bool:

@@ -441,9 +441,11 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 
 @dataclass(frozen=True)
 class Considered:
-    """A row (way to place the op on a mesh axis) that the search priced, and whether it was chosen.
+    """One way to run an op on a mesh axis that the search has considered, with its price.
 
-    The price is in seconds, for forward and backward together.
+    The way is a row of the op's rule: the placements of operands and results on the axis. The price
+    is in seconds, for forward and backward together. `pt.explain` lists these rows, and marks the
+    chosen one.
     """
 
     axis: str
@@ -464,8 +466,9 @@ too."""
 
 @dataclass
 class RowChooser:
-    """Searches for the cheapest way to run an op on each mesh axis, for operands with given
-    layouts.
+    """Searches for the cheapest row of a rule on each mesh axis, for operands with given layouts.
+
+    A row gives the placements of operands and results on one axis.
 
     Attributes:
         layouts: the operands' layouts; None if one is absent or a number.
@@ -494,7 +497,8 @@ class RowChooser:
     def choose(self) -> Choice | None:
         """Returns the cheapest legal placements of operands and results on all mesh axes.
 
-        Returns None if the op is in place and would have to change its operand's layout.
+        Returns None if an in-place op would have to change the layout of the operand that it
+        writes.
         """
         parts: dict[str, int] = {}
         for axis in self.mesh.names:

@@ -204,7 +204,7 @@ def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function |
     """Wraps a kernel that draws random numbers, so that ranks check that their generators are
     equal.
 
-    They compare at the first draw of each line. None if there are no ranks to compare with.
+    They compare at the first draw of each line. Returns None if there are no other ranks.
     """
     if is_alone(wire):
         return None
@@ -214,9 +214,10 @@ def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function |
 def run_with_generator_check(
     run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `run(*args, **kwargs)`, a call that draws random numbers.
+    """Calls `run`, which draws random numbers, and returns its result.
 
-    At the first draw of a line, raises on all ranks if their generators had different states.
+    If this is the first draw of its line, ranks compare their generators. If these had different
+    states, all ranks raise an error.
     """
     # A disabled dropout draws nothing: its numbers distinguish the calls of one line.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])

@@ -22,8 +22,8 @@ class ForwardNote:
     Attributes:
         block: an object that identifies the block; None for a position.
         is_of_other_values: True if the block's parameters had been replaced by other values.
-        saves_unseen: True if the block's own hooks got no saved tensor of the forward, because
-            others (a checkpoint's) were above them. The rerun then uses those alone, too.
+        saves_unseen: True if hooks of a checkpoint took all saved tensors of the forward, so that
+            the block's own hooks got none. It is then the same in the rerun.
         next: the next link.
     """
 
@@ -83,10 +83,10 @@ def note_end_of_forward() -> None:
 
 
 def place_in_forward() -> ForwardNote:
-    """Returns the position in the list of block forwards at which a checkpoint now begins.
+    """Returns the current position in the list of block forwards, for a checkpoint that begins now.
 
-    The checkpoint's rerun looks for forwards after this position. If the last entry is a forward
-    that has just begun, the position is before it. A hook of that block may have begun the
+    In backward, the checkpoint's rerun repeats the forwards after this position. If a forward has
+    just begun, the position is before it. The reason: a hook of that block may have begun the
     checkpoint, and then the rerun calls the block, too.
     """
     last = _THREAD.last
@@ -107,7 +107,7 @@ def find_forward_of_rerun(block: object) -> ForwardNote | None:
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Within the `with` statement, calls count as the rerun of the checkpoint that began at
+    """Treats calls within the `with` statement as the rerun of the checkpoint that began at
     `start`.
     """
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
@@ -118,13 +118,13 @@ def running_again(start: ForwardNote) -> Iterator[None]:
 
 
 class Rerunnable:
-    """Wraps a checkpointed function, so that its second and later calls count as reruns.
+    """Wraps a function under an activation checkpoint, so that its later calls count as reruns.
 
-    Make it when the checkpoint begins.
+    Create it when the checkpoint begins.
 
     Args:
         function: the function that the checkpoint calls.
-        has_run: False if the first call is the forward.
+        has_run: False if the first call is the forward, and True if every call is a rerun.
     """
 
     def __init__(self, function: Callable[..., Any], has_run: bool):

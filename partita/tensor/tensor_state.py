@@ -48,9 +48,9 @@ KEPT_IN_CLASS = "_partita_kept"
 
 
 def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A decorator for functions of a class, which caches the result as an attribute of that class.
+    """Caches the result of a function of a class, as an attribute of that class. A decorator.
 
-    A dictionary as cache would keep each class alive that a program defines in a function.
+    A dictionary as cache would keep every class alive that a program defines inside a function.
     """
     name = KEPT_IN_CLASS + make.__name__
 
@@ -176,18 +176,18 @@ class Spec:
 
     @cached_property
     def has_noted_origin(self) -> bool:
-        """True if it is recorded which call makes results with this spec (see `origins`).
+        """True if results with this spec record which call made them (see `origins`).
 
-        They are small, and reading them needs other ranks.
+        Such results are small, and to read them a rank needs other ranks.
         """
         is_small = self.shape.numel() <= _MOST_NOTED
         return is_small and not self.is_whole and not is_alone(self.wire)
 
     @cached_property
     def used_differently(self) -> tuple[str, ...]:
-        """The axes of several ranks on which the value is Replicate.
+        """The axes on which the value is Replicate over several ranks.
 
-        Along these axes, ranks may compute different things with the value, so its gradient is
+        Along these axes, ranks may compute different things with the value. So its gradient is
         Partial.
         """
         return tuple(
@@ -231,7 +231,7 @@ class Spec:
 
     @cached_property
     def as_copy(self) -> Spec:
-        """A spec with the same layout and wire that marks a view copy: its `is_copy` is True
+        """A spec with the same layout and wire for view copies, which it marks by `is_copy`
         (`aliasing`).
         """
         if self.is_copy:
@@ -349,10 +349,11 @@ class ZeroLayouts:
 
 @dataclass(frozen=True, slots=True)
 class RetypedValue:
-    """A cached alias of a tensor with another spec, so that its gradient has the layout an op
-    needs.
+    """A cached alias of a tensor under another spec, which an op needs so that the gradient is
+    right.
 
-    It may be used while the tensor's version and grad_fn are unchanged.
+    For example, a Replicate alias of an Invariant value has a gradient that is reduced. The alias
+    may be used while the tensor's version and grad_fn are unchanged.
 
     Attributes:
         version, grad_fn: those of the tensor when the alias was made.
@@ -384,15 +385,17 @@ class TensorState:
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
-        continues: for a gradient in a captured step: the leaf whose `.grad` it was before the step,
-            if backward has added to it.
+        continues: for a gradient of a captured step to which backward has added: the leaf whose
+            `.grad` it was before.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
         reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
             before backward adds to it. It is removed and registered again in every step.
         unseen_writes: the number of writes that torch does not count; see `count_unseen_writes`.
-        replaced_at: the result of `count_unseen_writes` when the tensor last got other memory.
-        data: the alias from which each `.data` of it is made; its version counts their writes.
+        replaced_at: the result of `count_unseen_writes` at the time when the tensor last got other
+            memory.
+        data: an alias of the tensor, from which each `x.data` is made. Its version counts writes
+            through them.
         gathered_from: the sharded parameter whose gathered value this is, and its version.
         node: the object that a user got for its `grad_fn`.
         has_node_hooks: True if a user registered hooks on the node that accumulates its gradient.
@@ -415,7 +418,9 @@ class TensorState:
 
     @property
     def written_unseen(self) -> bool:
-        """True if the tensor may be written through `x.data`, without a change of `x._version`."""
+        """True if a program may write the tensor through `x.data`, which does not change
+        `x._version`.
+        """
         return self.unseen_writes > 0 or self.data is not None
 
 
@@ -465,10 +470,10 @@ def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def count_unseen_writes(x: torch.Tensor) -> int:
-    """Returns how often `x` was written through an `x.data`, or was given other `data`.
+    """Returns how often `x` was written through an `x.data`, or got other data by `x.data = y`.
 
-    Torch does not count these writes in the version of `x`, with which autograd checks saved
-    tensors. They matter if another copy of the value is kept.
+    Torch does not count these writes in `x._version`, by which autograd checks saved tensors. Use
+    it if another copy of the value is kept, and must be renewed after such a write.
     """
     state = state_of(x)
     return state.unseen_writes + (0 if state.data is None else count_writes(state.data))
@@ -512,22 +517,23 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 @dataclass(slots=True)
 class CopiedView:
-    """How to make a view copy again: the source tensor and the view op.
+    """How to compute a view copy again: the tensor that it is a view of, and the view op.
 
     The copy is result `index` of `view(source, *args, **kwargs)`.
 
     A view copy has its own memory, but in plain PyTorch it would be a view, which changes with its
-    base. So it is copied again when it is read after its source was written. Torch counts a
-    tensor's writes, equally on all ranks, so all ranks copy again together. In inference mode, and
-    through `.data`, writes are not counted. Then it is copied again at each read. A write without
-    torch (`to_local().numpy()`) is not detected.
+    base. So it is copied again when it is read after a write to its source. Torch counts writes
+    equally on all ranks, so all ranks copy together. Writes in inference mode and through `.data`
+    are not counted. In these cases each read copies again. Writes outside of torch
+    (`to_local().numpy()`) are not detected.
 
     Attributes:
         source: an alias of the tensor, with the shape that it had.
         source_writes: the write count of `source` when the copy was made.
-        retaken: the newest copy, and its origin: (source, its write count, True if gradients were
-            enabled, copy).
-        graded: True if it was made with gradients enabled. Otherwise its reads have no gradient.
+        retaken: the newest copy, as a tuple: the source, its write count, True if gradients were
+            enabled, the copy.
+        graded: True if the view copy was made with gradients enabled. Otherwise no gradient flows
+            through it.
     """
 
     source: Any
@@ -575,11 +581,11 @@ def current(x: Any) -> Any:
 
 
 class Watcher(Protocol):
-    """The interface by which remat intercepts calls that no `TorchFunctionMode` intercepts.
+    """The interface by which remat intercepts calls that a `TorchFunctionMode` does not see.
 
-    Those are an `autograd.Function` (such as a region compiled by torch), a region compiled by
-    partita, and redistributions. Remat runs a part of the program again, and must find each call of
-    the first run in the second.
+    These are calls of an `autograd.Function` (such as a region compiled by torch), regions compiled
+    by partita, and redistributions. Remat runs a part of the program a second time, and must find
+    the same calls in both runs.
     """
 
     def run_function(
@@ -593,7 +599,7 @@ class Watcher(Protocol):
         """
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Record that the current `autograd.Function` is about to write `t` in place."""
+        """Records that the `autograd.Function` that runs now is about to write `t` in place."""
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
@@ -626,12 +632,15 @@ class _Here(threading.local):
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:
-        """Functions that end what has begun in this thread (a block's forward), innermost last."""
+        """Functions that end what has begun in this thread, such as a block's forward. The
+        innermost is last.
+        """
         return []
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """End the blocks whose forward begins inside the `with` block, however it is left.
+        """Ends the forward of blocks that begin inside the `with` block, even if an exception
+        leaves it.
 
         Torch does not call a module's forward hooks if its forward raises a bare BaseException.
         """
@@ -660,8 +669,8 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True if a TorchDispatchMode was called from torch's own backward formula, not from a backward
-    hook.
+    """True if a TorchDispatchMode was called from torch's own formula of a backward, not from a
+    user's hook.
     """
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return (
@@ -676,7 +685,7 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def is_only_returned(leaf: torch.Tensor) -> bool:
-    """True if the running backward pass returns the gradient of `leaf` and does not add it to
+    """True if the running backward pass returns the gradient of `leaf` instead of adding it to
     `.grad`.
     """
     with local_ops():
@@ -707,8 +716,8 @@ def next_node() -> int:
 def saving_hooks() -> tuple[Any, Any] | None:
     """Returns the current `saved_tensors_hooks` (pack, unpack), or None.
 
-    Torch calls only the innermost of nested hooks. If these handle only some tensors, they must
-    pass the others to the next ones.
+    Torch calls only the innermost hooks. If these handle only some tensors, they must pass the
+    others to the hooks outside of them.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -716,8 +725,8 @@ def saving_hooks() -> tuple[Any, Any] | None:
 def without_history(t: torch.Tensor) -> torch.Tensor:
     """Returns a detached alias of `t`, for `saved_tensors_hooks` that store tensors.
 
-    A node may save its own result. That result refers to the node, which refers to the packed
-    object: a cycle through C++ that is not collected until a backward pass runs.
+    A node may save its own result, which refers to the node. If the hooks stored that result, node
+    and result would keep each other alive until a backward pass runs.
     """
     with local_ops():
         return t if t.grad_fn is None else t.detach()

@@ -678,11 +678,11 @@ are compiled like a user's: models, and benches with their rivals.
 
 
 def only_entered(function: F) -> F:
-    """Makes Dynamo compile `function` only inside functions that call it, never by itself.
+    """Makes Dynamo compile `function` only as a part of a caller, never by itself.
 
-    If Dynamo compiled a function that calls `is_dynamo_compiling()` by itself, it would fold the
-    call to True, and always run Dynamo's branch. Private torch: `torch.compiler` can disable a
-    function with all that it calls, not only its own frame.
+    If Dynamo compiled a function that calls `is_dynamo_compiling()` by itself, it would replace the
+    call by True, and always run that branch. This uses private torch: the public `torch.compiler`
+    can disable a function only together with everything that it calls.
     """
     frames: Any = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

@@ -24,11 +24,13 @@ class TraceHooks:
     """
 
     def is_behind_forward(self) -> bool:
-        """True while a capture traces a backward that the program itself has not called."""
+        """True while a capture traces a backward that it adds itself, behind the program's
+        forward.
+        """
         return False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function of partita that calls no user code, unseen by a capture's profile
+        """Runs a function of partita that calls no user code, hidden from a capture's profile
         function.
         """
         return function(*args)
@@ -45,7 +47,7 @@ class TraceHooks:
         return True
 
     def alias_data(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns the tensor that `x.data` gives in a capture; None in eager code."""
+        """Returns the tensor that `x.data` is within a capture; None in eager code."""
         return None
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
@@ -65,14 +67,15 @@ class TraceHooks:
         run()
 
     def take_step(self, run: Callable[[], Any]) -> Any:
-        """Returns `run()` in a capture, where partita makes an optimizer's step; None in eager
-        code.
+        """Makes an optimizer's step within a capture: returns `run()`. In eager code returns
+        None.
         """
         return None
 
     def limit_bucket(self, nbytes: int) -> int:
-        """Returns how many bytes of gradients one all-reduce may join; a capture returns -1: join
-        none.
+        """Returns how many bytes of gradients one all-reduce may join.
+
+        A capture returns -1: nothing is joined, because a graph pass does it later.
         """
         return nbytes
 
@@ -108,17 +111,18 @@ class TraceHooks:
         return torch.compiler.is_compiling()
 
     def run_region(self, again: Callable[[], Any], once: Callable[[], Any]) -> Any:
-        """Returns `again()`, which runs a remat region so that backward can rerun it.
+        """Runs a remat region: calls `again()`, which makes it possible for backward to rerun the
+        region.
 
-        A capture returns `once()`, because its graph decides what is recomputed.
+        A capture calls `once()` instead, because its graph decides what is recomputed.
         """
         return again()
 
     def choose_control_flow(self, compiled: Any, unrolled: Any) -> Any:
-        """Returns the function to run for `torch.cond` and similar on plain tensors: `compiled`,
-        torch's own.
+        """Returns the function that runs `torch.cond` and similar calls on plain tensors.
 
-        A capture may return `unrolled`, which runs as ordinary calls.
+        In eager code that is `compiled`, torch's own. A capture may return `unrolled`, which runs
+        as ordinary calls.
         """
         return compiled
 
@@ -129,7 +133,7 @@ class TraceHooks:
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager: if `keep`, the results made inside are saved and not
+        """Returns a context manager. If `keep` is True, results made inside are saved and not
         recomputed.
         """
         return nullcontext()

@@ -87,8 +87,8 @@ class WholeValues(TorchFunctionMode):
     takes DTensors.
 
     Args:
-        maker: the mode of the transform that returned the function, if it was returned by one such
-            as `vjp`; otherwise None.
+        maker: if a transform such as `vjp` returned the function: the mode of that transform.
+            Otherwise None.
 
     Attributes:
         name: the name of the transform.
@@ -165,7 +165,9 @@ class WholeValues(TorchFunctionMode):
             self._is_gathering = False
 
     def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Calls `function`. Ranks that are threads take turns if it uses forward-mode autograd."""
+        """Calls `function` inside the transform. Ranks that are threads take turns if it uses
+        forward-mode autograd.
+        """
         if name not in _FORWARD_MODE or any_spec(RankWire) is None:
             return function(*args, **kwargs)
         if not _FORWARD_LOCK.acquire(timeout=_PATIENCE):
@@ -203,8 +205,8 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """Returns a plain result of a transform as a DTensor, if the transform had DTensors as
-        input.
+        """Returns a plain result of the transform as an Invariant DTensor, if the transform had got
+        DTensors.
         """
         if self.wire is None or not _is_plain(leaf):
             return leaf

@@ -85,9 +85,9 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
 
 
 def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the first elements of `whole`, as a tensor whose storage seems to end there.
+    """Returns the first elements of `whole` as a tensor whose storage seems to end behind them.
 
-    The full memory stays allocated, and `find_padded` returns it.
+    The rest of the memory stays allocated as spare room. `find_padded` returns all of it.
 
     Args:
         whole: a contiguous tensor.
@@ -104,11 +104,11 @@ def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """Returns a local tensor together with the spare memory after it; None if there is none.
+    """Returns a local tensor enlarged by the spare memory after it; None if it has none.
 
     Args:
-        shape: the shape of `local`, except that one dimension is larger. All dimensions before
-            that must be 1.
+        shape: the enlarged shape. One dimension is larger than in `local`, and all dimensions
+            before it must be 1.
     """
     storage = local.untyped_storage()
     whole: torch.Tensor | None = vars(storage).get("padded")
@@ -129,10 +129,10 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
 
 
 def give_room(x: torch.Tensor) -> None:
-    """Move `x` to memory with space for padding after its end, if it has none.
+    """Moves `x` to memory with spare room for padding after its end, if it has none.
 
-    It does nothing if another tensor shares that memory, or if torch did not allocate it: writes to
-    `x` would no longer be visible there.
+    Does nothing if another tensor shares the memory of `x`, or if torch did not allocate it. Writes
+    to `x` would otherwise no longer be visible there.
     """
     if not isinstance(x, DTensor) or not x._spec.is_padded_behind:
         return
@@ -166,11 +166,11 @@ def give_own_memory(x: torch.Tensor, holders: int) -> bool:
 
 
 def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function | None:
-    """Wraps a kernel of a captured graph: it first fills padding with values that do not matter.
+    """Wraps a kernel of a captured graph, so that padding does not change its result.
 
-    For a sum, for example, these are zeros. Shards are padded only while a step is captured
-    (`Wire.padded`). An op that keeps the split dimension runs unchanged. The gradient does not flow
-    into the original padding, so it is 0 there.
+    Before the kernel runs, padding is filled with neutral values, such as zeros for a sum. Shards
+    are padded only while a step is captured (`Wire.padded`). An op that keeps the split dimension
+    runs unchanged. The gradient of padding is 0.
 
     Args:
         kernel: the kernel for even shards; None for the function itself.
@@ -229,10 +229,11 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     """Wraps a kernel for a rank with an empty shard, so that its autograd graph is as on other
     ranks.
 
-    Otherwise collectives in backward might not match. With nothing to compute, torch's kernels may
-    leave an operand out of the graph, or fail. So the op is also run, forward and backward, on
-    "meta" tensors as large as the first rank's shards. Operands that get a gradient there get zeros
-    here. If a call raises there, for example because the dtype has no kernel, it raises here, too.
+    Otherwise collectives in backward might not match: for an empty tensor, torch's kernels may
+    leave an operand out of the graph, or raise an error. So the wrapper also runs the op, forward
+    and backward, on "meta" tensors as large as the first rank's shards. Operands that get a
+    gradient in this trial get zeros as gradient here. If the trial raises an error, for example
+    because the dtype has no kernel, it is raised here, too.
 
     Args:
         kernel: the kernel for shards with elements; None for the function itself.
@@ -445,9 +446,7 @@ def node_of_tensor(t: torch.Tensor) -> Node:
 
 
 def nodes_behind(outs: Iterable[torch.Tensor], ends: Iterable[Node]) -> set[Node]:
-    """Returns the autograd nodes on all paths from `outs` back to the nodes `ends`, both
-    included.
-    """
+    """Returns all autograd nodes on paths from `outs` back to the nodes `ends`, including both."""
     ends = {*ends}
     ahead = [node_of_tensor(t) for t in outs if t.requires_grad]
     seen: set[Node] = set()
@@ -499,9 +498,10 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Returns `t` connected in autograd to `operands`, which thus get gradients of zeros.
+    """Returns `t` connected in autograd to `operands`, so that these get gradients of zeros.
 
-    So every rank has the same autograd graph, although here `t` does not depend on them.
+    On this rank `t` does not depend on the operands. On other ranks it does, and every rank needs
+    the same autograd graph.
     """
     tied: torch.Tensor = _TieWithZeros.apply(t, *operands)
     return tied

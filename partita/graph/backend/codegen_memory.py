@@ -95,7 +95,7 @@ class _GeneratedCode:
 
     @property
     def places(self) -> list[str]:
-        """The lines of the generated function, as the texts of a schedule's places."""
+        """The lines of the generated function as texts: the points in time of a memory schedule."""
         return [self.lines[i].strip()[:80] for i in range(self.begin, self.end)]
 
     def name_at(self, line: int) -> str:
@@ -171,7 +171,7 @@ class _FakeRun(TorchDispatchMode):
     def make_call(self, source: Sequence[str], graph: fx.GraphModule) -> SectionCall:
         """Returns a function that runs generated code over fake tensors.
 
-        Each call adds its own places to the schedule, so that it can be called several times.
+        The function may be called several times: each call adds its lines to the schedule.
 
         Args:
             source: the generated code.
@@ -242,7 +242,7 @@ class _FakeRun(TorchDispatchMode):
         """Record the storages in `value` that are new, and return their number.
 
         Args:
-            by: the name of what allocated them.
+            by: the name of the variable or kernel that allocated them.
         """
         count = 0
         for t in pytree.tree_leaves(value):

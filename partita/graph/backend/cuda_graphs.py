@@ -104,16 +104,18 @@ class HostSplit:
     """A program cut in two: a graph that the CPU runs in each call, and a program for the device.
 
     Args:
-        device: the device to which values that cross are copied.
+        device: the device to which these values are copied.
 
     Attributes:
-        host: a graph of host inputs. Its first results are the values that cross to the device.
+        host: a graph of host inputs. Its first results are the values that are copied to the
+            device.
         host_inputs: the positions of the host inputs among the program's inputs.
-        crossing: the number of values that cross.
-        device: a program whose inputs are the other inputs, followed by the values that cross.
+        crossing: the number of values that the host computes for the device.
+        device: a program whose inputs are the other inputs, followed by the values from the host.
         device_inputs: the positions of the other inputs.
-        outputs: the origin of each output of the program: "host" or "device" and the position among
-            the results of that part; "input" and the position of the input; or None and the value.
+        outputs: where each output of the program comes from, as a pair: ("host" or "device", the
+            position among the results of that part), ("input", the position of the input), or
+            (None, the value itself).
 
     Raises:
         NotRecorded: the host reads a result of the device.
@@ -273,14 +275,15 @@ class _RecordedProgram:
 
 
 class ReplayedProgram:
-    """A function that runs a program with CUDA graphs: it records its second call and replays it
-    later.
+    """A function that runs a program with CUDA graphs: it records its second call, and replays the
+    recording in later calls.
 
-    The first call is normal, because kernels are compiled and tuned in it.
+    The first call runs normally, because kernels are compiled and tuned in it.
 
     Args:
-        compile_part: a function that returns the function that runs the device's part.
-        pool: a function from the kind of device to the memory that recordings of the step share.
+        compile_part: compiles the device's part, and returns the function that runs it.
+        pool: a function that returns the memory pool of all recordings of the step, given the kind
+            of device.
 
     Attributes:
         split: the program, cut into a part for the CPU and one for the device.
@@ -400,10 +403,10 @@ class _View:
         return _View(x.size(), x.stride(), x.dtype, _begin_of(x))
 
     def show(self, storage: torch.UntypedStorage, further: int = 0) -> torch.Tensor:
-        """Returns this view's shape and strides applied to another storage.
+        """Returns a view of another storage, with the same shape and strides as this view.
 
         Args:
-            further: bytes by which the view begins later than in its own storage.
+            further: the number of bytes by which the new view begins later than this one.
         """
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = (self.begin + further) // self.dtype.itemsize
@@ -438,8 +441,10 @@ class _ReplayResults:
                 self._shown.append((view, value if is_alone else value.untyped_storage()))
 
     def of_call(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the results of the last replay as tensors with their own memory, given that
-        call's inputs.
+        """Returns the results of the last replay as tensors with their own memory.
+
+        Args:
+            given: the inputs of that call, for results that are inputs.
         """
         copies: dict[int, Any] = {}  # by address, of storages and of values
         found = []

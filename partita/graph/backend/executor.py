@@ -80,19 +80,19 @@ FIRST_LINE = 3
 
 
 class GraphWriter:
-    """Writes a graph as Python code: two lines at the beginning, then one line for each node.
+    """Writes a graph as Python code, with one line for each node after two lines at the beginning.
 
     Args:
         groups: maps the name of each process group in the graph to its wire and axes. None uses
             torch's own collectives, whose operands are kept alive until the graph waits for them.
         calls: the function of each compiled section; other sections become part of the code.
-        drops_inputs: True if inputs are dropped after their last read. They come in a list, which
-            the code empties.
+        drops_inputs: True if inputs are freed after their last read. The code then takes its inputs
+            in a list, which it empties.
 
     Attributes:
         names: the name of each node's value.
         nodes: the node of each line, from `FIRST_LINE`.
-        nodes_of_sections: `nodes` of each called section, by the section's code.
+        nodes_of_sections: the same list for each called section, by the section's code object.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """Returns the line of Python code for a node, which also deletes values that are not read
-        later.
+        """Returns the Python code that runs a node, and then deletes values that no later node
+        reads.
 
         Args:
             dropped: the nodes whose values no later node reads.
@@ -309,8 +309,8 @@ class Sections:
     them.
 
     Attributes:
-        outer: a graph with the same inputs and outputs; its calls are collectives, views and
-            `call_subgraph`.
+        outer: a graph with the same inputs and outputs. It contains collectives, views, and a
+            `call_subgraph` for each section.
         different: the different sections, in the order of their first call.
         calls: the number of calls of sections.
     """
@@ -334,9 +334,9 @@ def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
-    """Turn a graph's constants into additional inputs, after its other inputs.
+    """Turns a graph's constants into additional inputs, behind its other inputs.
 
-    Needed because a compiled program that is stored in a file loses constants.
+    The reason: a compiled program loses its constants when it is stored in a file.
     """
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
@@ -357,9 +357,8 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """Returns a function of the graph's inputs that calls `call` with the constants appended.
-
-    `call` is compiled code whose constants became inputs (`constants_as_inputs`).
+    """Wraps compiled code whose constants became inputs (`constants_as_inputs`): adds them to each
+    call.
     """
     constants = constants_of(graph)
     return (lambda *inputs: call(*inputs, *constants)) if constants else call

@@ -75,7 +75,7 @@ def build(
 
     Args:
         program: the program, which is the same on all ranks and has its key.
-        what: the program's title in messages.
+        what: a title of the program, for messages.
         wires: the wires of the program's meshes.
         sections: True to cut it into sections; None to do so if it pays off.
 
@@ -247,9 +247,10 @@ class _BuildRequest:
         return self.built is None and self.error is None
 
     def attempt(self, do: Callable[[], None]) -> None:
-        """Call `do` if the program is still to be built.
+        """Calls `do` if the program is still to be built, and stores an error instead of raising
+        it.
 
-        An error is stored and not raised, because other ranks wait for this one.
+        Other ranks wait for this one, so all ranks raise the error later, together.
         """
         if self.is_missing:
             try:
@@ -425,8 +426,8 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
 
     Args:
         is_boxed: True if the function takes its inputs in a list, which it empties to free them
-            early. Then Inductor's generated function is called directly (private torch), without
-            torch's runtime for outputs that are views of inputs and for written inputs. Sections
+            early. Then Inductor's generated function is called directly (private torch). This skips
+            torch's runtime for outputs that are views of inputs, and for written inputs. Sections
             have neither.
 
     Raises:
@@ -615,12 +616,7 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """Returns a saved result of Inductor without data for its compiler, so that it loads faster.
-
-    Torch saves data to compile the result again, and generated code imports the compiler for a few
-    names. These names are replaced (`_LINES`). Private torch: the format. If a new torch writes a
-    part differently, that part stays as it is.
-    """
+    """Removes data for the compiler from a saved result of Inductor, so that it loads faster."""
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     for line, ours in _LINES.items():
@@ -638,7 +634,8 @@ def remove_compiler_data(saved: bytes) -> bytes:
 def remove_input_checks(saved: bytes) -> bytes:
     """Returns Inductor's pickled result without the checks of input shapes and strides in its code.
 
-    Guards have checked them, and in a tiny step the checks take as long as the kernels.
+    They are not needed, because guards check the same. In a tiny step they take as long as the
+    kernels.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -725,12 +722,12 @@ _PREFIX = "partita-compiles-"
 
 @contextmanager
 def cleaning_up_libraries() -> Iterator[None]:
-    """Delete half-written libraries that killed compilations left in torch's cache folder.
+    """Deletes half-written libraries that killed compilations have left in torch's cache folder.
 
-    Compile inside the block: a failed compilation is cleaned up, too. Torch loads a half-written
-    library as if it were complete, which crashes the process. So there is a locked marker file
-    during compilation. A marker without a lock belongs to a killed process: newer half-written
-    libraries are deleted.
+    Torch would load such a library as if it were complete, which crashes the process. Compile
+    inside the `with` block. It holds a lock on a marker file during compilation. A marker without a
+    lock belongs to a killed process. Half-written libraries that are newer than such a marker are
+    deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

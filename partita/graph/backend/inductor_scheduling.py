@@ -54,10 +54,10 @@ _OURS, _PACKS = "partita", "packs"
 
 
 def mark(node: fx.Node) -> None:
-    """Mark a node with its origin, which `Choices` reads when Inductor fuses kernels.
+    """Marks where a node comes from, for `Choices`, which decides which kernels Inductor fuses.
 
-    The origin: forward, recomputed, or the concatenation of a bucket. `custom` is the only entry of
-    a node's `meta` that tracing copies and torch leaves to users.
+    The mark is forward, recomputed, or the concatenation of a bucket. It is stored as `custom` in
+    the node's `meta`: tracing copies only this entry of those that torch leaves to users.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
@@ -160,10 +160,10 @@ _MOST_PACKED = 32
 
 @contextmanager
 def lowering_buckets() -> Iterator[None]:
-    """Make Inductor pack a bucket on a GPU in one kernel, inside the block.
+    """Makes Inductor pack a bucket in one kernel on a GPU, inside the `with` block.
 
-    By default there is a kernel for each member if there are many members or one of them is a sum.
-    Private torch: its lowerings.
+    By default Inductor makes a kernel for each member, if there are many members or one of them is
+    a sum. This uses private torch: its lowerings.
     """
     lower_any = lowerings[_CAT]
 
@@ -198,8 +198,8 @@ _Pass: Any = base_of_scheduler_passes(torchs)
 class InOrder(_Pass):  # type: ignore[misc]
     """A pass of Inductor's scheduler that orders kernels after fusion, to free memory early.
 
-    Private torch: there is no public hook after fusion, and before fusion a write into an input
-    must be at the end.
+    This uses private torch, because there is no public hook after fusion. Before fusion a pass
+    could not move a write into an input, which must be at the end.
     """
 
     def uuid(self) -> str:

@@ -52,10 +52,10 @@ reads."""
 
 
 def sections_of(program: Program, always: bool = False) -> Sections | None:
-    """Cuts a program's graph into sections, so that each of several equal ones is compiled only
-    once.
+    """Cuts a program's graph into sections (parts that are compiled separately).
 
-    Returns None if the graph has values that are not tensors, or if a cut does not pay off.
+    Equal sections are compiled only once. Returns None if the graph has values that are not
+    tensors, or if a cut does not pay off.
 
     Args:
         always: True to cut the graph even if it is not deep or has too few equal parts.
@@ -86,14 +86,16 @@ def sections_of_blocks(
         known: the sections of other blocks; new ones are added.
 
     Raises:
-        UnsureOfSections: a part passes a view or a non-tensor to another part.
+        UnsureOfSections: a section would have to pass a view, or a value that is not a tensor, to
+            another one.
     """
     return _GraphCutter(program, late, packing, known).cut_graph().outer
 
 
 class UnsureOfSections(Exception):
-    """Raised if a graph cannot be cut into sections, because one would return a view or
-    non-tensor.
+    """Raised if a graph cannot be cut into sections.
+
+    The reason: a section would have to return a view, or a value that is not a tensor.
     """
 
 

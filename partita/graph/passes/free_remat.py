@@ -103,9 +103,10 @@ class _Values:
             self._kept.add(owner)
 
     def find_free_calls(self, value: fx.Node) -> set[fx.Node]:
-        """Returns the calls to repeat in backward so that `value` is not kept; none if it must be.
+        """Returns the calls that backward would repeat if `value` were not kept; none if it must be
+        kept.
 
-        Values must be given in the order of the graph.
+        Ask for values in the order of the graph, because a decision depends on earlier ones.
         """
         if value in self._kept or not _is_element_wise(value):
             return set()

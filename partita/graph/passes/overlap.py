@@ -113,12 +113,12 @@ class _Order:
         return before, most
 
     def try_behind(self, some: set[fx.Node], behind: fx.Node, limit: float) -> bool:
-        """Move some nodes to directly after the node `behind`, unless the predicted peak exceeds a
-        limit.
+        """Moves some nodes directly behind the node `behind`, unless the predicted peak then
+        exceeds a limit.
 
         Args:
             some: the nodes; they keep their order.
-            limit: bytes; the peak of the order is within it now.
+            limit: the limit in bytes. The peak is within it before the change.
         """
         at = self.place[behind]
         places = [self.place[node] for node in some]

@@ -112,7 +112,7 @@ def run_passes(program: Program) -> None:
 
 
 def record_changes(program: Program) -> Iterator[Change]:
-    """Runs all passes one by one. After each it yields what that pass changed."""
+    """Runs all passes, one after the other, and yields what each of them has changed."""
     before = GraphFigures(program)
     for name, change, did in _run_one_by_one(program):
         now = GraphFigures(program)
@@ -180,7 +180,7 @@ class PassContract:
 
     Attributes:
         inputs, outputs: the descriptions (`program.Input`, `program.Output`), compared by identity.
-        made: the shape, dtype and device of each output, as text.
+        made: the shape, dtype and device of each output, as a text.
         written: the indices of the inputs that are written in place.
         overlapping: the pairs of outputs, or of an output and an input, that share memory.
     """
@@ -298,7 +298,7 @@ class Change:
         did: what the pass did, in a few words.
         nodes, collectives: (before, after), the numbers of nodes and of collectives.
         sent: (before, after), bytes that a rank sends.
-        saved: (before, after), bytes of gathered parameters that live from forward to backward.
+        saved: (before, after), bytes of gathered parameters that are kept from forward to backward.
         seconds: (before, after), the predicted time of all collectives one after another
             (`redistribute.move`). It is for comparing graphs.
         diff: the calls that were removed ("-") and added ("+"), with their counts.

@@ -35,11 +35,10 @@ _NEXT = 2
 def regather(program: Program) -> str:
     """A parameter that ZeRO gathers is freed while other blocks compute, and gathered again.
 
-    It is always gathered again for backward: otherwise the gathered weight would live from its
-    forward to its backward, and ZeRO-3 would silently use the memory of ZeRO-2. The same holds
-    between micro-batches and between uses of a tied weight, because `dedupe` has merged their
-    gathers. The whole chain is repeated from the shard: its cast, the gather, its wait, and the
-    views and casts of its result.
+    It is always gathered again for backward. Otherwise the gathered weight would live from forward
+    to backward, and ZeRO-3 would need the memory of ZeRO-2. It is also gathered again for each
+    micro-batch and each use of a tied weight, because the pass `dedupe` has merged their gathers.
+    The cast of the shard, the gather, and the views and casts of its result are all repeated.
     """
     graph = program.graph.graph
     runs = UseRuns(graph)
@@ -140,8 +139,8 @@ class GatheredParameter:
 
 
 class UseRuns:
-    """A graph cut into *runs*, each of which uses one block, with the gathered parameters that it
-    reads.
+    """A graph cut into *runs*: parts that use one block each, and the gathered parameters that they
+    read.
 
     Attributes:
         found: the gathered parameters, in order of their gathers.
@@ -167,23 +166,19 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run (the use of a block) in which `user` reads a parameter."""
+        """Returns the index of the run in which `user` reads a gathered parameter."""
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run (the use of a block) that reads a parameter; -1 if
-        none.
-        """
+        """Returns the index of the first run that reads a gathered parameter; -1 if none does."""
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:
-        """Returns the index of the run (the use of a block) that contains a node; -1 before the
-        first.
-        """
+        """Returns the index of the run that contains a node; -1 for nodes before the first run."""
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
-        """Returns the first node of a run (the part of the graph that uses one block)."""
+        """Returns the first node of the run with this index."""
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
@@ -221,12 +216,12 @@ def find_moved(
 ) -> list[fx.Node]:
     """Returns `start` and the later nodes that only view, copy or cast its value, in order.
 
-    For a gather, these nodes bring the gathered parameter into the form in which it is used.
+    For a gather, these nodes turn the gathered data into the tensor that the program uses.
 
     Args:
         place: the index of each node in the graph.
-        moves: a predicate: True for a call that only moves elements.
-        operands: a function that returns the operands whose elements a call moves.
+        moves: a predicate: True for a call that only views, copies or casts.
+        operands: a function that returns the operands which such a call views, copies or casts.
     """
     found = {start}
     waiting = [start]
@@ -239,12 +234,11 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Returns the nodes that only bring the operand of a collective into form, and what these read.
-
-    They pad, view, copy or cast.
+    """Returns the nodes that prepare the operand of a collective without computing: pads, views,
+    copies, casts.
 
     Returns:
-        The collective and these nodes; and the nodes that they read.
+        A pair: the collective with these nodes, and the nodes that they read.
     """
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:

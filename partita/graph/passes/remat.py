@@ -212,11 +212,11 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 
 
 def can_be_made_again(node: fx.Node) -> bool:
-    """True for a call of forward that can run again with the same result.
+    """True for a call of forward that backward can run again, with the same result.
 
     It is False for a user's operator, whose cost is unknown, and which may draw random numbers. It
-    is False for a call of a block, whose own graph says what is recomputed, and for a section. An
-    item of a call's result is like the call.
+    is False for a call of a block, whose own graph says what is recomputed, and for a section. For
+    an item of a call's result, it is the same as for the call.
     """
     if node.target is operator.getitem:
         return can_be_made_again(node.args[0])  # type: ignore[arg-type]
@@ -239,7 +239,8 @@ def is_late(node: fx.Node) -> bool:
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Add copies of `chosen` nodes to backward, so that their values are not kept from forward.
 
-    A copy is made where it is first read, from operands that still exist or are copied too.
+    A copy is inserted before its first reader. Its operands are values that still exist then, or
+    copies, too.
 
     Returns:
         The copy of each node.
@@ -309,7 +310,7 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
 def count_recomputed(graph: fx.Graph) -> int:
     """Returns the number of calls that a graph recomputes in backward.
 
-    Calls inside sections, and parameters that are gathered again, do not count.
+    Calls inside sections do not count, nor do parameters that are gathered again.
     """
     return sum(map(_is_made_again, graph.nodes))
 

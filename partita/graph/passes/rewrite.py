@@ -19,8 +19,8 @@ from ..verify import IllegalGraph
 
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
-    """Returns the call nodes of a graph that match, as a list in order. The graph may then be
-    changed.
+    """Returns the call nodes of a graph that match, as a list, so that the graph may be changed
+    meanwhile.
 
     Args:
         targets: operators: `torch.ops.aten.mul.Tensor`, or `torch.ops.aten.mul` for all overloads;

@@ -65,10 +65,11 @@ class BlocksTraced:
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns a copy in which no block is folded, because all calls of subgraphs were inlined.
+        """Returns a copy that says that no block is folded, because all calls of subgraphs were
+        inlined.
 
         Args:
-            reason: why, for blocks that were folded until now.
+            reason: why the blocks that were folded until now are inlined.
         """
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
@@ -89,7 +90,8 @@ class BlockChoice:
         named: the modules and classes that the user names. If None, `find` searches for the
             outermost modules of one class whose parameters have equal names and shapes.
         least: the least number of equal modules that the search counts as blocks.
-        section_threshold: the same as `StepOptions.section_threshold`.
+        section_threshold: the least number of nodes of a graph in which blocks are folded
+            (`StepOptions.section_threshold`).
     """
 
     named: tuple[nn.Module | type, ...] | None = None

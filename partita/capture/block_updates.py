@@ -35,11 +35,13 @@ Run = Callable[[], Any]
 
 
 class BlockUpdates:
-    """Lets an optimizer update the parameters of each block separately, so that equal updates can
-    fold.
+    """Makes an optimizer update the parameters of each block separately, so that equal updates can
+    be folded.
+
+    To fold is to replace equal parts of the graph by calls of one subgraph.
 
     Args:
-        recorder: stores the block of each node.
+        recorder: the recorder of the capture, which stores to which block a node belongs.
         choice: the choice of modules that are blocks.
         models: the models of the step.
     """
@@ -71,8 +73,7 @@ class BlockUpdates:
     def update_blocks(
         self, optimizer: Optimizer, run: Run, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Trace an optimizer's step, separately for the parameters of each block if that is
-        possible.
+        """Traces an optimizer's step, if possible separately for the parameters of each block.
 
         Args:
             run: calls the optimizer's own step.
@@ -177,7 +178,8 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
     Args:
         states: the optimizer states of parameters.
-        exact: a set that gets the ids of products that eager rounds to float32, or None.
+        exact: a set to which the ids of values that eager code rounds to float32 are added, or
+            None.
 
     Returns:
         The replaced counts, for `narrow_counts`.

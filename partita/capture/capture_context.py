@@ -44,8 +44,10 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FakeRunHooks(TraceHooks):
-    """The `TraceHooks` of a capture: its reactions to events of other rooms, for a run over
-    fakes.
+    """The `TraceHooks` that are active during a capture.
+
+    Tensors, optimizers and remat regions call these hooks, so that the capture can record what they
+    do.
     """
 
     def is_compiling(self) -> bool:
@@ -150,7 +152,9 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
-    """Inside the block, remat regions and saved-tensor hooks do not see calls on fake tensors."""
+    """Hides calls on fake tensors from remat regions and saved-tensor hooks, inside the `with`
+    block.
+    """
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
@@ -192,7 +196,8 @@ def errors_not_logged() -> Iterator[None]:
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside the block, capture nn.LSTM as individual calls, like other recurrent layers.
 
-    oneDNN's fused layer allocates memory for backward, and only oneDNN knows its size.
+    The reason: oneDNN's fused layer allocates memory for backward, whose size only oneDNN can
+    compute.
 
     Args:
         modules: the modules of the step. Nothing changes if none has an nn.LSTM.
@@ -213,7 +218,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Inside the block, this thread alone captures, and the user's dispatch modes are disabled."""
+    """Makes other captures of this process wait, and disables the user's dispatch modes, inside the
+    block.
+    """
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
@@ -237,8 +244,8 @@ def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iter
     """Replace the tensors of a step's state by others inside the block, then restore them.
 
     Args:
-        slots: the places of the state, such as `module._parameters["weight"]`.
-        stand_in: a function that returns the replacement of a tensor.
+        slots: where the tensors are stored, such as `module._parameters["weight"]`.
+        stand_in: a function from a tensor to its replacement.
 
     Yields:
         The new values.
@@ -274,8 +281,8 @@ _profiling = _Profiling()
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Set `event` as this thread's profile function inside the block, except in `unprofiled` calls.
 
-    For each op over fake tensors, torch makes about a thousand Python calls. None of them is the
-    user's, and reporting a call takes longer than the call.
+    Torch makes about a thousand Python calls for each op over fake tensors. None of them is the
+    user's, and reporting a call takes longer than the call. So such ops run `unprofiled`.
     """
     before = sys.getprofile(), _profiling.event
     _profiling.event = event
@@ -291,7 +298,8 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
     """Calls a function of partita or torch without this thread's profile function, which would slow
     it.
 
-    It must run no user code, because capture watches the user's calls by that profile function.
+    The called function must run no user code, because capture watches the user's calls by that
+    profile function.
     """
     event = _profiling.event
     if event is None:
@@ -326,10 +334,11 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """Returns what intercepts ATen calls now: the number of dispatch modes, and saved-tensor hooks.
+    """Returns what intercepts ATen calls now: the number of dispatch modes, and the saved-tensor
+    hooks.
 
-    To find out if user code may run in a call, the result is compared with an earlier one. Private
-    torch: the number of dispatch modes.
+    If the result differs from an earlier one, user code may run in a call. Private torch: the
+    number of dispatch modes.
     """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 

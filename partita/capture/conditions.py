@@ -32,7 +32,8 @@ class Condition:
         line: the user's line of the branch.
         numbers: the inputs that the condition depends on.
         values: the values of `numbers` at capture.
-        code: an expression of `symbols` that must be true; None if `values` must be unchanged.
+        code: an expression of `symbols` that must be true; None if the numbers must have the same
+            `values` as at capture.
         symbols: the names of `numbers` in `code`.
     """
 
@@ -75,7 +76,7 @@ def _is_same_number(one: float, other: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GradientCondition:
-    """A condition on the `.grad` of an input: it has the same metadata as at capture.
+    """A condition that the `.grad` of an input has the same metadata as at capture.
 
     Attributes:
         name: the name of the tensor.
@@ -100,7 +101,8 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """A condition that several one-element tensors, such as optimizer step counts, hold one number.
+    """A condition that several one-element tensors, such as optimizer step counts, have the same
+    value.
 
     Attributes:
         names: the names of the tensors.
@@ -129,7 +131,7 @@ class EqualInputs:
 def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Returns the values of several zero-dimensional tensors with equal metadata, in one read.
 
-    That is five times as fast as single reads. Meta tensors count as 0.
+    Reading them one by one takes five times as long. Meta tensors count as 0.
     """
     with local_ops(), torch.no_grad():
         if tensors[0].is_meta:
@@ -173,7 +175,9 @@ def read_fact(t: torch.Tensor, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class FactCondition:
-    """A condition on a property of an input tensor, such as `is_leaf`, which the step has read.
+    """A condition that a property of an input tensor, such as `is_leaf`, is the same as at capture.
+
+    The step has read this property.
 
     Attributes:
         name: the name of the tensor.
@@ -213,15 +217,16 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on Python numbers, to compare the conditions of two
-        programs.
+        """Returns a hash of the conditions on Python numbers.
+
+        It shows if two programs have the same conditions.
         """
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if optimizer step counts differ in this call that the program assumes to be
-        equal.
+        """True if optimizer step counts differ in this call, although the program assumes that they
+        are equal.
         """
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
@@ -232,11 +237,11 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
 class Sharing:
-    """The check that the program writes no input that shares memory with another input.
+    """The check that a program writes no input whose memory another input uses, too.
 
-    Inputs may be views of one storage if none of them is written, or if they do not overlap. A view
-    copy (a view in plain PyTorch, a copy here) may not be an input if its base's storage is
-    written.
+    Inputs may be views of one storage if none of them is written, or if they do not overlap. If the
+    base of a view copy (a view in plain PyTorch, a copy here) shares a storage that is written, the
+    view copy may not be an input.
     """
 
     def __init__(self, program: Program):
@@ -258,10 +263,10 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """Fast check: True if a call's argument or gradient may overlap an input that the program
-        writes.
+        """True if an argument or gradient of a call may overlap an input that the program writes.
 
-        It may be True without an overlap; `find_error` then decides. `note_held` checks the state.
+        This is a fast check, which may be True although nothing overlaps; `find_error` then
+        decides. For the tensors of the state, call `note_held` first.
         """
         if self._gradients:
             gradients = {*self._storages_of_gradients(tensors)}

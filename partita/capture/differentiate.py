@@ -40,9 +40,8 @@ _SPENT = (
 
 @dataclass(frozen=True)
 class Seed:
-    """The gradient of a result, with which the traced backward begins, as a node of the graph.
-
-    It becomes an input of the graph.
+    """The gradient of a result, at which the traced backward begins. It becomes an input of the
+    graph.
 
     Attributes:
         node: the name of the node.
@@ -64,7 +63,7 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """True if `value` requires grad but has no computation to go backward through.
+    """True if `value` requires grad, but backward cannot go through its computation.
 
     It is a leaf, or a view made under `no_grad`.
     """
@@ -152,11 +151,13 @@ _Edge = tuple[Any, int]
 
 @dataclass
 class ResultPart:
-    """Results whose gradients must go backward together, because they share autograd history.
+    """A group of results whose gradients go backward together, because the results share autograd
+    history.
 
     Attributes:
         results: the indices of the results.
-        ancestors: the indices of the results of other parts from which these are computed directly.
+        ancestors: the indices of results of other parts from which the results of this part are
+            computed directly.
         unheard: the `results` from which other results of the part are computed. Their hooks do not
             get the gradient that flows through those results.
     """
@@ -167,10 +168,11 @@ class ResultPart:
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
-    """Groups results into parts that go backward together (`ResultPart`), in the order of backward.
+    """Groups results that must go backward together (`ResultPart`), in the order of backward.
 
-    A result and one that it is computed from are one part if they share the history of another
-    value. Otherwise that history would be traversed twice, each time with a part of the gradient.
+    A result and another one that is computed from it are in one group if both also depend on a
+    third value with a history. Otherwise backward would traverse the third value's history twice,
+    each time with a part of its gradient.
     """
     edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
@@ -202,7 +204,7 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 
 
 def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the leaves that require grad and from which `results` are computed."""
+    """Returns the leaves (of autograd) that require grad, and from which `results` are computed."""
     with local_ops():
         ahead = [t.grad_fn for t in results if t.grad_fn is not None]
         seen, leaves = set(ahead), []
@@ -218,10 +220,7 @@ def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside the block, backward stops at `results`, and hooks of `results` do not run.
-
-    So backward can be traced in parts: from later results to these, and from these to the inputs.
-    """
+    """Makes backward stop at `results` without running their hooks, inside the `with` block."""
     handles, hidden = [], []
     try:
         with local_ops():

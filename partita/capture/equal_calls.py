@@ -62,7 +62,7 @@ def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx
 
 
 def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
-    """Record `node` as the one that computes the fake tensor `t`."""
+    """Records that `node` computes the fake tensor `t`."""
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
 
@@ -70,8 +70,8 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Returns a new fake tensor for each node, with the metadata of the tensor at its place in
-    `likes`.
+    """Returns a new fake tensor for each node, with the metadata of the tensor in `likes` at the
+    same index.
     """
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
@@ -171,8 +171,8 @@ class RepeatedCalls:
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Add a node for a call over lists (`_foreach_*`) without tracing it, and return its value.
 
-        The fake value is computed once for all positions with equal operands. Returns
-        `NotImplemented` if the call must be traced.
+        For positions of the lists with equal operands, the fake value is computed only once.
+        Returns `NotImplemented` if the call must be traced.
         """
         with local_ops():
             places = _group_places(args)

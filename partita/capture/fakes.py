@@ -58,13 +58,15 @@ def is_symbolic(value: Any) -> bool:
 
 
 class NumberEnv(ShapeEnv):
-    """A shape environment for Python numbers that records on which line the step branches on them.
+    """The shape environment of symbolic numbers. It records on which lines the step branches on
+    them.
 
     Attributes:
         lines: the user's line of each guard of the shape environment, by the guard's index.
-        asked: the symbols of numbers that were compared or read, with the first line that did so.
-        answer: a function that returns the value of a number without a hint, given its node; None
-            if it is unknown.
+        asked: the symbols of numbers that the step compares or reads, with the first line that does
+            so.
+        answer: a function that returns the value of a number without a hint (known value), given
+            its node; None if it is unknown.
 
     Private torch: `ShapeEnv`, the only class that can trace a Python number.
     """
@@ -96,9 +98,9 @@ class NumberEnv(ShapeEnv):
         return super().evaluate_sym_node(sym_node, *args, **kwargs)
 
     def forget(self) -> None:
-        """Drop all symbols after a capture.
+        """Drops all symbols at the end of a capture.
 
-        The graph takes the traced numbers as tensors, so Inductor must not find symbols for them.
+        In the graph the traced numbers are tensors, so Inductor must not find symbols for them.
         """
         for symbol in self._made:
             self.backed_var_to_val.pop(symbol, None)
@@ -123,7 +125,9 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).paren
 
 
 class SymbolicFloat(torch.SymFloat):
-    """A float whose value is not fixed in the graph; `isinstance(x, float)` is true.
+    """Replaces a Python float during capture if another call may have another value.
+
+    `isinstance(x, float)` is true for it.
 
     Attributes:
         kind: the type of the number that it replaces: float, or NumPy's.
@@ -134,7 +138,7 @@ class SymbolicFloat(torch.SymFloat):
 
 
 class SymbolicInt(torch.SymInt):
-    """An int of the step whose value is known only when the graph runs.
+    """Replaces an int of the step that is known only when the graph runs.
 
     Attributes:
         kind: the type of the number that it replaces.
@@ -203,10 +207,10 @@ class _Type(type):
 
 
 def identity_of(x: Any) -> int:
-    """Returns `id(x)`, but for a fake tensor the id of the input that it replaces.
+    """Returns `id(x)`. For a fake tensor, returns the id of the input that the fake replaces.
 
-    During a capture, `graph_inputs.TensorFacts` intercepts the call, and makes its answer a
-    condition of the program, as for `is_leaf`.
+    During a capture, `graph_inputs.TensorFacts` intercepts this call, and makes its result a
+    condition of the program.
     """
     if isinstance(x, FakeTensor) and has_torch_function_unary(x):
         return int(handle_torch_function(identity_of, (x,), x))
@@ -223,9 +227,9 @@ class Substitutes:
     """Functions that replace `type`, `id` and `hash` in the globals of the user's code during
     capture.
 
-    An object cannot override what `type`, `id` and `hash` return for it. So during captures the
-    globals of the user's code get functions of these names. They return the type of the replaced
-    number and the identity of the replaced tensor.
+    For a symbolic number, they return the type of the number that it replaces. For a fake tensor,
+    they return the identity of the tensor that it replaces. An object cannot achieve this by
+    itself, because Python's `type`, `id` and `hash` cannot be overridden for an instance.
     """
 
     of_builtins: ClassVar[dict[str, Any]] = {
@@ -243,8 +247,8 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Put our `type`, `id` or `hash` into a module's globals, unless these define the name
-        themselves.
+        """Replaces `type`, `id` or `hash` in a module's globals, unless the module defines this
+        name itself.
 
         Args:
             variables: the globals.
@@ -335,9 +339,8 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """Returns the value of a symbolic number that has no hint, if the capture can supply one.
-
-    Otherwise returns `value` unchanged.
+    """Returns the value of a symbolic number without a hint (known value), if the capture can
+    supply one.
     """
     is_unknown = type(value) in _OF_TORCH and not _has_value(value)
     found = value.node.shape_env.answer(value.node) if is_unknown else None
@@ -413,7 +416,9 @@ _DIVMOD = {
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """True for a string made by printing a fake tensor, whose eager text would be another one."""
+    """True for a string that was made by printing a fake tensor. In eager code the string would
+    differ.
+    """
     return issubclass(type(value), str) and "FakeTensor(" in value
 
 
@@ -484,10 +489,8 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 
 
 def fake_mode() -> FakeTensorMode:
-    """Returns a FakeTensorMode with static shapes, in which results have the strides of real
-    kernels.
-
-    Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
+    """Returns a FakeTensorMode with static shapes, whose results have the strides that real kernels
+    return.
     """
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
@@ -495,9 +498,9 @@ def fake_mode() -> FakeTensorMode:
 class FakeMaker:
     """Makes the fake tensors that replace local tensors during capture.
 
-    Each fake comes with a snapshot: another fake of the same storage, which no call changes. Dense
-    tensors are described by shape, strides and storage, which is fast. Other tensors need
-    `FakeTensorMode.from_tensor`, which takes longer than the rest of an input's capture.
+    Each fake comes with a snapshot: a second fake of the same storage, which no call changes. For
+    dense tensors, a fake is made from shape, strides and storage, which is fast. Other tensors need
+    `FakeTensorMode.from_tensor`, which is slow.
 
     Args:
         tensors: all tensors that may get fakes. If they share a storage, their fakes share one.
@@ -525,7 +528,7 @@ class FakeMaker:
     def make_empty(
         self, local: torch.Tensor, shape: Sequence[int] | None = None
     ) -> tuple[FakeTensor, FakeTensor]:
-        """Returns a fake like `local` whose storage no other fake shares, and its snapshot.
+        """Returns a fake like `local` that shares its storage with no other fake, and its snapshot.
 
         Args:
             shape: the shape of the fake; None for the shape of `local`.
@@ -572,9 +575,9 @@ _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=No
 
 @contextmanager
 def captured_for(device: torch.device | str) -> Iterator[None]:
-    """Inside the block, capture meta tensors as if they were on `device`.
+    """Makes a capture of meta tensors act as if they were on `device`, inside the `with` block.
 
-    The graph, which is never run, then has the kernels of that device (important for attention).
+    So the graph has the kernels of that device, which matters for attention. It is never run.
     """
     token = _TARGET.set(torch.device(device))
     try:
@@ -612,11 +615,10 @@ def tensors_written(
 
 
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Increment the `_version` of tensors that an op over lists writes, because fakes do not count
-    it.
+    """Increments the `_version` of tensors that an op over lists writes.
 
-    For a tensor that is an operand itself, torch does so. For tensors in lists the kernels do,
-    which do not run.
+    For a tensor that is an operand itself, torch increments it. For tensors in lists the kernel
+    does, which does not run on fakes.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with local_ops():

@@ -81,7 +81,7 @@ class StepBlocks:
         kinds: the classes of each block call, as in `Recorder.block_kinds`.
         coordinates: the inputs that hold the rank's coordinates.
         equal: groups of inputs that hold the same number.
-        env: the `NumberEnv` that makes symbolic floats.
+        env: the `NumberEnv` of the capture, which makes symbolic floats.
     """
 
     def __init__(
@@ -612,8 +612,8 @@ class _BlockRun:
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions of the nodes of forward, and of backward, that nodes outside the block
-        read.
+        """The positions of the nodes that nodes outside the block read: those of forward, and those
+        of backward.
         """
         early, late = (
             tuple(i for i, n in enumerate(nodes) if any(u not in self.own for u in n.users))
@@ -622,8 +622,8 @@ class _BlockRun:
         return early, late
 
     def add_intermediate_nodes(self) -> None:
-        """Add nodes to the block that belong to none, but compute values between two of its
-        nodes.
+        """Adds nodes to the block that lie between two of its nodes, but were recorded for no
+        block.
         """
         self.own = dict.fromkeys((*self.forward, *self.backward), 0)
         for nodes in (self.forward, self.backward):
@@ -647,7 +647,9 @@ class _BlockRun:
         self.own = {n: i for i, n in enumerate((*self.forward, *self.backward))}
 
     def find_gathered(self) -> Iterator[tuple[fx.Node, bool]]:
-        """Yields each ZeRO shard that forward gathers, and True if the gathered weight is kept."""
+        """Yields each ZeRO shard that forward gathers, and True if the gathered weight is kept
+        (`persistent`).
+        """
         for node in self.forward:
             reason = note_of(node).reason
             if is_collective(node) and reason in ("gather", "persistent"):
@@ -659,8 +661,8 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Compute from the block's nodes a key, which equal blocks share, and what differs between
-        these.
+        """Computes a key that is equal for blocks that can share a subgraph, and lists what differs
+        between these.
         """
         self.floats, self.homes, self.moves, self.regions = [], [], {}, {}
         self._numbers: dict[fx.Node, int] = {}

@@ -39,8 +39,8 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Scalar:
-    """A Python number that is computed in the graph, held as a 0-d tensor: float64, int64
-    or bool.
+    """A Python number that the graph computes. It is held as a 0-d tensor: float64, int64 or
+    bool.
     """
 
     tensor: torch.Tensor
@@ -50,10 +50,11 @@ class Scalar:
 
 
 def replace_symbolic_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a call; symbolic numbers are replaced by values if `func` needs
-    these.
+    """Returns the arguments of a call, with values in place of symbolic numbers if `func` needs
+    values.
 
-    The value becomes a condition of the program. Raises an error if it has no value yet.
+    Each value becomes a condition of the program. If a number has no value yet, this raises an
+    error.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -116,7 +117,7 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
 
     Args:
         target: the operation, such as `operator.add`.
-        like: the value that the operation had when it was traced.
+        like: the value of the operation when it was traced.
 
     Raises:
         CaptureError: no tensor op gives Python's result.
@@ -374,8 +375,9 @@ class Pattern:
     Attributes:
         operands: the input nodes for the tensor operands of the original call, in order.
         calls: the nodes of the replacing calls.
-        gives: the value of the original call: a tree of nodes and `Scalar`s of nodes.
-        writes: the node of the new value of each written operand, by the operand's index.
+        gives: what the original call returns: a tree of nodes, and of `Scalar`s that contain nodes.
+        writes: for each operand that the original call writes, the node of its new value, by the
+            operand's index.
     """
 
     operands: tuple[fx.Node, ...]
@@ -437,8 +439,8 @@ def _trace_pattern(
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Traces `run` over fake tensors with torch's functionalization, and returns the graph.
 
-    The graph has an input for each value. The tracer identifies an input by its fake. Equal calls
-    share one fake (`equal_calls`), so a fake that occurs twice is replaced by a copy.
+    The graph has an input for each value. The tracer identifies an input by its fake tensor. Equal
+    calls share one fake, so a fake that occurs twice among the values is replaced by a copy.
 
     Args:
         run: the function.
@@ -535,9 +537,9 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
 
 
 def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call cannot stay as it is in a graph without in-place writes.
+    """True if a call must be replaced in a graph without in-place writes.
 
-    Calls over lists are not considered; `calls_of_list` replaces these.
+    For calls over lists see `calls_of_list`.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
@@ -546,7 +548,7 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
 
 
 def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
-    """Makes a traced call again, in a form that torch's functionalization can handle.
+    """Runs a traced call again, in a form that torch's functionalization can handle.
 
     Args:
         like: the value that the call had when it was traced.

@@ -40,7 +40,8 @@ _aten = torch.ops.aten
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Returns the calls that allocate memory that is written later and that several results share.
+    """Returns the calls that allocate memory which several results share, and which is written
+    later.
 
     Args:
         memory: the number of the memory of each node whose memory is written.
@@ -124,7 +125,7 @@ def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def is_reshaped(part: Any, other: Any) -> bool:
-    """True if two views show the same elements in the same order, without gaps, like a reshape.
+    """True if two views have the same elements in the same order, without gaps, as after a reshape.
 
     Args:
         part, other: the results of `part_of` for the views.
@@ -154,9 +155,9 @@ def invert_views(
     """Returns the new value of the base of `views` after a write to the last of them.
 
     Args:
-        views: view calls, each of the result of the one before. A write to an element of an
-            overlapping tensor (`expand`, `unfold`) also changes others of its elements. So only the
-            base of the first view is computed, and none in between.
+        views: the view calls, each of which takes the result of the one before. Only the base of
+            the first view is computed, and no value in between. The reason: in an overlapping view
+            (`expand`, `unfold`), a write to one element also changes others.
         value: the last view's value after the write.
         before: the base before the write, in the new graph.
         make: a function `make(target, args)` that adds a call to the new graph.
@@ -231,11 +232,11 @@ _BY_STRIDES = ("as_strided", "_conj", "_neg_view")
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Change the operand of each `as_strided` from a view to the tensor that allocated its storage.
+    """Makes each `as_strided` read the tensor that allocated the storage, in place of a view of it.
 
-    The result is the same, because `as_strided` counts from the start of the storage. A write
-    through the result needs the change. Its inverse makes a new value of the operand, so the
-    operand must cover all that is written.
+    The result is the same, because `as_strided` counts from the start of the storage. The change is
+    needed for a write through the result. The write makes a new value of the operand, so the
+    operand must cover everything that is written.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]
@@ -264,7 +265,8 @@ def share_memory_of_results(
         before: the graph with writes.
         after: the same graph without writes; it is changed in place.
         memory: the number of the memory of each node of `before` whose memory is written.
-        made: for nodes of `before` that allocated such memory, its value at the end of `after`.
+        made: for each node of `before` that allocated such memory, the node of `after` with the
+            memory's final value.
 
     Raises:
         CaptureError: a result cannot be made such a view.
@@ -290,9 +292,10 @@ def share_memory_of_results(
 
 
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
-    """Raise CaptureError if a result must be a view of an input, but its padding is removed.
+    """Raises CaptureError if a result should be a view of an input, but loses its padding.
 
-    Removing padding makes a copy. A result that is all of an input is replaced by that input.
+    Removing padding makes a copy. A result that is a whole input is replaced by that input, and
+    needs no copy.
 
     Args:
         cut: the indices of the results whose padding is removed.
@@ -394,10 +397,10 @@ class ReplacedData(NamedTuple):
 
 
 def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[ReplacedData]]) -> None:
-    """Gather parameters again that the step writes after their gather and reads later.
+    """Gathers parameters again that the step reads after a write to them.
 
-    In one process there is only one memory: backward reads what was written through `.data`. A
-    gathered value is a copy, so it is gathered again before the next read.
+    In one process there is only one memory, so backward reads what was written through `.data`.
+    Here a gathered value is a copy, so it must be gathered again before the next read.
 
     Args:
         replaced: each `p.data = y`, by the last node before it.

@@ -156,7 +156,7 @@ def trace_without_writes(
     Notes of nodes are kept.
 
     Args:
-        makers: nodes that made memory which several results are views of.
+        makers: nodes that allocated memory of which several results are views.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.
@@ -288,7 +288,7 @@ def rewrite_without_writes(
 
     Args:
         memory: for each node whose memory is written, the number of that memory.
-        makers: nodes that made memory which several results are views of.
+        makers: nodes that allocated memory of which several results are views.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.
@@ -488,9 +488,9 @@ class _Rewrite:
     # -- memory ------------------------------------------------------------------------------------
 
     def current_value(self, node: fx.Node) -> Any:
-        """Returns the node of the new graph that has the current value of an old node.
+        """Returns the node of the new graph that has the current value of a node of the old graph.
 
-        If the old node is a view of memory that was written since, the view is made again.
+        If the old node is a view of memory that was written since, the new graph gets another view.
         """
         memory = self.memory.get(node)
         if memory is not None and memory in self.closed:

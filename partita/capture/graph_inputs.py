@@ -49,8 +49,10 @@ class GraphInputs:
         all: the inputs in the graph's order: coordinates, tensors, gradients, numbers.
         fakes: the fake tensor of each input.
         identities: the ids of the fakes.
-        leaves: the leaves of the call, as `tensors_of_call` returns them.
-        marked: the indices of the leaves that have a mark.
+        leaves: the leaves of the call: the tensors and numbers of its state and arguments
+            (`tensors_of_call`).
+        marked: the indices of the leaves that have a mark: a fake gradient that shows if the step
+            reads `.grad`.
         asked_gradients: the indices of the leaves whose `.grad` the step compares with None.
 
     Args:
@@ -150,7 +152,7 @@ class GraphInputs:
         self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
-        """Add an input that capture has created: a number, or the gradient of a result."""
+        """Adds an input that is no leaf of the call: a number, or the gradient of a result."""
         self.all.append(given)
         self.fakes.append(given.tensor)
 
@@ -242,8 +244,8 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Answers a step's reads of an input's properties (such as `is_leaf`), and makes them
-    conditions.
+    """Handles a step's reads of an input's properties (such as `is_leaf`): makes them conditions of
+    the program.
     """
 
     def __init__(self, inputs: GraphInputs):
@@ -267,7 +269,7 @@ class TensorFacts:
             caller: the frame that calls the function.
 
         Raises:
-            CaptureError: the fact differs in each call.
+            CaptureError: the property differs from call to call.
         """
         if not is_fact(func) or not args or not _is_asked_by_user(caller):
             return ()

@@ -63,7 +63,8 @@ class GraphOutputs:
         result, constants, cleared: as in a `Program`.
         differentiable: the results that have a history, by index.
         seeds: the nodes at which the gradients of these results enter the graph.
-        separate_data: returns the tensor that is output for a tensor of the step.
+        separate_data: a function from a tensor that the step returns to the tensor that the graph
+            returns.
     """
 
     def __init__(self, inputs: GraphInputs):
@@ -92,7 +93,8 @@ class GraphOutputs:
             check: called with each leaf that is neither a tensor nor a traced number. Such a leaf
                 is kept as a constant, which every later call returns. It raises if that would be
                 wrong.
-            gives_inputs: True if a result that is an input becomes an output of the graph, too.
+            gives_inputs: True if a result that is itself an input also becomes an output of the
+                graph.
         """
         self.result = structure
         results: list[Any] = []
@@ -114,7 +116,7 @@ class GraphOutputs:
                     self._add_value("result", _read_again(leaf))
 
     def add_slot(self, slot: Slot, value: Any) -> None:
-        """Add to the outputs the value that a tensor of the state has after the step.
+        """Adds the value that a tensor of the state has after the step to the outputs.
 
         Args:
             slot: the place of that tensor.
@@ -126,12 +128,11 @@ class GraphOutputs:
     def find_bases(self) -> None:
         """Find, for each output that is a view copy, the input or output that it is a view of.
 
-        A view copy is a view on one device that has its own memory here. A base that is neither
-        input nor output becomes an output, if others share its memory.
+        A view copy is a view on one device, but has its own memory here. If several outputs share a
+        base that is neither an input nor an output, the base becomes an output.
 
         Raises:
-            CaptureError: such a base has shards of different sizes, and an output can have no
-                padding.
+            CaptureError: the base would become an output, but has shards of different sizes.
         """
         pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
         tensors: list[tuple[str, int, Any]] = [
@@ -179,8 +180,8 @@ class GraphOutputs:
         return ViewOf(source, place, view if equal else None, graded)
 
     def add_left_gradients(self) -> None:
-        """Add to the outputs what `.grad` holds after the step, of inputs and of tensors that it
-        made.
+        """Adds the `.grad` that tensors have after the step to the outputs: inputs, and tensors
+        that the step made.
         """
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
@@ -360,7 +361,7 @@ _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 def attributes_given_to(fake: torch.Tensor) -> list[str]:
     """Returns the names of attributes that the step has set on a fake tensor.
 
-    Attributes in which a fake caches values are not included.
+    Attributes that FakeTensor itself uses as a cache are not included.
     """
     return [name for name in user_attributes_of(fake) if not name.endswith(_MEMO)]
 

@@ -42,7 +42,7 @@ Order = tuple[int, ...]
 class KernelStridesMode(FakeTensorMode):
     """A fake tensor mode in which results have the strides that real kernels return.
 
-    Private torch: `dispatch`, which each call of an op in the mode goes through.
+    Private torch: `dispatch`, which the mode calls for each op.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

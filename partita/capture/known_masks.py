@@ -70,7 +70,7 @@ class NotKnown(Exception):
 
 
 class KnownMasks:
-    """The attention masks that one capture has met, and what each of them hides."""
+    """The attention masks that one capture has found, and what each of them hides."""
 
     def __init__(self) -> None:
         self._found: dict[Any, str] = {}
@@ -243,7 +243,7 @@ class KnownNode:
 
     @property
     def key(self) -> tuple[fx.Node, ...]:
-        """The nodes from which the value is computed: equal for nodes with the same value."""
+        """The nodes from which the value is computed. Nodes with the same value have equal keys."""
         return (*self._order,)
 
     @property
@@ -254,8 +254,8 @@ class KnownNode:
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Compute the values of all nodes that are small enough, in order, and keep those still
-        needed.
+        """Computes the values of all nodes that are small enough, in order, and stores those that
+        are still needed.
         """
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}

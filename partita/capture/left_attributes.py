@@ -30,7 +30,8 @@ HOMES_OF_SLOTS = ("_parameters", "_buffers", "_modules")
 def attributes_restored(
     homes: Sequence[dict[str, Any]], contains_fake: Callable[[Any], bool]
 ) -> Iterator[list[dict[str, Any]]]:
-    """After the block, restore attributes in which the block has stored fake tensors.
+    """Restores attributes at the end of the `with` block, if fake tensors were stored in them
+    inside.
 
     Lists and dictionaries that are attributes get their old items back.
 
@@ -93,7 +94,8 @@ def is_list_of_parameters(value: Any, before: Any) -> bool:
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block, restore module attributes in which it has stored fake tensors, and raise.
+    """Removes fake tensors from module attributes at the end of the `with` block, and raises an
+    error.
 
     Raises:
         CaptureError: there were such attributes, and the block itself has raised nothing.

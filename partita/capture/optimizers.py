@@ -237,14 +237,13 @@ class CapturedOptimizers:
         recorder: Recorder,
         updates: BlockUpdates,
     ) -> Iterator[None]:
-        """Inside the block, fakes replace the parameters and floats in the optimizers' groups.
-
-        Optimizer steps inside the block are set up to be captured. Tensors of the optimizers' state
-        are replaced elsewhere, as slots.
+        """Puts fakes in place of the parameters and floats in the optimizers' groups, inside the
+        `with` block.
 
         Args:
             stand_in: a function that returns the fake of a tensor.
-            number: a function from a float's name, value, home and path to a symbolic float.
+            number: a function that returns the symbolic float for a float, given its name, value,
+                and place (home and path).
             recorder: its phase becomes "update" while an optimizer steps.
             updates: traces the updates of blocks.
         """
@@ -414,8 +413,8 @@ def find_equal_counts(
 ) -> list[EqualInputs]:
     """Returns a condition for each group of optimizer step counts that are equal now.
 
-    It uses only counts on the host, because each call would have to wait for counts on a device. It
-    uses only counts of torch's optimizers, because a user's counts may be equal on some ranks only.
+    Counts on a device are left out, because each call would have to wait for their values. Counts
+    of a user's optimizer are left out, because they may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)
@@ -440,9 +439,9 @@ def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> li
 
 
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
-    """Rewrite an update, so that what depends on equal step counts only is computed once.
+    """Rewrites an update so that values that depend only on equal step counts are computed once.
 
-    The graph writes only into inputs, at its end; each input is still written. Two results may
+    The graph writes only into inputs, at its end, and still writes each input. Two results may
     become one node: see `functional_memory.keep_apart`.
 
     Args:

@@ -212,8 +212,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     Attributes:
         masks: the attention masks of the run.
         updating: True while an optimizer steps.
-        exact: while an optimizer of torch steps, the ids of the scalars that it keeps in float32
-            (see `with_exact_numbers`); otherwise None.
+        exact: while an optimizer of torch steps, the ids of the scalars that eager code keeps in
+            float32 (see `with_exact_numbers`); otherwise None.
         regions_begun: the number of remat regions that have begun.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
@@ -355,7 +355,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Returns a context manager: nodes that are made inside are noted as parts of a
+        """Returns a context manager. Nodes that are added inside are noted as parts of a
         redistribution.
 
         Args:
@@ -380,10 +380,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager: nodes that are made inside are noted as parts of a remat
+        """Returns a context manager. Nodes that are added inside are noted as parts of a remat
         region.
 
-        If regions are nested, they belong to the outermost.
+        Within nested regions, they belong to the outermost one.
         """
         if not self._within.region:
             self.regions_begun += 1
@@ -405,15 +405,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager: if `keep`, values that are made inside are saved for backward.
-
-        Otherwise a remat region recomputes them.
-        """
+        """Returns a context manager. If `keep`, values computed inside are saved for backward."""
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Mark the nodes that made the memory of `x`: backward gets it from forward, without
-        recomputation.
+        """Marks the nodes that computed the memory of `x`, so that backward gets it from forward.
+
+        A remat region then does not recompute it.
         """
         with local_ops():
             wanted = x.untyped_storage()._cdata
@@ -424,7 +422,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into `x` in place, where eager code would assign `x.data`.
 
-        The tracer identifies a tensor by its Python object, which must stay.
+        The assignment would replace the Python object by which the tracer identifies the tensor.
         """
         x.copy_(value)
 
@@ -457,7 +455,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:
-        """Returns a context manager: nodes that are made inside count as part of backward."""
+        """Returns a context manager. Nodes that are added inside count as part of backward."""
         return attribute_set(self, "_is_behind_forward", True)
 
     def is_behind_forward(self) -> bool:
@@ -515,7 +513,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._made.append((made, out))
 
     def add_alias(self, made: torch.Tensor) -> fx.Node:
-        """Adds a node that is an alias of the fake tensor `made`; later reads of `made` use this
+        """Adds a node that is an alias of the fake tensor `made`. Later reads of `made` use the new
         node.
         """
         shown = node_of(made)
@@ -532,11 +530,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     @contextmanager
     def block(self, *kinds: type) -> Iterator[None]:
-        """Inside the `with` block, nodes and their later backward nodes belong to one call of a
-        block.
-
-        A block is a repeated module, such as a layer. A block within a block belongs to the outer
-        one.
+        """Assigns nodes made inside the `with` block, and their backward, to one call of a block.
 
         Args:
             kinds: the class of the block; for an update the optimizer's class and the block's
@@ -602,8 +596,8 @@ class _Traced:
 
 
 class RepeatedMoves:
-    """The redistributions that a capture has traced; an equal one is copied and not traced
-    again.
+    """The redistributions that a capture has traced. The nodes of an equal one are copied, not
+    traced again.
     """
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode):
@@ -613,11 +607,11 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns `x` redistributed by `move`; the nodes are copied if an equal one was traced
-        before.
+        """Returns `x` redistributed by `move`. If an equal redistribution was traced before, its
+        nodes are copied.
 
         Args:
-            run: traces the redistribution, if there was no equal one.
+            run: traces the redistribution. It is called if there was no equal one.
         """
         given = node_of(x) if isinstance(x, FakeTensor) else None
         if given is None:
@@ -671,7 +665,8 @@ class StepFunctionMode(TorchFunctionMode):
     Args:
         inputs: the inputs of the graph.
         facts: handles reads of the metadata of inputs.
-        reads_values: True if `.item()` returns a value that depends only on the data of the call.
+        reads_values: True if `.item()` may return a value, computed from the data of the call
+            alone.
 
     Attributes:
         called_last: the name of the function that was called last.
@@ -768,14 +763,18 @@ class StepFunctionMode(TorchFunctionMode):
                 before.copy_(value)
 
     def is_given_memory(self, fake: torch.Tensor) -> bool:
-        """True if the step assigns to `.data` of this input, which then has other memory."""
+        """True if the step has assigned to `.data` of this input, so that the input has other
+        memory now.
+        """
         return id(fake) in self._written
 
     def separate_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns an output of the step; after `x.data = y` it may need another tensor.
+        """Returns the tensor to return from the graph, for a tensor that the step returns or
+        stores.
 
-        In eager x then shares the memory of y. In the graph y is copied into x. So an output with
-        the memory of y becomes an alias of x, and one with the former memory of x becomes a copy.
+        It may be another tensor if the step has assigned `x.data = y`. In eager code x then shares
+        the memory of y. In the graph y is copied into x. So an output with the memory of y becomes
+        an alias of x, and one with the former memory of x becomes a copy.
 
         Raises:
             CaptureError: the output is another view of that memory, or has a history.
@@ -887,8 +886,8 @@ def _list_views(node: fx.Node | None) -> list[fx.Node]:
 
 
 def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureError]]) -> None:
-    """Raise CaptureError if forward reads a view of a tensor after the tensor's shape changed in
-    place.
+    """Raises CaptureError if the shape of a tensor was changed in place, and forward reads a view
+    of it later.
 
     Args:
         changed: (last node before the change, views of the tensor, the error) for each change.
@@ -1003,9 +1002,9 @@ _PLAIN = frozenset(
 class LibraryCalls:
     """Calls torch functions in a capture; the profile function is off where no user code can run.
 
-    Modes and hooks of the user could intercept a function's calls. So calls are profiled if a
-    function mode of the user is active, or if there are more dispatch modes or saved-tensor hooks
-    than before.
+    The profile function watches the user's calls, and is slow. User code can run inside a torch
+    function only if a mode or a hook of the user intercepts it. So a call is profiled if a function
+    mode of the user is active, or if dispatch modes or saved-tensor hooks were added.
     """
 
     def __init__(self) -> None:

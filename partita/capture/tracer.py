@@ -99,7 +99,7 @@ def capture(
     the arguments.
 
     Args:
-        slots: the places of other tensors of the state.
+        slots: where the other tensors of the state are stored.
         blocks: the choice of modules that are blocks; None if there are no blocks.
 
     Raises:
@@ -186,7 +186,9 @@ def _capture(
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
-    """Returns the places (`home[key]`) of all parameters, buffers and optimizer state tensors."""
+    """Returns where each parameter, buffer and optimizer state tensor is stored, as slots
+    (`home[key]`).
+    """
     found = []
     for i, module in enumerate(modules):
         for prefix, part in module.named_modules():
@@ -235,17 +237,18 @@ class Tracer:
 
     Args:
         inputs: the inputs of the graph.
-        slots: the places of the tensors of the state.
+        slots: where the tensors of the state are stored.
         modules: the modules of the state.
         optimizers: the optimizers of the state, by name.
         blocks: the choice of modules that are blocks.
-        counts_apart: True if the step counts of an optimizer's parameters may differ.
+        counts_apart: True if the parameters of one optimizer may have different step counts.
 
     Attributes:
         outputs: the outputs of the graph.
         facts: handles reads of the metadata of inputs.
         wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
-        equal_counts: conditions that step counts are equal, so that one of them represents all.
+        equal_counts: conditions that step counts are equal, so that the graph needs only one of
+            them.
         recorder: the dispatch mode through which the calls of the run go.
         nodes: the nodes of the inputs in the graph that is traced.
         root: the module that holds the graph's constants.
@@ -355,7 +358,7 @@ class Tracer:
 
     @contextmanager
     def following_functions(self, reads_values: bool = False) -> Iterator[StepFunctionMode]:
-        """Inside the block, intercept the torch functions that the step calls.
+        """Intercepts the torch functions that the step calls, inside the `with` block.
 
         Args:
             reads_values: the same as for `StepFunctionMode`.
@@ -404,8 +407,8 @@ class Tracer:
         return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
 
     def finish_outputs(self) -> None:
-        """Add gradients of inputs (for results that require grad), and values that ranks compare,
-        as outputs.
+        """Adds outputs: gradients of inputs, if results require grad, and values that ranks
+        compare.
         """
         self.outputs.find_bases()
         if self.outputs.differentiable:
@@ -418,8 +421,8 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raise CaptureError if the graph would not do what the run did. Also remove unused
-        nodes.
+        """Raises CaptureError if the graph would not do what the run has done. Removes unused
+        nodes, too.
         """
         _check_constants(made.graph)
         _check_operators(made.graph)

@@ -51,8 +51,7 @@ NUMBER = torch.zeros((), dtype=torch.float64)
 
 @dataclass
 class PlainNumbers:
-    """The Python floats of a step that become constants of the program, because they cannot be
-    inputs.
+    """The Python floats of a step that are constants of its program, because they cannot be inputs.
 
     Attributes:
         why: the reason if no float can be an input; "" otherwise.
@@ -65,15 +64,15 @@ class PlainNumbers:
 
 
 class CapturedNumbers:
-    """The Python floats that a step reads during one capture run; they become graph inputs or
-    constants.
+    """The Python floats that a step reads in one capture run. They become inputs or constants of
+    the graph.
 
     Args:
         env: the shape environment of the fake tensors.
         plain: the floats that are constants.
 
     Attributes:
-        met: (input, value) of each float that the step reads, input or constant.
+        met: (input, value) of each float that the step has read.
         traced: maps the symbol of each float that is a graph input to its `Input`.
     """
 
@@ -83,7 +82,7 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns the symbolic float that the step gets in place of a float, or `value` for a
+        """Returns what the step gets in place of a float: a symbolic float, or `value` if it is a
         constant.
 
         Args:
@@ -106,9 +105,11 @@ class CapturedNumbers:
         return found
 
     def note_zeros_read(self) -> bool:
-        """True if the step has read or compared a float input whose value is zero.
+        """Makes float inputs with the value zero constants of the program, if the step has read or
+        compared them.
 
-        Such a float is a constant in the next run, because code often tests `if weight_decay != 0`.
+        The reason: code often tests `if weight_decay != 0`. Returns True if there are such floats:
+        the step must then run again, without them as inputs.
         """
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
@@ -120,7 +121,7 @@ class CapturedNumbers:
         return bool(found)
 
     def make_constants(self, numbers: Sequence[Input]) -> bool:
-        """Make these floats constants of the program, from the next run on.
+        """Makes these floats constants of the program, from the next run of the step on.
 
         Returns True if one of them is a graph input in this run, so that another run is needed.
         """
@@ -258,13 +259,14 @@ def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
 
 @dataclass(frozen=True)
 class Guesses:
-    """Answers that a capture assumes for the step's first branches on tensor values.
+    """Assumed results of branches on tensor values, in the order of the branches.
 
-    Answers to later branches are predicted (`PredictedValues`).
+    A capture continues after a branch with the assumed result (answer). For branches after the last
+    of these, `PredictedValues` predicts the answer.
 
     Attributes:
-        values: the assumed answers.
-        certain: the number of answers, from the first, that are known to be true for the call.
+        values: the assumed answers (results of branches).
+        certain: the number of answers at the beginning that are known to be true for the call.
         turned: the indices of the answers that were tried both ways.
         tried: the number of sequences of answers that were tried.
     """
@@ -275,10 +277,10 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """Returns guesses with one answer changed; None if all were tried.
+        """Returns guesses in which one answer is changed; None if all combinations were tried.
 
-        Called after the step has raised during capture: the error may come from a branch that the
-        call does not take.
+        Use it if the step has raised an error during capture. A wrong guess may have led to a
+        branch that the real call does not take.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned and isinstance(answers[i], bool):
@@ -290,9 +292,10 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """The result of running a program whose assumed answers are wrong for this call.
+    """The result of running a program whose assumed answers (results of branches) are wrong for the
+    call.
 
-    The run has changed nothing, so the call can run another program.
+    The run has changed nothing, so the call can run another program instead.
 
     Attributes:
         answers: the answers that the graph computed.
@@ -315,11 +318,13 @@ class OtherAnswers:
 
     @property
     def guesses(self) -> Guesses:
-        """The answers that the graph has computed, as guesses for another capture of the step."""
+        """The answers that the graph has computed, as assumptions for another capture of the
+        step.
+        """
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
-        """True if a program that assumes `answers` is right for this call, as far as they are
+        """True if a program that assumes `answers` fits this call, as far as the true answers are
         known.
         """
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
@@ -373,7 +378,8 @@ class Answers:
 class ValuesWanted(BaseException):
     """Raised during capture if the step branches on a value that must be computed first.
 
-    The call then computes it, and captures again. A BaseException, so that steps do not catch it.
+    The call then computes the value, and captures the step again. It is a BaseException, so that
+    the step does not catch it.
 
     Attributes:
         compute: a function from the leaves of the call to the values that the step has read so far.
@@ -384,9 +390,9 @@ class ValuesWanted(BaseException):
 
 
 class StepRaises(Exception):
-    """Raised if the step itself raises an error during capture.
+    """Raised if the step raises an error of its own during capture.
 
-    The call then runs eagerly, so that it writes and raises as in eager code.
+    The call then runs eagerly, so that the step writes and raises as in eager code.
 
     Attributes:
         error: what the step raised while it was captured.
@@ -402,7 +408,7 @@ class StepRaises(Exception):
 
 
 class AskedQuestions:
-    """The branches on tensor values in one capture run, each with the answer that is assumed.
+    """The branches on tensor values in one capture run, each with its assumed result (answer).
 
     Args:
         guesses: answers of an earlier run.
@@ -410,7 +416,7 @@ class AskedQuestions:
     Attributes:
         values: the symbolic value of each branch, an output of the graph.
         reads: the numbers that the step has read from tensors (`.item()`), in order.
-        last_line: the user's line that needs a value that must be computed first.
+        last_line: the last line of the user that needs a value which must be computed first.
     """
 
     def __init__(self, guesses: Guesses):
@@ -464,7 +470,8 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Returns guesses with another answer, to capture again after the step has raised.
+        """Returns guesses with another answer, for another capture after the step has raised an
+        error.
 
         None if all were tried.
         """
@@ -516,11 +523,7 @@ def _finds_bad(node: fx.Node) -> bool:
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
-    """Make a graph write its inputs only if the answers that were assumed at capture are true.
-
-    The graph's last outputs are the true answers. If one differs from `answers`, each `copy_`
-    writes the input's old value, so that the run changes nothing. The true answers become one
-    output, a tensor of integers.
+    """Makes a graph write its inputs only if the assumed answers (results of branches) are true.
 
     Raises:
         CaptureError: a custom operator in the graph writes, whatever the answers are.

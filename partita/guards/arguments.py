@@ -39,9 +39,7 @@ _DEPTH = 32  # the most nested objects; each level takes frames of Python's stac
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Returns the leaves (tensors and plain values) in arguments or results, and their structure.
-
-    It is like `pytree.tree_flatten`, but also flattens objects such as dataclasses.
+    """Splits arguments or results into their leaves (tensors and plain values) and their structure.
 
     Args:
         stays: a predicate: True for an object that is kept as a leaf.
@@ -70,7 +68,9 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
 
 
 def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
-    """Returns all containers and objects in the arguments of a call, each as often as it occurs.
+    """Returns all containers and objects in the arguments of a call.
+
+    One that occurs several times is listed several times.
 
     Args:
         call: the (args, kwargs).
@@ -98,16 +98,13 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 
 
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
-    """Returns rebuilt arguments in which a container that the call passes twice is one object
-    again.
-
-    `unflatten_call` makes two lists of a list that is passed twice. Code that writes one of them
-    must see the change in the other.
+    """Returns rebuilt arguments in which a container that the call passes twice is again one
+    object.
 
     Args:
         call: the original arguments.
         made: the arguments that `unflatten_call` made of them.
-        known: maps the id of a container of the call to the one that was made of it.
+        known: maps the id of each container of the call to the rebuilt container.
     """
     if pytree.tree_is_leaf(call):
         if type(call) not in LEAVES and id(call) not in known and is_flattened(call):

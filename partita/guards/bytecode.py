@@ -161,7 +161,7 @@ def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
     """Returns the names of the modules that a code object imports when it runs.
 
     Args:
-        package: the package of its module, for relative imports.
+        package: the package that contains the code's module, for relative imports.
     """
     found, steps = [], list(_instructions_of(code))
     for n, i in enumerate(steps):
@@ -189,12 +189,11 @@ _REFLECTING_ATTRIBUTES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def reflects(code: CodeType) -> bool:
-    """True if code may read an attribute whose name does not occur in it, as `getattr(x, key)`
-    does.
+    """True if code may read an attribute whose name does not occur in it, as in `getattr(x, key)`.
 
-    `getattr` with a constant name does not count. A call pushes the function, an empty stack entry
-    and its arguments. So the name is constant if the last instruction at the depth of the second
-    argument loads a constant.
+    `getattr` with a constant name does not count. The name is constant if the instruction that
+    pushes the second argument loads a constant. A call pushes the function, an empty stack entry
+    and then the arguments, so the depth of the stack shows which instruction that is.
     """
     if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
         return True

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 
 
 class CallGuard:
-    """Remembers the last call, to decide fast if the next one may run the same program.
+    """Compares a call with the last one, to decide fast whether the same program may run.
 
-    It compares tensors by object identity; if that fails, the slower `Guards` decide.
+    Tensors are compared by object identity. If that fails, the slower `Guards` decide.
 
     Args:
-        slots: `state.slots`, and the slots of optimizer state that exists now.
+        slots: where the state's tensors are stored: `state.slots`, and the slots of the optimizer
+            state that exists now.
         state: the state that the step reaches.
-        tensors: the leaves of the call, as `tensors_of_call` returns them.
+        tensors: the leaves of the call (its tensors and values), as `tensors_of_call` returns them.
         program: the program that the call runs.
 
     Attributes:
@@ -108,10 +109,9 @@ class CallGuard:
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """Returns the leaves (tensors and plain values) of a new call if it is like the remembered
-        one.
+        """Returns the leaves (tensors and plain values) of a new call if it is like the last one.
 
-        Otherwise None: the slower checks must decide.
+        Otherwise returns None, and the slower checks must decide.
         """
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
@@ -148,7 +148,7 @@ class CallGuard:
         return holds
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Returns the local tensors with which this rank runs the program in a call.
+        """Returns the local tensors that this rank passes to the program in a call.
 
         Args:
             tensors: the leaves of the call, as `tensors` returns them.

@@ -205,7 +205,9 @@ class Calls:
 
     @contextmanager
     def listening(self, enabled: bool) -> Iterator[None]:
-        """Watch the calls of this thread inside the block. Does nothing unless `enabled`."""
+        """Watches the function calls of this thread inside the `with` block. Does nothing unless
+        `enabled`.
+        """
         if not enabled:
             yield
             return
@@ -457,7 +459,8 @@ def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
     """Record the environment variables that a step may read, so that guards compare them.
 
     Args:
-        names: texts in the step's code. Those in capital letters count as names of variables.
+        names: the string constants in the step's code. Those in capital letters count as names of
+            variables.
     """
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.ignore(os.environ)

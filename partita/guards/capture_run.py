@@ -115,10 +115,10 @@ class CaptureRequest:
         step, args, kwargs: the step, and the arguments of the call.
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on tensor values.
-        values: the values of the call that are known, for such branches.
+        values: the values of the call's tensors that are known, from which such answers are
+            computed.
         blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
-        counts_apart: True if step counts of an optimizer may differ between parameters, so that one
-            cannot represent all.
+        counts_apart: True if the parameters of one optimizer may have different step counts.
     """
 
     step: Callable[..., Any]
@@ -135,8 +135,8 @@ class CaptureRequest:
 def capture_step(request: CaptureRequest) -> CapturedProgram:
     """Captures a step: runs it over fake tensors until one run gives a complete graph.
 
-    A run is repeated if it read something that the capture had assumed otherwise, such as a mark or
-    a guessed branch.
+    The step runs again if a run has shown that an assumption was wrong. Examples: the step reads a
+    `.grad` that was assumed unread, or a float must be a constant.
 
     Returns:
         The program.
@@ -209,7 +209,7 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """Returns `run.program()`, and then frees what the run has recorded."""
+    """Returns `run.program()`, and frees what the run has recorded."""
     try:
         return run.program()
     finally:
@@ -259,14 +259,16 @@ class CaptureRun:
     """One run of a step over fake tensors, which traces its graph and records what it reads.
 
     Args:
-        unmarked: the indices, among the leaves of the call, of tensors that get no mark.
+        unmarked: the indices (among the leaves of the call) of tensors that get no mark. A mark is
+            a fake gradient that shows whether the step reads `.grad`.
         plain: the floats that stay Python numbers.
 
     Attributes:
         record: the record of what the step reads of Python.
         writes: the writes to Python objects, which each call must repeat.
-        other_tensors: (tensor, name) that code may compare by identity, in places without fakes.
-        slots, values: the places of the step's tensors, and of its plain Python values.
+        other_tensors: (tensor, name) of real tensors that the step may compare by identity with a
+            fake.
+        slots, values: where the step's tensors are stored, and where its plain Python values are.
         inputs, outputs: the inputs and outputs of the graph.
         read_marks: the indices of tensors whose marks (gradients that do not exist) were read.
         questions: the branches on values.
@@ -602,10 +604,10 @@ class CaptureRun:
             write.undo()
 
     def guards(self, refused: bool = False) -> Guards:
-        """Returns guards that expect all Python values which the step has read as they are now.
+        """Returns guards that expect the current values of all Python state that the step has read.
 
         Args:
-            refused: True if capture failed. All tensors then count as equal.
+            refused: True if the capture has failed. The guards then treat all tensors as equal.
         """
         numbers = [given for given, _ in self.numbers.met if given.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
@@ -624,8 +626,8 @@ class CaptureRun:
     def check_other_tensors(self) -> None:
         """Raise CaptureError if the step may compare an input with `is`, and get a wrong result.
 
-        One side of the comparison would be the fake, the other the real tensor. This can happen if
-        the tensor is also held by an object in which capture cannot put the fake.
+        That happens if one side of the comparison is the fake, and the other side the real tensor.
+        An object may hold the real tensor in a place where capture cannot put the fake.
         """
         if self._returns_unknown_tensor:
             raise not_an_input("")

@@ -55,15 +55,17 @@ class CapturedProgram(Program):
         guards: the checks of the Python state that the step read at capture.
         writes: the changes of Python objects that each call repeats.
         requires_grad_writes: (index, value) of tensors whose `requires_grad` the step sets.
-        given_memory: (kind, index) of inputs that the step gives other memory (`x.data = y`).
+        given_memory: (kind, index) of inputs that get other memory in the step (`x.data = y`).
         answers: the results of branches on values that the program assumes.
         blocks: which blocks were folded, and why others were not.
         work: the matrix products, for ledgers.
         captured: the program before any pass.
         budget_search: the search for a rewriting with a lower peak; None after compilation.
         overlap_check: the check whether a written input overlaps another input in memory.
-        numeric_answers: a graph of the answers that are numbers, which runs first.
-        holds_writes: True until the first run: Python objects have the values of capture.
+        numeric_answers: a graph that computes those answers that are numbers. It runs before the
+            program.
+        holds_writes: True until the first run, while Python objects still have the values that the
+            capture gave them.
     """
 
     replicated_inputs: ReplicatedInputCheck | None = None
@@ -95,7 +97,7 @@ class CapturedProgram(Program):
         return function_of(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Restore the Python objects that the capture has changed, except if a run has changed them
+        """Restores the Python objects that the capture has changed, unless a run has changed them
         since.
         """
         for write in reversed(self.writes) if self.holds_writes else ():
@@ -127,10 +129,10 @@ class CapturedProgram(Program):
             )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Adapt the program to the memory that the state has now. Called when a tensor's storage
+        """Adapts the program to the memory that the state has now. Call it after a tensor's storage
         changed.
 
-        Uneven shards get memory for their padding, and `overlap_check` stores the storages.
+        Uneven shards get room for their padding, and `overlap_check` records the new storages.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -167,8 +169,8 @@ class CapturedProgram(Program):
             inputs: the same as for `run_graph`.
 
         Returns:
-            The step's result; or an `OtherAnswers` if the true answers differ from the program's.
-            Then nothing has changed, not even the state of generators.
+            The step's result. If the program has assumed wrong results of branches: an
+            `OtherAnswers`. Then nothing has changed, not even the state of random generators.
         """
         reads = tensors
         if self.view_copies:
@@ -248,9 +250,9 @@ class CapturedProgram(Program):
 
 @dataclass(eq=False)
 class SideGraph:
-    """A copy of the part of a captured graph that computes some values. It writes nothing.
+    """A part of a captured graph that computes some values by itself, before the program runs.
 
-    It can run before the program, for values that are needed first.
+    It writes nothing.
 
     Attributes:
         graph: the copied part.
@@ -289,7 +291,7 @@ class ReplicatedInputCheck:
 
     Attributes:
         side: the graph that computes the values.
-        said: the name of each value ("" if the step computes it) and the user's line.
+        said: for messages, the name of each value ("" if the step computes it) and the user's line.
         wires: the wire of each value, on whose ranks it must be equal.
     """
 
@@ -341,7 +343,7 @@ def extract_compared(
 ) -> ReplicatedInputCheck | None:
     """Returns a check that some values in a graph are equal on all ranks; None if there are none.
 
-    It has a copy of the nodes that compute them.
+    The check has a copy of the nodes that compute these values.
 
     Args:
         given: the graph's inputs, by node.
@@ -451,7 +453,7 @@ def record_moves(program: Program) -> None:
 
 
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
-    """Report to ledgers, `strict()` and `check_ranks()` that a program is going to run.
+    """Reports that a program is going to run, to ledgers, `strict()` and `check_ranks()`.
 
     They get the same records as from an eager step.
 

@@ -89,28 +89,21 @@ _read_bases = vars(type)["__bases__"].__get__
 
 
 class Guards:
-    """The check that the Python values which a step read at capture are still the same.
-
-    Only then may its program run again.
-
-    A *place* is an attribute, a global or an item that was read. Its value may contain *parts*:
-    containers and other objects that may change in place. Values are compared with those at capture
-    by their keys (`values.content_key`). Keys are computed only for places that hold other objects
-    than in the last call, because comparing identities is faster.
+    """Checks that the Python values which a step has read at capture are still the same.
 
     Args:
-        places: the places that the step read; their current values are expected.
+        places: the places that the step has read. Their current values become the expected ones.
         types: (object, type) of objects whose type was read.
         inputs: the values that are inputs of the graph.
         huge: containers whose entries are compared by identity.
         classes: classes whose bases and number of attributes must stay the same. A new attribute
             may hide another.
-        namespaces: (name, variables, read names or None for all) of modules, functions and
-            objects: none of the read names may be added or removed.
+        namespaces: (name, variables, names that were read; None for all) of modules, functions and
+            objects. None of these names may be added or removed.
         owners: (name, object) of objects whose attributes were read: each must keep its `__dict__`,
             which is the home of the places.
-        compared: identities of the places whose values code may compare by `is` or `id`; None if no
-            code does.
+        compared: identities of the places whose values the step may compare by `is` or `id`; None
+            if it compares none.
         call: the (args, kwargs) of the captured call, whose objects code may compare, too; None if
             the step has no program.
     """
@@ -182,9 +175,7 @@ class Guards:
         return len(self._places)
 
     def as_of_now(self) -> Guards:
-        """Returns guards of the same places that expect the current values instead of those at
-        capture.
-        """
+        """Returns guards of the same places that expect the values which these places have now."""
         places, types = self._arguments[:2]
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
@@ -195,10 +186,11 @@ class Guards:
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
-        """True if the step read only tensors among the first `count` leaves from Python objects.
+        """True if no argument of a call is also read from a Python object, such as a global.
 
-        A call's leaves are its state, then its arguments. If `count` is the number of the state's
-        leaves, then no argument of the call was also read from a global or an attribute.
+        The first `count` leaves of a call are its state, and the others are its arguments. So this
+        is True if all tensors that the step has read from Python objects are among the first
+        `count` leaves.
         """
         return self._last_leaf < count
 
@@ -207,12 +199,13 @@ class Guards:
     ) -> bool:
         """True if all places that the step has read have the expected values.
 
-        Then their current objects are remembered: the next call compares identities first. Each
-        tensor that was read must be the same leaf of the call as at capture.
+        Each tensor that was read must be the same leaf of the call as at capture. If the result is
+        True, the current objects are stored, so that the next call can compare identities first.
 
         Args:
             leaves, call: the leaves and the (args, kwargs) of the call.
-            are_the_same: True if the leaves that were read are the tensors of the last call.
+            are_the_same: True if the leaves that were read are the same tensors as in the last
+                call.
         """
         moved = self._find_moved()
         if not moved and are_the_same and self._have_same_names():
@@ -356,11 +349,11 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if none of these tensors is in a place (such as a global) that guards compare by
-        identity.
+        """True if none of these tensors is also in a place, such as a global, that guards compare
+        by identity.
 
-        `CallGuard` checks a call's argument tensors: one that is also such a global needs the full
-        check.
+        `CallGuard` uses it for the tensors among a call's arguments. A tensor that is in such a
+        place needs the full check.
 
         Args:
             tensors: the ids of the tensors.
@@ -483,8 +476,8 @@ class PlaceContent(NamedTuple):
     Attributes:
         key: the key of the value.
         parts: (object, key) of objects that may change in place, in the order of the walk.
-        others: the ids of tensors that are not leaves of the call.
-        met: the ids of the parts, or of all objects that code may compare by `is`.
+        others: the ids of those tensors in the value that are not leaves of the call.
+        met: the ids of the parts. If code may compare by `is`: the ids of all objects in the value.
     """
 
     key: Any
@@ -500,7 +493,8 @@ def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """The values read by a step that are inputs of its graph. Guards do not compare them.
+    """The values that a step reads and that are inputs of its graph, so that guards do not compare
+    them.
 
     Attributes:
         leaves: maps the id of each tensor to its first index among the leaves of the captured call.
@@ -539,7 +533,7 @@ class WatchedItems:
     """A copy of the items of containers and arrays at one time, to detect later changes.
 
     Args:
-        parts: the objects that each place reaches, by the place's index.
+        parts: for each place, by its index, the containers and arrays in its value.
     """
 
     def __init__(self, parts: dict[int, Parts]):
@@ -692,9 +686,9 @@ _DICT_CONTEXTS: dict[Any, Callable[[Any], Any]] = {
 
 
 def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
-    """Returns, for each dictionary key in the arguments, what to compare it by in a later call.
+    """Returns what to compare each dictionary key in the arguments by, in a later call.
 
-    `flatten_call` alone compares dictionary keys by `==`, for which 1 and True are equal.
+    `flatten_call` compares keys by `==`, which does not distinguish 1 from True.
     """
     found, waiting = [], [structure]
     while waiting:
@@ -711,7 +705,7 @@ def signature_of(
 ) -> tuple[Any, ...]:
     """Returns the signature of a call. Calls with equal signatures may run the same program.
 
-    It is a tuple of (name, value...) for each part.
+    The signature is a tuple with an entry (name, value, ...) for each property.
 
     Args:
         tensors, names: the leaves of the call, and their names, such as "batch['x']".
@@ -751,8 +745,8 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if ranks hold shards of `t` of different sizes; a graph gets them padded to the
-    largest.
+    """True if ranks hold shards of `t` of different sizes, which are padded before a graph gets
+    them.
     """
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
@@ -974,7 +968,7 @@ class History:
 
         Args:
             reason: the reason of the capture.
-            key: (the call's signature, the number of the capture).
+            key: a pair of the call's signature and the number of the capture.
             description: the description of the call.
             numbers: the result of `Conditions.identify_numbers`.
             keep: the most programs that the step keeps.

@@ -74,13 +74,15 @@ class State:
         slots: the slots of modules' tensors, and of tensors in variables, lists and dictionaries.
             Those of optimizers, whose state comes and goes, are in `optimizer_slots`.
         values: the slots of Python floats.
-        by_path: the slots of this search and of earlier ones that a program refers to.
+        by_path: the slots that this search has found, and earlier ones to which a program refers.
         parts: each module, with all modules inside it.
         given: the modules and optimizers among the arguments of the call.
-        links: (home, key, object) of each object on the path to a slot.
+        links: (home, key, object) for each object through which a slot was found: `home[key]` is
+            the object.
         lists: (container, length) of lists and dictionaries that were searched.
-        reached: places with state that only a run of the step has shown.
-        search: a function that searches again, with more such places.
+        reached: places with state that the search did not find, but that a run of the step has
+            read.
+        search: a function that repeats the search, with more such places.
         searches: the number of such searches for one call.
     """
 
@@ -98,11 +100,10 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Searches the places that a run has read for modules, optimizers and tensors not yet
-        known.
+        """Searches places that a run has read for modules, optimizers and tensors that are not
+        known yet.
 
-        Returns the exception to raise if there are any, with which the capture starts again;
-        otherwise None.
+        Returns the exception with which the capture starts again, if there are any; otherwise None.
         """
         if self.search is None or self.searches >= _SEARCHES:
             return None
@@ -140,7 +141,7 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if a call's arguments contain the same modules and optimizers as when this state was
+        """True if a call passes the same modules and optimizers as arguments as when this state was
         found.
 
         Otherwise the search for the step's state must be repeated.
@@ -191,7 +192,7 @@ class State:
     def guarded_places(self) -> Iterator[Place]:
         """Yields places that guards always compare, such as `optimizer.param_groups`.
 
-        The record of a step's reads does not see how these are read.
+        They are always compared, because reads of them are not recorded.
         """
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
@@ -215,9 +216,9 @@ class State:
 
 
 class NewStateFound(Exception):
-    """Raised if a run has read tensors, modules or optimizers that the search had not found.
+    """Raised if the step has read a tensor, module or optimizer that `find_state` had not found.
 
-    The capture then starts again with them.
+    The capture then starts again with the larger state.
 
     Attributes:
         state: the state that includes them.
@@ -237,7 +238,7 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
     """Returns the leaves of a call: the values of the state's slots, then the leaves of the
     arguments.
 
-    Inputs of a graph refer to them by index.
+    Inputs of a graph refer to these leaves by index.
     """
     found: list[Any] = []
     for slot in slots:
@@ -284,9 +285,10 @@ def find_state(
     ranks.
 
     Args:
-        given: the objects of `state=`.
+        given: the objects that the user has passed as `state=`.
         reached: places (attributes, globals, items) that runs of the step have read.
-        before: the result of an earlier search. Its slots are kept and get their current homes.
+        before: the result of an earlier search. The new result uses the same slot objects, updated
+            to where their tensors are stored now.
     """
     by_path: SlotsByPath = weakref.WeakValueDictionary() if before is None else before.by_path
     return _search_state(step, list(given), _modules_among(args, kwargs), by_path, reached)
@@ -406,8 +408,9 @@ class _Search:
     def search_places(self, places: Iterable[Place]) -> None:
         """Search places that the step has read in a run, if they may hold tensors.
 
-        The value is searched whole in cells, globals, class attributes, context variables, enums
-        and `threading.local`; elsewhere only if it is or contains tensors, modules or optimizers.
+        Values of cells, globals, class attributes, context variables, enums and `threading.local`
+        are always searched. Other values are searched only if they are or contain tensors, modules
+        or optimizers.
         """
         known = {slot.identity for slot in self.state.slots}
         for place in places:

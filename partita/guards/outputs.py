@@ -55,9 +55,8 @@ _MOST_OBJECTS = 10_000  # that one search visits
 
 
 class ModuleAttributes:
-    """The attributes of a step's modules other than parameters and buffers.
-
-    It finds which of them a step assigns during capture.
+    """The attributes of a step's modules, except parameters and buffers, to find out which of them
+    the step sets.
     """
 
     def __init__(self, state: State):
@@ -70,7 +69,7 @@ class ModuleAttributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """After the block, remove fake tensors that the step has stored in module attributes."""
+        """Removes fake tensors from module attributes at the end of the `with` block."""
         homes = [home for _, home in self._homes]
         with attributes_restored(homes, contains_fake) as self._before:
             yield
@@ -101,9 +100,8 @@ class ModuleAttributes:
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Returns a slot for each module attribute in which the step has stored a tensor.
-
-        Call it inside `restored`, before the attributes are restored.
+        """Returns a slot (object and key) for each module attribute in which the step has stored a
+        tensor.
 
         Args:
             known: the identities of the slots that are inputs.
@@ -130,7 +128,8 @@ class InputAttributes:
     """Attributes that a user has set on input tensors, and that their fakes have during capture.
 
     Args:
-        record: the record of what the step reads of Python: the attributes become guards.
+        record: the record of what the step reads from Python objects. The attributes are added to
+            it.
     """
 
     def __init__(self, record: ReadRecord):
@@ -199,9 +198,9 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def has_only_known_fakes(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if `value` is a container whose fake tensors are all in places that are inputs.
+    """True if `value` is a container in which each fake tensor is in a place that is an input.
 
-    Then the program already writes these places.
+    The program already writes such places.
 
     Args:
         known: the identities of the places (slots).

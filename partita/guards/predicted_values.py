@@ -46,8 +46,8 @@ class ValuesOfCall:
 
     Attributes:
         reads: the numbers that the step has read so far, in order. Later ones are unknown.
-        integers: the local values of integer inputs on each rank (padded, as the graph gets them),
-            by index among the leaves of the call.
+        integers: for each integer input, by its index among the leaves of the call: its local value
+            on each rank. It is padded, as for the graph.
         mesh: the mesh of these ranks.
     """
 
@@ -129,7 +129,7 @@ class PredictedValues:
 
         Args:
             node: the node of the number.
-            place: the index of the number among the step's reads.
+            place: the index of this read among all reads of numbers in the step.
         """
         of, reads = node.all_input_nodes[0], self._known.reads
         if place < len(reads):

@@ -228,11 +228,13 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """Returns the ids of all objects that existed before the step and that it could read."""
+        """Returns the ids of all objects that the step could read and that existed before it."""
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if the step can reach this object, so that reads of its attributes are recorded."""
+        """True if the step has reached this object, so that reads of its attributes must be
+        recorded.
+        """
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
@@ -247,17 +249,16 @@ class ReadRecord(PlaceRecord):
 
     @property
     def sees_calls(self) -> bool:
-        """True if a function is recorded when it runs; False if it is recorded when it is reached.
+        """True if a function is recorded when it runs. If False, it is recorded as soon as the step
+        could call it.
 
-        False if another profiler was active when recording began, because then calls are not seen.
+        It is False if another profiler was active when recording began, because calls cannot be
+        watched then.
         """
         return not self._reads_ahead
 
     def values_reached(self) -> Iterator[tuple[Any, str]]:
-        """Yields `(value, name)` of everything that the step can have read.
-
-        These are the values of places, what they contain, and entries of huge containers.
-        """
+        """Yields `(value, name)` for everything that the step may have read."""
         for place in self.places.values():
             yield place.value, place.name
         for value in [v for i, v in self._reached.items() if i not in self._made_anew]:
@@ -319,7 +320,7 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Copy objects that capture has made (the rebuilt arguments), to find the step's writes to
+        """Copies rebuilt arguments of the call, to find out later what the step has written to
         them.
         """
         before = self._reached.keys() | ()
@@ -376,7 +377,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(Place(f"{called}.{name}", held, name), value)
 
     def instrument_module(self, module: Any, name: str) -> None:
-        """Make a user's module record the reads of its attributes from now on.
+        """Makes a module of the user record reads of its attributes from now on.
 
         Args:
             name: the module's name, for messages.
@@ -604,8 +605,8 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Register a function that the step may call. When it runs, the names in its code are
-        recorded.
+        """Registers a function that the step may call, so that the names in its code are recorded
+        when it runs.
         """
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
@@ -686,7 +687,7 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record those variables of a module, class or function whose names occur in code that
+        """Records those variables of a module, class or function whose names occur in code that
         runs.
         """
         if id(space) not in self._namespaces:
@@ -774,7 +775,7 @@ class ReadRecord(PlaceRecord):
         """Record the attributes with these names, of all objects, classes and modules that are
         reached.
 
-        Code that ran contains the names; which object it reads them from is not seen.
+        These names occur in code that ran. From which object the code reads them is unknown.
         """
         new = names - self._names_asked
         self._names_asked |= new

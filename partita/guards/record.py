@@ -83,9 +83,10 @@ class PlaceRecord:
         places: the places that were read, in order; the keys are their identities.
         huge: the containers that are not compared deeply, by their ids.
         snapshots: copies of the reached values, to find the step's writes.
-        error: the refusal to raise when the step is over, even if the step caught it.
+        error: a CaptureError to raise at the end of the step, even if the step has caught it.
         reached_by_name: see `reaching_by_name`.
-        places_by_name: identities of places that may not have been read.
+        places_by_name: identities of places whose names occur in code, but which may never have
+            been read.
         hashed: the real tensors that the user's code has looked up in, or added to, a set or
             dictionary, by their ids.
     """
@@ -115,10 +116,11 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Returns a context manager: values that are recorded inside count as "reached only by
+        """Returns a context manager. Values that are recorded inside count as "reached only by
         name".
 
-        Code contains their names, but possibly never reads them. Such a value raises no error.
+        Code contains the names of such values, but may never read them. So they raise no error,
+        even if no guard can cover them.
         """
         return attribute_set(self, "reached_by_name", True)
 
@@ -127,9 +129,7 @@ class PlaceRecord:
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
-        """Raise CaptureError because of something that the step reads.
-
-        If the step catches the error, it is raised again after the run.
+        """Raises CaptureError because the step reads something that cannot be captured.
 
         Args:
             fact, reason: what the step reads, and why it cannot be captured.
@@ -266,12 +266,13 @@ class Write:
     """One change that a step made to a Python object.
 
     Attributes:
-        place: the place that changed; for a whole container or array, a place without a key.
+        place: the attribute, global or item that changed. For a whole container or array, a place
+            without a key.
         before, after: the value before the step, and the value now.
         is_repeatable: True if a later call can make the same change; False if order or length
             change.
-        is_of_library: True if a library writes there, for example its own counters. This matters
-            only if it stores a tensor.
+        is_of_library: True if a library has made the change, for example to its own counters. Such
+            a change matters only if a tensor is stored.
         is_attribute: True if the place is a variable, or an attribute of a user's object.
     """
 
@@ -287,7 +288,9 @@ class Write:
         self.place.write(self.before)
 
     def redo(self) -> None:
-        """Make the step's change of the Python object again, in a call that runs the program."""
+        """Makes the step's change of the Python object again. Each call that runs the program does
+        this.
+        """
         self.place.write(self.after)
 
 
@@ -364,8 +367,9 @@ class _Copied:
 
 
 class Snapshots:
-    """Copies of the values that a step reaches, made before the step changes them, to find its
-    writes.
+    """Copies of the values that a step reaches, to find the step's writes afterwards.
+
+    The copies are made before the step can change the values.
     """
 
     def __init__(self) -> None:
@@ -616,7 +620,7 @@ def instrument(kind: type) -> bool:
     """Make a class record reads of its instances' attributes, until `uninstrument`.
 
     Returns:
-        True if that is possible: not for classes implemented in C.
+        True if that is possible. It is impossible for classes implemented in C.
     """
     with _LOCK:
         if kind not in _INSTALLED:
@@ -677,7 +681,7 @@ def instrument_module(module: types.ModuleType) -> bool:
     """Make a module record reads of its attributes, until `uninstrument_module`.
 
     Returns:
-        True if that is possible: not for modules with their own class.
+        True if that is possible. It is impossible for modules whose class is not the standard one.
     """
     with _LOCK:
         if type(module) is types.ModuleType:
@@ -706,8 +710,9 @@ def count_own_attributes(kind: type) -> int:
 
 
 def has_own_getattribute(kind: type) -> bool:
-    """True if a class or one of its bases defines `__getattribute__` in Python, so that reads run
-    code.
+    """True if a class or one of its bases defines `__getattribute__` in Python.
+
+    Then reading an attribute runs code of the user.
     """
     usual = kind.__getattribute__
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
@@ -725,10 +730,10 @@ def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
 
 @contextmanager
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
-    """Inside the block, other threads wait if they read attributes of these modules, or capture
-    them.
+    """Makes other threads wait if they read attributes of these modules, inside the `with` block.
 
-    Inside the block, fakes replace the modules' parameters, which other threads must not see.
+    Other threads that capture a step of these modules wait, too. Inside the block, fakes replace
+    the modules' parameters, which other threads must not see.
     """
     ids = [id(o) for o in objects]
     with _FREED:

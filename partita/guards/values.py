@@ -127,7 +127,8 @@ class ContainerKey(NamedTuple):
 
     Attributes:
         keys: the container's keys; None for lists and tuples.
-        own: the key of its attributes, with the identity if the program writes it.
+        own: the comparison key of the container's attributes, and its identity if the program
+            writes it.
     """
 
     kind: type
@@ -170,7 +171,8 @@ def _key_of_entry(value: Any) -> Any:
 
 
 def key_of_member(key: Any, is_whole: bool = False) -> Any:
-    """Returns the comparison key of a dictionary's key or a set's member, without its `__eq__`.
+    """Returns the comparison key of a dictionary's key or a set's member, without calling its
+    `__eq__`.
 
     Args:
         is_whole: the same as for `ContentWalk`.
@@ -226,7 +228,8 @@ def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
     Keys are equal if a program cannot distinguish the values.
 
     Args:
-        walk: the walk to use; None for a new one. It is for values that are not number inputs.
+        walk: the walk to continue; None for a new one. Do not use it for numbers that are graph
+            inputs.
     """
     kind = type(value)
     if kind in _BY_REPR:
@@ -243,8 +246,8 @@ class ContentWalk:
     """Makes comparison keys of nested values, in which an object may occur several times.
 
     Attributes:
-        is_whole: True to compare dataclasses by their fields, tensors by identity, and two objects
-            with one content as different from one object that occurs twice.
+        is_whole: True for a stricter comparison: dataclasses by their fields, tensors by identity.
+            Two equal objects then differ from one object that occurs twice.
         numbers: maps the identity of a number's place to the number's index as a graph input.
         leaves: maps the id of each tensor to its first index among the leaves of the call.
         huge: maps the ids of containers whose entries are compared by identity to the containers.
@@ -391,8 +394,8 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index (among a call's leaves) of a tensor in a comparison key; -1 for
-    none.
+    """Returns the highest index of a tensor in a comparison key, among a call's leaves; -1 if it
+    has no tensor.
     """
     if isinstance(key, LeafKey):
         return key.number
@@ -715,7 +718,9 @@ def _is_of_items(value: Any) -> bool:
 
 
 def dict_of_view(value: Any) -> Any:
-    """Returns the dictionary to which a view such as `d.keys()` belongs; None for other objects."""
+    """Returns the dictionary of which `value` is a view (`d.keys()` and similar); None for other
+    objects.
+    """
     if not has_type(value, _VIEWS):
         return None
     found = gc.get_referents(value)
@@ -727,15 +732,16 @@ def dict_of_view(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a value is stored that a step reads: an attribute, a global, an item, a setting.
+    """Where a value is stored that a step reads: an attribute, a global, an item or a setting.
 
     Attributes:
         name: the name in messages, such as "cfg.scale".
-        home, key: the identity of the place; for an entry of a dictionary, `home[key]` is the
-            value.
-        get: a function that returns the value, or MISSING. None for entries, which guards read
-            together.
-        put: a function that writes the value; None if it cannot be written, and for entries.
+        home, key: the object and the key that identify the place. For an entry of a dictionary, the
+            value is `home[key]`.
+        get: a function that returns the value, or MISSING if there is none. It is None for entries
+            of dictionaries, which guards read all at once.
+        put: a function that writes the value. It is None if the value cannot be written, and for
+            entries of dictionaries.
     """
 
     name: str
@@ -862,10 +868,11 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
 
 
 def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
-    """Returns the `Place` of a function's result, for a setting that only a function returns.
+    """Returns the `Place` of a setting that only a function returns. Its value is the function's
+    result.
 
     Args:
-        about: an object that identifies the place, in place of the function.
+        about: an object that identifies the place. By default the function does.
     """
     return Place(name, function if about is None else about, "()", function)
 
@@ -873,10 +880,10 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
 class CacheEpoch:
     """Counts how often an `lru_cache` function has lost results that a captured step may use.
 
-    Calling it returns the count, which a guard compares. A result is lost if it is dropped or
-    replaced. The first call is before the step, the second after it: from then on, the results that
-    the step may have used are watched. If a full cache drops a result that the step itself stored,
-    that does not count, unless `cache_clear()` was called.
+    Call it to get the count, which a guard compares. A result is lost if it is dropped or replaced.
+    Call it before the step and after it. From the second call on, it watches the results that the
+    step may have used. If a full cache drops a result that the step itself has stored, that does
+    not count, unless `cache_clear()` was called.
     """
 
     def __init__(self, function: Any):
@@ -967,8 +974,8 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
     """Returns the `Place` of a global that does not exist now, and would hide a builtin.
 
-    So a guard fails if a later call defines it. The replacements that capture itself puts there
-    (`Substitutes`) do not count.
+    So a guard fails if the program defines such a global later. The replacements that capture
+    itself puts there (`Substitutes`) do not count.
     """
 
     def get_hiding_variable() -> Any:
@@ -1068,7 +1075,9 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """True if an instance attribute of the same name would hide the class attribute `found`."""
+    """True if an instance attribute of the same name would take precedence over the class attribute
+    `found`.
+    """
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
@@ -1130,7 +1139,7 @@ class AttributesAndHooks:
         self._state, self._objects = self._read_state()
 
     def may_change_within(self, known: Container[int]) -> bool:
-        """True if a tensor has an attribute that may change in place, such as a list.
+        """True if a tensor has an attribute that can be changed in place, such as a list.
 
         Args:
             known: the ids of tensors that do not count.

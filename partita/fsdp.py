@@ -210,7 +210,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """No effect: partita chooses streams itself. In FSDP2, models then share their streams."""
+    """No effect: partita chooses streams itself. (In FSDP2 it makes several models share their
+    streams.)
+    """
 
 
 class FSDPModule:
@@ -271,7 +273,9 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Same as `set_reshard_after_forward`: both set whether parameters stay gathered."""
+        """Does the same as `set_reshard_after_forward`: gathered parameters are kept, or freed
+        after use.
+        """
         self.set_reshard_after_forward(reshard_after_backward, recurse)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

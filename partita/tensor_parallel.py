@@ -49,7 +49,7 @@ __all__ = [
 
 
 class ParallelStyle:
-    """The base of styles, which say how to parallelize one module. A subclass implements
+    """The base class of styles. A style says how to parallelize one module. A subclass implements
     `_apply`.
     """
 
@@ -94,7 +94,9 @@ class _Plain:
     outputs: Sequence[Any] = ()
 
     def register_hooks(self, module: nn.Module) -> None:
-        """Register hooks that refuse plain tensors where torch takes them for pieces."""
+        """Registers hooks that raise an error for plain tensors which torch would treat as
+        pieces.
+        """
         if any(_is_piece(p) for p in (*self.inputs, *self.named.values())):
             module.register_forward_pre_hook(self.check_inputs, prepend=True, with_kwargs=True)
         if any(map(_is_piece, self.outputs)):
@@ -207,7 +209,8 @@ class RowwiseParallel(_Linear):
 
 
 class SequenceParallel(_Layouts):
-    """Compute a norm or a dropout on shards of the sequence. Its parameters are Replicate.
+    """Computes a norm or a dropout on shards of the sequence. The module's parameters are
+    Replicate.
 
     Args:
         sequence_dim: the dimension of the input that is sharded.
@@ -228,8 +231,8 @@ class PrepareModuleInput(_Layouts):
     """Redistribute the inputs of a module.
 
     Args:
-        input_layouts, input_kwarg_layouts: a DTensor has its own layout. Where these have a Shard,
-            a plain tensor is an error.
+        input_layouts, input_kwarg_layouts: used only for plain tensors, because a DTensor has its
+            own layout. For a Shard, a plain tensor raises an error.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
         desired_input_kwarg_layouts: maps the name of each keyword argument to its placement.
         use_local_output: ignored; the inputs are always DTensors.
@@ -263,8 +266,8 @@ class PrepareModuleOutput(_Layouts):
     """Redistribute the outputs of a module.
 
     Args:
-        output_layouts: a DTensor has its own layout. Where this has a Shard, a plain tensor is an
-            error.
+        output_layouts: used only for plain tensors, because a DTensor has its own layout. For a
+            Shard, a plain tensor raises an error.
         desired_output_layouts: a placement for each output. None leaves it unchanged.
         use_local_output: ignored; the outputs are always DTensors.
     """

@@ -71,8 +71,9 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
     """True if the ranks need not compare `key` now, because earlier comparisons predict it.
 
     An example is a loop whose shapes repeat. It is also True if there are no other ranks. All ranks
-    have the same history, which predicts one key. If two ranks come with different keys, at most
-    one of them is the predicted one; the other rank compares, and the error is found.
+    have the same history, so they predict the same key. If two ranks come with different keys, at
+    least one of them comes with a key that was not predicted. That rank compares, and the error is
+    found.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.
@@ -101,11 +102,12 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
 
 
 class AgreedKeys:
-    """The history of keys that ranks have compared at one line of a loop, to predict the next key.
+    """The history of keys that ranks have compared at one line of the program, to predict the next
+    key.
 
     A predicted key needs no comparison. The next key is expected to be the one `distance` keys ago:
-    1 for a key that stays, n for a loop over n keys. The keys themselves are kept: another object
-    could get the hash of one that was freed.
+    1 if the key stays the same, n in a loop over n keys. The key objects are kept alive, because a
+    new object could get the hash of a freed one.
     """
 
     def __init__(self) -> None:
@@ -155,7 +157,7 @@ def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str
 
     Args:
         mine: this rank's text, of any length.
-        why: why a rank waits for the others, for warnings and errors.
+        why: what the rank does, for warnings and errors of ranks that wait for it.
     """
     return [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
 
@@ -363,9 +365,8 @@ _PATIENCE_WITH_THREADS = 1800.0
 
 
 class BackgroundResult(Future[Any]):
-    """The future of work in a background thread, as `pt.async_save` returns it.
-
-    If the work failed and nobody reads the error, dropping the object gives a warning.
+    """The result of work in a background thread, as `pt.async_save` returns it. It is like a
+    future.
     """
 
     _asked = False
@@ -409,10 +410,10 @@ class ControlPlane:
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
-        """Sends `mine` to rank 0, which computes an answer for each rank. Returns this rank's
-        answer.
+        """Lets rank 0 decide for all ranks: it gets every rank's `mine`, and computes an answer for
+        each rank.
 
-        All ranks must call it.
+        Returns this rank's answer. All ranks must call it.
 
         Args:
             why: what the ranks do, equal on all ranks: "saves a checkpoint (pt.save)".
@@ -451,8 +452,8 @@ class ControlPlane:
         that. All calls share one thread, because starting a new one blocks until it runs.
 
         Args:
-            prepare: a function that runs after the ranks have met, so no rank waits for another
-                rank's `prepare`. It must not raise.
+            prepare: a function that runs after the ranks have met. So no rank waits for another
+                rank's `prepare`. It must not raise an error.
 
         Raises:
             LayoutError: the same as for `decide`.
@@ -525,7 +526,7 @@ class _OfGroups(ControlPlane):
 
     @property
     def is_current(self) -> bool:
-        """True if the job still has the process groups for which this object was made."""
+        """True if the job's process groups are still those for which this object was made."""
         return self._world() is dist.group.WORLD
 
     def _decide(self, why: str, mine: Any, answer: Answer, shown: str, watched: bool = True) -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """The parameters of a collective, and its reason, without its tensors.
+    """Describes a collective and its reason, without its tensors.
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; for an
@@ -67,7 +67,7 @@ class Splits:
         count: the number of segments.
         total: the number of elements of all segments together.
         even: True if all segments have one size.
-        place: a function that returns `(start, length)` of segment i, in elements.
+        place: a function from the index of a segment to its `(start, length)`, in elements.
     """
 
     def __init__(self, count: int, total: int, even: bool, place: Callable[[int], tuple[int, int]]):
@@ -129,11 +129,7 @@ class PendingCall:
 
 
 class PendingSum:
-    """A running exchange of addends, which `wait` sums when they have arrived.
-
-    Each rank gets its part of every rank's Partial value. It adds these in rank order, in the dtype
-    of `out` but in at least 32 bits.
-    """
+    """A running exchange of the addends of a sum. `wait` adds them when they have arrived."""
 
     def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):
         self._exchange, self._shares, self._out = exchange, shares, out
@@ -242,7 +238,7 @@ class Transport:
     def group(self, axes: Axes) -> tuple[Axes, tuple[Coordinate, ...]]:
         """Returns the group of ranks that differ from this one only along `axes`.
 
-        One process group serves all orders of the same axes.
+        The same axes in another order have the same process group.
 
         Returns:
             `axes` in mesh order, and the coordinates of the group's members in the group's order.
@@ -254,10 +250,11 @@ class Transport:
         return found
 
     def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
-        """Returns `axes` in mesh order, and for each member of the process group its index along
-        `axes`.
+        """Returns `axes` in mesh order, and how the process group's order of ranks differs from
+        that of `axes`.
 
-        The second is None if these indices ascend, so that the orders are the same.
+        The second value has, for each member of the group, its index along `axes`. It is None if
+        the two orders are the same.
         """
         found = self._orders.get(axes)
         if found is None:
@@ -327,7 +324,8 @@ class Transport:
         """Begins a collective like `run_collective`, without waiting. The backend must support the
         dtype.
 
-        `x` may be a part of `out`. If the dtype of `out` is wider, a reduce_scatter adds in that.
+        `x` may be a part of `out`. If the dtype of `out` is wider than that of `x`, a
+        reduce_scatter adds in the wider one.
         """
         self._perform(out, x, axes, request)
         return PendingList()

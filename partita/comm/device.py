@@ -58,10 +58,10 @@ class Device:
 
     @property
     def clears_new_memory(self) -> bool:
-        """True if the system clears each page of new memory, as on the host.
+        """True if the system clears each page of new memory, as for host memory.
 
-        Clearing takes a tenth of the time of a sum over it. An accelerator's allocator reuses
-        memory.
+        Clearing memory takes a tenth of the time that a sum over it takes. An accelerator's
+        allocator reuses memory without clearing it.
         """
         return self.is_host
 
@@ -75,7 +75,9 @@ class Device:
 
     @property
     def copies_beside_python(self) -> bool:
-        """True if copies to pinned memory are asynchronous: Python continues while they run."""
+        """True if copies to pinned memory are asynchronous, so that Python continues while they
+        run.
+        """
         return self.type == "cuda"
 
     @property
@@ -279,10 +281,7 @@ def accelerator_names() -> list[str]:
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """True if this memory is shared with other processes, so that they see writes to it.
-
-    `is_shared()` is not sufficient, because it is True for all GPU memory.
-    """
+    """True if this memory is shared with other processes, which see writes to it."""
     return memory.device == HOST and memory.is_shared()
 
 

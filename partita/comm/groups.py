@@ -198,7 +198,7 @@ class GroupWire(Wire):
     def group_of_all(self) -> dist.ProcessGroup | None:
         """Returns a process group of all ranks of the mesh; None if there are no other ranks.
 
-        Other meshes with the same ranks may share its store.
+        Meshes with the same ranks may share the store of this group.
         """
         if not self._others_exist():
             return None
@@ -344,7 +344,8 @@ class ControlGroup:
         *,
         watched: bool = True,
     ) -> bytes:
-        """Sends `mine` to the first rank, which computes an answer for each rank.
+        """Lets the first rank decide: it gets every rank's `mine`, and computes an answer for each
+        rank.
 
         Args:
             answer: a function that the first rank calls with every rank's `mine`. It returns an
@@ -483,9 +484,8 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Wait until all ranks of the mesh have called this equally often: a barrier before a capture.
-
-    It uses no collective (see `barrier_in_store`).
+    """Waits until all ranks of the mesh have called this as often as this rank: a barrier before a
+    capture.
 
     Args:
         why: what this rank does, for errors of other ranks.
@@ -504,7 +504,7 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
     The ranks write keys into the job's store.
 
     Args:
-        kind: the name of the barrier; calls of each name are counted separately.
+        kind: the name of the barrier. Calls are counted separately for each name.
         why: what this rank does, for errors of other ranks.
 
     Raises:

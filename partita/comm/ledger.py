@@ -234,10 +234,10 @@ class Scope:
 
     @property
     def work_ledgers(self) -> tuple[Ledger, ...]:
-        """The ledgers that record matrix products now: the open ones.
+        """The open ledgers, which record matrix products.
 
-        During a capture it is the capture's own ledger, from which each run of the step is recorded
-        later.
+        During a capture it is the capture's own ledger instead. Each later run of the step is
+        recorded from that.
         """
         return self.ledgers if self.captured is None else (self.captured,)
 
@@ -245,7 +245,8 @@ class Scope:
         """Registers an object whose `listen` method is called when recording starts and stops.
 
         `listener.listen(True)` is called when the first ledger opens (now, if one is open), and
-        `listener.listen(False)` when the last one closes. The listener is held weakly.
+        `listener.listen(False)` when the last one closes. The scope keeps only a weak reference to
+        the listener.
         """
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
@@ -372,7 +373,8 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Report to other ranks that this rank leaves the block, so that none waits for it inside.
+        """Tells other ranks that this rank leaves the `check_ranks()` block, so that none waits for
+        it inside.
 
         Args:
             text: what this rank does, for the error of the others.
@@ -389,9 +391,8 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Inside the block, enter the context managers that other modules have put into `ON_CHECK`.
-
-    `check_ranks` uses it, so that other modules compare more under it.
+    """Enters the context managers that other modules have put into `ON_CHECK`, inside the `with`
+    block.
     """
     with ExitStack() as entered:
         for enter in ON_CHECK:
@@ -443,9 +444,10 @@ _SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", def
 
 @contextmanager
 def own_lines_shown(*files: str) -> Iterator[None]:
-    """Inside the block, lines of partita's own models and of `files` count as the user's lines.
+    """Makes lines of partita's own models and of `files` count as the user's lines, inside the
+    `with` block.
 
-    Used when the user gives only the name of a model, so that the model's lines are of interest.
+    Use it if the user gives only the name of a model, so that lines of the model are of interest.
     """
     token = _SHOWN.set((*_OURS_TO_SHOW, *files))
     try:
@@ -511,7 +513,8 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     made.
 
     Returns:
-        File, line and bytecode offset of the user's frame and of the innermost outside partita.
+        File, line and bytecode offset of two frames: the user's frame, and the innermost frame
+        outside of partita.
     """
     if frame is None:
         frame = sys._getframe(1)
@@ -542,10 +545,12 @@ def find_user_frame(frame: FrameType) -> FrameType:
 
 
 def first_instruction(code: CodeType, at: int) -> int:
-    """Returns the offset of the first bytecode instruction of a running call, to identify the call.
+    """Returns the offset of the first bytecode instruction of a running call, which identifies the
+    call.
 
-    A call consists of several instructions. The interpreter reports a different one after it has
-    specialized the call, which may happen at different times on different ranks.
+    A call consists of several instructions. After the interpreter has specialized the call, it
+    reports the offset of another one of them. That may happen at different times on different
+    ranks.
 
     Args:
         at: the offset that the interpreter reports.

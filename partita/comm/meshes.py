@@ -180,12 +180,11 @@ def _are_placements(value: object) -> bool:
 
 
 def wire_of(device_mesh: object) -> Wire:
-    """Returns this rank's wire (its connection to the ranks of a mesh). Equal meshes share one
-    wire.
+    """Returns this rank's wire, its connection to the ranks of a mesh. Equal meshes share one wire.
 
     Args:
-        device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0",
-            "dim1", ...), or the mesh of `ranks` or `dry_mesh`.
+        device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0", "dim1",
+            ...), or the mesh of `ranks` or `dry_mesh`.
 
     Raises:
         LayoutError: not a mesh, a mesh without this rank, or a mesh with more ranks than the world.
@@ -267,7 +266,10 @@ def find_context_mesh() -> Any:
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
-    """Returns the mesh of a wire as plain values, so that a pickled DTensor can find it again."""
+    """Returns the mesh of a wire as plain values, which are pickled with a DTensor.
+
+    `find_saved_wire` finds the mesh by them.
+    """
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):
         return ("here", mesh.number)

@@ -243,9 +243,9 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
 
 
 def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
-    """Returns zeros with the signs of `x`, whose addition changes no bit of `x`.
+    """Returns zeros (0.0 or -0.0) that can be added to `x` without changing any of its bits.
 
-    They stay neutral if all addends are multiplied by a number, whatever its sign.
+    That stays true if all addends are multiplied by the same number.
     """
     if x.is_complex():
         return torch.view_as_complex(zeros_signed_as(torch.view_as_real(x.resolve_conj())))
@@ -323,7 +323,9 @@ def _cut_to_shape(x: torch.Tensor, shape: tuple[int, ...], transport: Transport)
 
 
 def outer_length(cut: DimChange, transport: Transport) -> tuple[int, Number]:
-    """Returns the padded and the true length of the piece that the inner axes of `cut` divide."""
+    """Returns the length of the piece that the inner axes of `cut` divide: with its padding, and
+    without.
+    """
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded
@@ -374,7 +376,9 @@ def _pieces_in_a_row(x: torch.Tensor, cut: DimChange, transport: Transport) -> t
 def take_padded_piece(
     x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
 ) -> torch.Tensor:
-    """Returns the elements of pieces along `dim`, each padded to as many as there are offsets."""
+    """Returns the pieces of `x` that start at `start` along `dim`, padded to as many elements as
+    `offsets` has.
+    """
     at = (start + least(offsets, length - 1)).clamp(min=0)
     out = x.index_select(dim, at.flatten())
     return fill_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
@@ -452,7 +456,7 @@ class DimChange:
 
     Attributes:
         dim, size: the dimension, and its global size.
-        outer: the axes that split it before and after the move, outermost first.
+        outer: the axes that split it both before and after the move, outermost first.
         inner: the axes that split it further, either before or after the move.
         outer_parts, parts: the number of ranks along each axis of `outer`, and of `inner`.
     """
@@ -481,7 +485,7 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]
         The dimensions along which it concatenates shards, and those that it splits.
 
     Raises:
-        LayoutError: one such move cannot change the layout `move.before` into `move.after`.
+        LayoutError: a single move cannot change the layout `move.before` into `move.after`.
     """
     joined = _cut_further(move.before, move.after, mesh)
     divided = _cut_further(move.after, move.before, mesh)
@@ -511,7 +515,7 @@ def is_restack(
     The elements that one rank sends to another are then not a regular block.
 
     Args:
-        joined, divided: the results of `find_cuts`.
+        joined, divided: the dimensions that the move concatenates and splits (`find_cuts`).
         axes: the axes of the move.
     """
     moved = {a for a in axes if mesh.size(a) > 1}
@@ -538,11 +542,10 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[DimChange]:
 
 
 def span(length: Number, parts: Sequence[int], places: Sequence[Number]) -> tuple[Number, Number]:
-    """Returns `(start, length)` of one shard of a dimension that several axes split, one after
-    another.
+    """Returns `(start, length)` of one shard of a dimension that several axes split in turn.
 
-    `length` elements are cut into `parts[0]` shards, each of these into `parts[1]`, and so on.
-    `places` has the index of the shard on each level.
+    The first axis cuts `length` elements into `parts[0]` shards, the second cuts each of these into
+    `parts[1]`, and so on. `places` has the index of the shard at each of these levels.
     """
     start: Number = 0
     for n, place in zip(parts, places, strict=True):
@@ -603,7 +606,7 @@ def padded_length(size: int, parts: Sequence[int]) -> int:
 
 
 def ends_last(size: int, parts: Sequence[int]) -> bool:
-    """True if padding comes only at the very end when padded shards are concatenated.
+    """True if all padding is at the very end, when padded shards are concatenated.
 
     Args:
         size: the length of the dimension.

@@ -157,8 +157,8 @@ class World:
     # -- a collective ----------------------------------------------------------------------------
 
     def meet(self, call: MeetingCall, action: Action) -> None:
-        """Wait until all ranks of a mesh make the same call. The last one to arrive runs `action`
-        for all.
+        """Waits until all ranks of a mesh make the same call. The last one runs `action` for all of
+        them.
 
         Args:
             call: this rank's call, which is compared with those of the others.
@@ -281,8 +281,8 @@ class _Turn:
         self.go.acquire()
 
     def stop(self, verdict: _Verdict) -> None:
-        """Make the rank raise the error `verdict` when it continues, unless it has an earlier
-        one.
+        """Makes the rank raise the error `verdict` when it continues. An earlier error takes
+        precedence.
         """
         self.state, self.verdict = READY, self.verdict or verdict
 
@@ -297,16 +297,16 @@ class _Turn:
 
 @dataclass(eq=False)
 class MeetingCall:
-    """A call for which a simulated rank needs other ranks, such as a collective. The ranks compare
-    it.
+    """A call of a simulated rank that needs other ranks, such as a collective. Ranks compare these
+    calls.
 
     Attributes:
         mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
         group: the ranks among them that exchange data with this one, in group order.
         request: must be equal on all ranks, except for the op that needs it.
         dtype: the dtype of its tensor; must be equal on all ranks.
-        amount: the size of its tensor, which must be equal within its group. Other groups may have
-            another size, because of uneven pieces. None if pieces may differ.
+        amount: the size of its tensor, which must be equal within its group. Groups may differ,
+            because pieces may be uneven. None if sizes may differ within a group, too.
         payload: the data of the rank.
         frame: the caller's frame, for errors.
         compared: other text that must be equal on all ranks.
@@ -466,9 +466,8 @@ class RankWire(Wire):
         compared: str = "",
         shown: str = "",
     ) -> Any:
-        """Calls `answer` once with every rank's `mine`, and returns this rank's item of the result.
-
-        Only the first rank's `answer` is called. Other arguments are as in `exchange`.
+        """Lets the first rank decide: its `answer` is called with every rank's `mine`. Returns this
+        rank's item.
         """
         got: list[Any] = []
 

@@ -348,9 +348,9 @@ def patch_state_dicts(tensors: Any) -> None:
     imported.
 
     Args:
-        tensors: an object with functions on DTensors, which this package must not import.
-            `is_spread(x)`: True for a DTensor. `whole(x)`: its whole value; all ranks call it.
-            `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
+        tensors: an object with the functions below. They use DTensors, which this package must not
+            import. `is_spread(x)`: True for a DTensor. `whole(x)`: its whole value; all ranks call
+            it. `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
             `empty_like(x)`: CPU memory for a copy. `copy_on_cpu(x)`: a copy of this rank's piece.
             `give_memory(model)`: allocates the DTensors of a model that are on the meta device.
     """

@@ -77,12 +77,13 @@ class TraceWire(Wire):
     Attributes:
         real: the wire that it replaces.
         coordinate: this rank's coordinate on each axis of more than one rank, as a tensor.
-        zeros: True while moves pad with zeros, as moves of gradients do.
+        zeros: True while redistributions pad with zeros, as those of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: a function that returns a context manager for the nodes of a move.
         repeating: a function that traces a move, or copies the nodes of an equal move.
-        admitted: copies of plain tensors that are assumed to be equal on all ranks.
-        paddings: masks of padding, and tensors that calls share, by the names that `share` gets.
+        admitted: copies of the plain tensors that the step uses as equal on all ranks.
+        paddings: masks of padding, and other tensors that calls share, by the names that are passed
+            to `share`.
     """
 
     padded = True
@@ -296,10 +297,8 @@ class Uneven(LayoutError):
 
 
 def uneven(fact: str) -> Uneven:
-    """Returns the error for an operation that cannot be captured if ranks have shards of other
-    sizes.
-
-    Capture converts it to a CaptureError.
+    """Returns the error for an operation that cannot be captured because ranks' shards differ in
+    size.
     """
     return Uneven(
         fact,

@@ -63,12 +63,13 @@ class Need:
     Attributes:
         text: what the rank does, for errors: "reads a value (item) at train.py:10".
         ranks: the global ranks that must take part.
-        group: the process group in which it waits. Ranks count the collectives that they have
-            begun in it.
-        meets: True if the rank compares or reads a value. Then it is an error if a rank does not
-            take part.
+        group: the process group in which it waits. Ranks count the collectives that they have begun
+            in it.
+        meets: True if the rank compares or reads a value. Then every other rank must do the same,
+            or an error is raised.
         warns: True warns if ranks are late for a long time, with their names.
-        count: without a group: the name of the meeting, and the number of meetings so far.
+        count: if there is no process group: the name of the barrier, and how often this rank has
+            reached it.
         number: the collective's number in its group, from 1; 0 if unknown.
     """
 
@@ -105,7 +106,8 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
-    """Waits on for a collective that has not ended after `SLICE` seconds, and looks for a deadlock.
+    """Continues to wait for a collective that has not ended after `SLICE` seconds, and looks for a
+    deadlock.
 
     Raises:
         LayoutError: the same as for `wait_with_others`.
@@ -139,9 +141,7 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
 def wait_with_others(
     over: Callable[[float], bool], need: Need, deadline: float | None = None
 ) -> None:
-    """Waits on after `SLICE` seconds, and detects if the ranks are in a deadlock.
-
-    This rank writes what it waits for into the job's store (a post), and reads other ranks' posts.
+    """Continues to wait after `SLICE` seconds, and raises an error if the ranks are in a deadlock.
 
     Args:
         over: a function that waits for a number of seconds, and returns True if the wait is over.
@@ -340,10 +340,8 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among some ranks: their number, a hash, the last
-    few.
-
-    Ranks in a deadlock compare them.
+    """The collectives that this rank has begun among some ranks: their number, a hash, and the last
+    ones.
 
     Attributes:
         new: collectives that the other fields do not include yet; `add_new` adds them.
@@ -491,8 +489,8 @@ def withdraw_post(store: Any, rank: int, post: Post) -> None:
     """Remove a post from the job's store. Called when its thread continues.
 
     If another thread of this rank waits, its post is written instead. The key is overwritten and
-    not deleted: a rank that has just seen it may read it next, and reading a missing key blocks
-    until the timeout of the store.
+    never deleted. The reason: another rank may have just seen the key, and reading a deleted key
+    would block until the timeout of the store.
     """
     with _posts_lock:
         _own_posts.pop(post["id"], None)
@@ -512,10 +510,9 @@ def _count_begun_collectives(group: Any) -> int | None:
 
 
 def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
-    """Returns the posts (what a rank waits for) of all ranks on which this rank depends.
+    """Returns the posts of all ranks that this rank waits for, directly or through others.
 
-    Ranks on which those depend are included. The value is None for a rank that has no post, because
-    it computes.
+    A post says what a rank waits for. The value is None for a rank without a post: it computes.
 
     Args:
         me, mine: this rank, and its post.
@@ -740,7 +737,7 @@ def is_lost(error: BaseException | None) -> bool:
 def make_lost_rank_error(
     failure: BaseException, text: str, ranks: Sequence[int]
 ) -> RankGoneError | None:
-    """Returns the error for a failed collective if a rank has ended, else None.
+    """Returns the error for a failed collective if a rank has ended. Otherwise returns None.
 
     Args:
         failure: the error of the collective.

@@ -75,7 +75,7 @@ def _begin_wires() -> None:
 
 
 def hidden_from_modes(run: Callable[..., Any]) -> Any:
-    """A decorator: no `TorchFunctionMode` intercepts the torch calls of the function.
+    """Hides the torch calls of the function from every `TorchFunctionMode`. A decorator.
 
     These calls belong to communication, and not to the program that a mode records or reruns.
     """
@@ -95,7 +95,7 @@ class Reading(NamedTuple):
         op: the op that reads it, such as "item".
         value: the layout and dtype of the tensor.
         origin: a text that identifies the tensor and is equal on all ranks; "" if unknown.
-        made: the place where the tensor was made; errors show it as text.
+        made: the call that made the tensor; errors show it as text.
         verb: "reads", or "moves" if an op needs the value in another layout.
     """
 
@@ -114,7 +114,7 @@ class Reading(NamedTuple):
         """Returns two texts about this read: one for comparison across ranks, and one for errors.
 
         Args:
-            place: the user's line.
+            place: the user's "file:line".
 
         Returns:
             A text that must be equal on all ranks, and one that errors show after `why`.
@@ -267,7 +267,9 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Under `check_ranks()`, raise on all ranks of the mesh if `text` differs between them."""
+        """Raises an error on all ranks if `text` differs between them. Does nothing without
+        `check_ranks()`.
+        """
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
@@ -313,9 +315,8 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The global ranks for which a collective on this mesh could hang; [] if it cannot.
-
-        Simulated ranks cannot hang.
+        """The global ranks for which a collective on this mesh may have to wait; [] if none can
+        hang.
         """
         return []
 
@@ -325,10 +326,7 @@ class Wire(Transport):
 
     @contextmanager
     def reading(self, value: Reading) -> Iterator[None]:
-        """Inside the block, moves belong to a read of a value, such as `x.item()`.
-
-        Ranks then compare what they read, and a rank that reads alone gets an error.
-        """
+        """Marks moves inside the `with` block as parts of a read of a value, such as `x.item()`."""
         before, self._reading = self._reading, value
         try:
             yield
@@ -403,12 +401,13 @@ class Wire(Transport):
         dimension.
 
         Args:
-            beyond: True if the region of a padded piece may overlap the next rank's.
+            beyond: True if the region includes the piece's padding, and so may overlap the next
+                rank's region.
         """
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raise if this rank's shard is padded (in a capture), so that a user would get the
+        """Raises an error if this rank's shard is padded, as in a capture, and a user would get the
         padding.
 
         Args:
@@ -421,8 +420,8 @@ class Wire(Transport):
         """Returns `x` with its padding along `dims` set to `value`. Differentiable.
 
         Args:
-            layout: the layout of `x`, or of a tensor with which it is broadcast. The result then
-                has that tensor's shape.
+            layout: the layout of `x`, or of a tensor with which `x` is broadcast. In the second
+                case the result has the shape of that tensor.
         """
         return x
 
@@ -431,7 +430,8 @@ class Wire(Transport):
         `make()`.
 
         Args:
-            name: everything that the value depends on, except this rank's coordinate.
+            name: identifies the value: everything on which it depends, except this rank's
+                coordinate.
         """
         name = (*name, torch.is_inference_mode_enabled())
         kept = self._shared.get(name)
@@ -440,9 +440,9 @@ class Wire(Transport):
         return kept
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
-        """Returns a bool tensor with an element for each list of axes in `of`.
+        """Returns a bool tensor with one element for each list of axes in `of`.
 
-        It is True if this rank's coordinate is 0 on all axes of the list.
+        The element is True if this rank's coordinate is 0 on all axes of the list.
         """
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
@@ -464,8 +464,8 @@ class MeshHandle:
     """The mesh object of `pt.ranks` and `pt.dry_mesh`: like a `DeviceMesh`, without process groups.
 
     Each rank has its own handle; handles are compared and hashed by identity. `deepcopy`, and
-    unpickling in the same process, return the handle itself. The ranks are read below all dispatch
-    modes (private torch), because a mode may make tensors without values.
+    unpickling in the same process, return the handle itself. The tensor of ranks is read with all
+    dispatch modes disabled (private torch), because a mode may return tensors without values.
 
     Attributes:
         mesh: the global ranks, an integer tensor with the mesh's shape.

@@ -82,10 +82,7 @@ def _collector_paused() -> Iterator[None]:
 def kept_within(
     program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
-    """Compiles a program; if it needs more memory than its budget, rebuilds it until it fits.
-
-    All ranks must call it. Compiled code may take more memory than the graph, because a fused
-    kernel holds the results of all of its calls at once. A rebuilt program recomputes more.
+    """Compiles a program. If it needs more memory than its budget, changes it until it fits.
 
     Args:
         prepare: a function that compiles a program.

@@ -27,9 +27,8 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """A context manager. Within its `with` statement, `tell(name)` is called when a phase begins.
-
-    The phases of a call are "capture", "compile", and "graph", the run of the compiled graph.
+    """Calls `tell(name)` when a phase of a call begins, inside the `with` block. A context
+    manager.
     """
     _listeners.append(tell)
     try:
@@ -39,16 +38,16 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Call the functions set by `phase_listener`, because a phase of a call begins."""
+    """Calls the functions that `phase_listener` has registered, because a phase of a call
+    begins.
+    """
     for tell in _listeners:
         tell(name)
 
 
 @contextmanager
 def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
-    """A context manager. It shows on standard error how long capture and compilation have taken.
-
-    It shows nothing if there is a listener (`phase_listener`).
+    """Shows on standard error how long capture and compilation have taken. A context manager.
 
     Args:
         title: the name of the step.

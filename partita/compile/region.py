@@ -68,7 +68,8 @@ class _Entrance:
     border: PaddingBoundary | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
-        """Returns the tensor `x` in the form that the graph's input has: padding, strides, layout.
+        """Returns the tensor `x` as the graph expects this input: padded, with its strides and
+        layout.
 
         None becomes zeros.
         """
@@ -123,7 +124,7 @@ class _BackwardPart:
     def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run this part of backward, and return gradients: first of earlier results, then of
+        """Runs this part of backward. Returns the gradients of earlier results, then those of
         leaves.
 
         Args:
@@ -315,8 +316,8 @@ class ForwardBackwardPair:
         backwards: the parts of the backward by number, in the order in which they run. The inputs
             of a part are the values of `saved` that it reads (`Input.index` is the position in
             `saved`), then gradients of results.
-        saved: an entry for each value saved for backward: its index among the leaves of a call, or
-            -1 for the next value that forward saves.
+        saved: for each value that backward reads: its index among the leaves (tensors) of a call,
+            or -1 if forward saves it. Those with -1 are in the order in which forward returns them.
     """
 
     forward: Program
@@ -329,8 +330,8 @@ def split(program: Program) -> ForwardBackwardPair:
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
     passes added to recompute values. To save less from forward, backward makes views again from
-    their base, and casts of an input from the input. So instead of a gathered parameter its shard
-    is saved, and the gathered value can be freed in between.
+    their base, and casts of an input from the input. So forward saves a parameter's shard, not the
+    gathered parameter, which can be freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
@@ -517,7 +518,7 @@ class _NewGraph:
         self._inputs: list[tuple[fx.Node, Input]] = []
 
     def take(self, node: fx.Node, what: Input) -> None:
-        """Add an input to the new graph that has the value of the old node `node`.
+        """Adds an input to the new graph, for the value of the old node `node`.
 
         Args:
             what: the description of the input.

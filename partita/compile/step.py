@@ -188,8 +188,8 @@ class _StepCall:
 
     @property
     def slots(self) -> list[Slot]:
-        """The current places of the state (parameters, buffers, tensors), including optimizer
-        state.
+        """The slots of the state: where each parameter, buffer, tensor and optimizer state is
+        stored now.
         """
         return [*self.state.slots, *self.state.optimizer_slots()]
 
@@ -211,8 +211,8 @@ class _StepCall:
 
 
 class CompiledStep:
-    """What `pt.compile` returns: a training step, or a part of a model. Call it like the
-    original.
+    """A compiled training step, or a compiled part of a model. `pt.compile` returns it. Call it
+    like the original.
     """
 
     def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
@@ -275,8 +275,8 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
-        """The captured programs that are kept, at most `keep`. The last one is the one that ran
-        last.
+        """The captured programs that are kept, at most `keep`. The one that ran last is at the
+        end.
         """
         return tuple(self._programs.values())
 

@@ -279,9 +279,7 @@ def _refuse_other_lengths(
 
 
 def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
-    """Returns a copy of `layout` with `placement` on the mesh axis `axis`.
-
-    The dimension of a Shard may be negative.
+    """Returns a copy of `layout` that has `placement` on the mesh axis `axis`.
 
     Raises:
         LayoutError: a tensor of this shape has no such dimension.
@@ -346,9 +344,9 @@ def replace_instances(
 
     Args:
         change: a function that gets an instance and returns its replacement.
-        copies: None copies all containers. Otherwise those stay that have nothing to replace, and
-            each replaced part or container is added to the dict by its id, with its replacement.
-            One that occurs several times has one replacement.
+        copies: None copies all containers. A dict copies only containers in which something is
+            replaced. Each replaced object and its replacement are added to the dict, by the
+            object's id. An object that occurs several times has one replacement.
         mapping: the type whose instances are treated as dicts. An instance that is not a dict is
             made by calling its class with the items.
     """
@@ -389,7 +387,7 @@ def _remake_container(value: Any, parts: dict[Any, Any], mapping: type) -> Any:
 
 
 def write_to_originals(copies: Collection[tuple[Any, Any]]) -> None:
-    """Write what was written to the copied lists, dicts and dataclasses to their originals.
+    """Writes changes that were made to copied lists, dicts and dataclasses to the originals, too.
 
     Args:
         copies: pairs of an original and its replacement, as `replace_instances` lists them.

@@ -115,7 +115,8 @@ class _FlatPiece:
         return len(self.runs) <= 1 and all(run.length == self.length for run in self.runs)
 
     def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
-        """Returns pairs of views of the same elements: in the parameter, and in the gathered rows.
+        """Returns pairs of views with the same elements: one of the parameter, one of the gathered
+        rows.
 
         Args:
             flat: the parameter, as one dimension.
@@ -193,9 +194,10 @@ class FlatBuffer:
         given_device: the argument `device`; `self.device` differs if that is "meta".
         n: the number of ranks along `axes`.
         alive: bytes that are gathered, or being gathered, now.
-        here: True if everything is gathered.
-        span: the addresses (first, end) of the gathered memory; (0, 0) if there is none.
-        has_memory: False for fake tensors, which have no addresses.
+        here: True if all parameters are gathered.
+        span: the first address of the gathered memory, and the address after its end; (0, 0) if
+            there is none.
+        has_memory: True for real tensors. Fake tensors have no addresses.
     """
 
     def __init__(
@@ -397,7 +399,7 @@ class FlatBuffer:
             self._full, self._rows = empty(0, dtype=self.dtype, device=self.device), []
 
     def find_piece(self, element: Any) -> int:
-        """Returns the index of the parameter that contains an element of the gathered storage."""
+        """Returns the index of the parameter that contains this element of the gathered storage."""
         return bisect_right([piece.place for piece in self.pieces], element) - 1
 
     def make_view(
@@ -451,15 +453,16 @@ class FlatBuffer:
         *,
         is_kept: bool = False,
     ) -> PartialGradients:
-        """Copies gradients of gathered parameters into a tensor with a row per rank, for a
+        """Copies gradients of gathered parameters into a tensor with a row for each rank, for a
         reduce-scatter.
 
         Args:
             grads: the gradient of each parameter; None if it has none.
             dtype: the dtype of the rows.
             held: gradients of earlier backward passes, to which these are added.
-            is_kept: True copies a single gradient, too. Others are added to what is kept, and
-                autograd may give the gradient's memory to nodes that run later.
+            is_kept: True if the result is kept for later backward passes, which add to it. Then
+                even a single gradient is copied, because autograd may use its memory for other
+                nodes.
         """
         is_full = all(g is not None for g in grads)
         fits = self._is_even and is_full
@@ -626,12 +629,12 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """Returns tensor objects that share `storage`, except those in `own`, to see if it may be
-    freed.
+    """Returns tensor objects that share `storage`, except those in `own`. If there are any, it must
+    not be freed.
 
-    The search ends when `count` are found. Young objects are searched first, because a running
-    backward's tensors are among them. All objects are searched only for tensors that are older, or
-    to which only C++ refers.
+    The search ends when `count` are found. Young objects are searched first, because the tensors of
+    a running backward are among them. All objects are searched only if a tensor is older, or if
+    only C++ refers to it.
     """
     kinds, found, ours = _kinds_of_tensors(), [], set(map(id, own))
     for generation in range(3):

@@ -136,7 +136,9 @@ class ShardedState:
             self.keeps_partial_gradients = before
 
     def updated(self, params: Iterable[DTensor]) -> None:
-        """Gather updated parameters if the stage requires it. Called after an optimizer's step."""
+        """Gathers updated parameters, if the stage requires it. Called after an optimizer's
+        step.
+        """
 
     def show_gradient(self) -> None:
         """Reduce gradients whose reduction was postponed, if there are any.
@@ -161,8 +163,9 @@ def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = 
         what: what the ranks do with the block, for the error.
         name: the block's name.
         first: a parameter of the block. Its origin distinguishes blocks with equal names.
-        used: True for each parameter that gets a gradient. Otherwise a rank whose code did not use
-            one would not add the other ranks' sum to its piece.
+        used: for each parameter, True if it gets a gradient on this rank. Ranks compare this,
+            because a rank that did not use a parameter would not add the other ranks' sum to its
+            shard.
     """
     wire, made = first._spec.wire, find_origin(first)
     key = name, made and made.number, *used
@@ -223,20 +226,21 @@ class FsdpGroup:
 
     Attributes:
         depth: the number of forwards of the block that have begun and not ended.
-        needed: True if the last backward read the parameters, as far as known.
-        calls_in_backward: the forwards whose backward has begun and not ended, as keys in this
-            order. Gathers follow this order; the order of a set would differ between ranks.
+        needed: True if the last backward read the parameters, as far as is known.
+        calls_in_backward: the forwards whose backward has begun and not ended, as keys of a dict.
+            Gathers follow the order of the keys. (The order of a set would differ between ranks.)
         held_gradients: unsharded gradients that were kept, and their shards, by the index of the
             flat buffer and the ids of its parameters.
         installed: the gathered parameters that are attributes of the modules now.
         gathered: the shards whose parameters are gathered or being gathered; empty if none are.
         versions: autograd's versions of these shards when they were gathered.
-        unseen_writes: the number of writes of the shards until then that autograd does not count.
+        unseen_writes: how often the shards had been written until then without autograd counting
+            it.
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
         members: the indices of the parameters of each flat buffer.
         order: the indices of the parameters of all flat buffers, in order.
         identity: an object that identifies the group in `reruns`, without keeping the model alive.
-        open_forwards: the saved-tensor hooks, or None, of each forward that has begun.
+        open_forwards: for each forward that has begun: its saved-tensor hooks, or None.
     """
 
     def __init__(self, zero: ZeroState, block: Block):
@@ -344,9 +348,9 @@ class FsdpGroup:
     def holds_shards(self) -> bool:
         """True if the modules' parameters are still sharded as `zero` shards them.
 
-        They may be other objects than before (`torch.func.functional_call` with parameters of a
-        copy). If a program sets other values, sets `p.data` to another layout, or unties a weight,
-        this is False and nothing is gathered: ops use such values as they are.
+        They may be other objects than before, as in `torch.func.functional_call`. It is False if a
+        program has set other values, has set `p.data` to another layout, or has untied a weight.
+        Then nothing is gathered, and ops use these values as they are.
         """
         if self.installed:
             return True
@@ -383,7 +387,7 @@ class FsdpGroup:
     def may_recompute_within(self) -> bool:
         """True if a part of the block may be under an activation checkpoint of its own.
 
-        The checkpoint's hooks then get the saved tensors, and the hooks of this group do not.
+        Then the checkpoint's hooks get the saved tensors, in place of the hooks of this group.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -589,7 +593,7 @@ class FsdpGroup:
         return written
 
     def was_written(self, place: int) -> bool:
-        """True if the forward has written a gathered parameter in place.
+        """True if forward has written this gathered parameter in place.
 
         Args:
             place: the index of the parameter in the flat buffers.
@@ -620,15 +624,17 @@ class FsdpGroup:
 
 
 class SavedVersions:
-    """The write counts of a parameter when autograd saved a view or a cast of it for backward.
+    """The write counts of a parameter at the time when autograd saved a view or a cast of it for
+    backward.
 
-    Backward compares these counts, as autograd does for saved tensors.
+    Backward raises an error if they have changed, as autograd does for saved tensors.
 
     Attributes:
         versions, unseen_writes: the values of these attributes of the group at that time.
         version: the version of the gathered parameter.
-        written: the result of `FsdpGroup.write_back` at the forward's end.
-        is_cast: True if the saved tensor has its own memory, which no write changes.
+        written: the result of `FsdpGroup.write_back` at the end of the forward.
+        is_cast: True if the saved tensor is a cast, with memory of its own, which writes to the
+            parameter do not change.
     """
 
     versions: list[int]
@@ -675,7 +681,9 @@ _REPLACED = (
 
 
 def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """Returns the error for a saved tensor that was written in place, with autograd's wording."""
+    """Returns the error for a saved tensor that was written in place. Its wording is that of
+    autograd.
+    """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {now}; expected version {expected}{why}"
@@ -687,12 +695,13 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """The number of calls of each block in a forward, so that backward can tell the last gradient.
+    """The number of calls of each block in one forward, by which backward recognizes the last
+    gradient.
 
-    One `Token` (see there) serves this forward. Backward compares these numbers with the gradients
-    that have arrived. What a backward pass sends depends on these counts, which are equal on all
-    ranks. It must not depend on which results of a forward are still alive, because Python frees
-    them at different times on different ranks.
+    One `Token` serves this forward. Backward compares these numbers with the number of gradients
+    that have arrived. What backward sends depends on these counts, which are equal on all ranks. It
+    must not depend on which results of a forward are still alive: Python frees them at different
+    times on different ranks.
 
     Attributes:
         made: the number of calls of each block in forward whose parameters get gradients.
@@ -713,20 +722,21 @@ class BackwardPass:
 
     Attributes:
         groups: the blocks that the pass has gathered, as keys in this order.
-        came: the number of calls with arrived gradients, by token and block (or hooked parameter).
-            A block is there from the beginning of its backward.
-        complete: parameters with hooks whose gradient has arrived from all calls, while their
-            block's backward continues.
+        came: for each token and block (or hooked parameter): from how many calls gradients have
+            arrived. A block has an entry from the beginning of its backward.
+        complete: parameters with hooks whose gradient is complete, although their block's backward
+            has not ended.
         nested: parameters with hooks to whose gradient a nested pass has added.
         held: the gradients of blocks with more calls to come, by token, block and flat buffer.
-        accumulates: True for each parameter that required a gradient when its last one arrived.
-            Plain autograd adds the sum of all of them then, or drops it.
-        switches: for each parameter that a hook has frozen or unfrozen since, the handles of the
-            hooks that `_switch_while_added` has registered.
-        with_history: gradients that are a part of the graph of `create_graph=True`.
-        unwatched: the last forward whose backward has begun, if no gradient shows when it ends (the
-            block is frozen, and the tensors that get gradients were not its arguments). Its block
-            is released when the next one begins, and gathered again if its backward had not ended.
+        accumulates: for each parameter, True if it required a gradient when its last gradient
+            arrived. In plain autograd this decides if the sum is added to `.grad` or dropped.
+        switches: for each parameter that a hook has frozen or unfrozen, the handles of hooks
+            registered by `_switch_while_added`.
+        with_history: gradients that have an autograd graph of their own (`create_graph=True`).
+        unwatched: the last forward whose backward has begun, if no gradient will show its end. That
+            is so if the block is frozen, and the tensors that get gradients were not its arguments.
+            The block is released when the backward of another block begins. If its own backward had
+            not ended then, the block is gathered again.
     """
 
     groups: dict[FsdpGroup, None] = field(default_factory=dict)
@@ -773,9 +783,11 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Token:
-    """An empty tensor that links the gathered parameters of a forward to their shards in autograd.
+    """An empty tensor in the autograd graph that links a forward's gathered parameters to their
+    shards.
 
-    Its backward runs after that of all blocks, and returns the shards' reduced gradients.
+    Its backward node runs after that of all blocks, and returns the reduced gradients of the
+    shards.
 
     Attributes:
         tensor: the empty tensor.
@@ -918,7 +930,7 @@ class ZeroState(ShardedState):
         return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """True if `p` is a parameter that is sharded as this state shards parameters."""
+        """True if `p` is a parameter that this state has sharded."""
         return (
             isinstance(p, DTensor)
             and isinstance(p, nn.Parameter)
@@ -1022,14 +1034,14 @@ class ZeroState(ShardedState):
     def release_after_backward(self, group: FsdpGroup) -> None:
         """Release the block when the running backward pass ends, unless that happens before.
 
-        Normally a group is released when the gradients of its parameters arrive. If a backward pass
-        computes only gradients of inputs, they never do.
+        Normally a group is released when the gradients of its parameters arrive. In a backward pass
+        that computes only gradients of inputs, these never arrive.
         """
         self.pass_at_work().groups[group] = None
 
     def pass_at_work(self) -> BackwardPass:
-        """Returns the state of the backward pass that is running now; makes it at the
-        first call.
+        """Returns the state of the backward pass that is running now. The first call in a pass
+        makes it.
         """
         number = backward_pass()
         if number not in self._passes:
@@ -1057,10 +1069,10 @@ class ZeroState(ShardedState):
         """Returns the token that links a block's gathered parameters to their shards in autograd.
 
         One token serves a whole forward of the model. So its backward runs after the backward of
-        every block, and waits for all pending reductions. A block that is called alone has its own
-        token, and so does a block whose parameters have the user's hooks: a hook may write a
-        parameter that a reentrant checkpoint reads later in the same backward, so it must run as
-        soon as the gradient is complete.
+        every block, and waits for all running reductions. A block that is called alone has its own
+        token. So has a block whose parameters have hooks of the user, which must run as soon as the
+        gradient is complete. (A hook may write a parameter that a reentrant checkpoint reads later
+        in the same backward.)
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
@@ -1094,9 +1106,9 @@ class ZeroState(ShardedState):
         """Begin to reduce a flat buffer's gradients; under `no_sync` keep them for a later
         backward.
 
-        Gradients that were kept before are added first. Parameters with hooks of the user are
-        always reduced: hooks run in each backward pass, on the sum of all ranks. So are gradients
-        that the pass does not add to `.grad`, apart from what is kept.
+        Gradients that were kept before are added first. Gradients of parameters with hooks of the
+        user are always reduced, because hooks run in each backward pass, on the sum of all ranks.
+        Gradients that the pass does not add to `.grad` are reduced, too, without what was kept.
 
         Args:
             k: the index of the flat buffer in the group.
@@ -1166,7 +1178,7 @@ class ZeroState(ShardedState):
     ) -> dict[DTensor, torch.Tensor]:
         """Waits for the reductions that this backward pass has begun, and returns their results.
 
-        An enclosing backward pass collects its own gradients: hooks get each pass's gradients.
+        If this backward pass runs inside another one, the outer pass collects its own gradients.
 
         Args:
             counts: the forward whose gradients are collected.

@@ -267,9 +267,9 @@ class _ForwardCall:
         self._came: set[str] = set()
 
     def has_computed(self, t: torch.Tensor) -> bool:
-        """True if this forward computed `t`, and did not only pass it on.
+        """True if this forward computed `t`. False if it only passed the tensor on.
 
-        The gradient of a tensor that others computed may arrive when the block is done.
+        The gradient of a tensor that is passed on may arrive when the block is done.
         """
         node = _grad_fn(t)
         return node is not None and node._sequence_nr() >= self.since
@@ -332,7 +332,8 @@ class _ForwardCall:
         return [watch(t, p) if t.requires_grad and p in hooked else t for t, p in pairs]
 
     def release_when_complete(self, what: str) -> None:
-        """Record that a kind of gradients is complete, and release the block if both kinds are.
+        """Records that gradients of one kind are complete. If both kinds are, the block is
+        released.
 
         Args:
             what: "parameters" or "inputs".
@@ -536,7 +537,7 @@ class _SavedNote(SavedVersions):
         raise NotImplementedError
 
     def make_again(self) -> torch.Tensor:
-        """Returns the saved tensor, made from the parameters as they are gathered now."""
+        """Returns the saved tensor, made again from the parameters that are gathered now."""
         raise NotImplementedError
 
 

@@ -77,7 +77,7 @@ class ParameterSlot:
 
 @dataclass
 class HeldParameter:
-    """A parameter or buffer with all modules that hold it; several if it is shared.
+    """A parameter or buffer, with all modules that have it. A shared one is in several modules.
 
     Attributes:
         is_buffer: True for a buffer.
@@ -135,7 +135,7 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
 
     Args:
         new: a leaf without requires_grad to which nothing else refers. If `zero` has sharded the
-            state of the old tensor, it must have the old layout.
+            state of the old tensor, `new` must have the layout of the old one.
         by: the calling function, for the error of an optimizer that refers to the old tensor.
     """
     old = held.tensor
@@ -175,9 +175,10 @@ def allocate_tensor(
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
-    """Raise if an optimizer has parameters that were replaced in their model.
+    """Raises an error if an optimizer has parameters that are no longer in their model.
 
-    Its steps would change nothing that the model uses.
+    They were replaced there (by `materialize`, for example), so the optimizer's steps would change
+    nothing.
 
     Raises:
         LayoutError: names the first of them.
@@ -228,10 +229,10 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
     parameters.
 
     Args:
-        chosen: the modules that become blocks, one or several, or patterns of names. Of nested
-            matches of "layers.*" the outermost is taken. "*" means each child of the model, and
-            the children of a ModuleList. By default: the children of the outermost ModuleLists
-            and Sequentials.
+        chosen: the modules that become blocks, one or several, or patterns of names. If a pattern
+            matches a module and another one inside it, the outer one becomes a block. "*" means
+            each child of the model, and the children of a ModuleList. By default: the children of
+            the outermost ModuleLists and Sequentials.
 
     Raises:
         ValueError: a pattern that matches no module, or only lists of modules; a module that is not
@@ -258,7 +259,7 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
 
 
 def block_modules(model: nn.Module, chosen: Blocks = None) -> list[nn.Module]:
-    """Returns the modules of `model` that become blocks; `chosen` is as in `find_blocks`."""
+    """Returns the modules of `model` that become blocks. For `chosen` see `find_blocks`."""
     if chosen is None:
         return list(_children_of_lists(model))
     if isinstance(chosen, str) or not isinstance(chosen, Iterable):

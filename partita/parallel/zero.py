@@ -413,9 +413,9 @@ class _Bucket:
         return [_grad(p) for p in self.params]
 
     def note_gradient(self, i: int) -> list[torch.Tensor] | None:
-        """Record that the gradient of parameter `i` is complete.
+        """Records that the gradient of parameter `i` is complete.
 
-        Returns all gradients of the bucket if it was the last one; otherwise None.
+        Returns all gradients of the bucket if this was the last missing one; otherwise None.
         """
         self.ready.add(i)
         if len(self.ready) < len(self.params):
@@ -443,7 +443,7 @@ class GradReducer(ShardedState):
 
     Args:
         blocks: the name of each block, its trained parameters, and their modules and attributes.
-        axes: the mesh axes over which gradients are Partial.
+        axes: the mesh axes over which gradients are Partial, and are reduced.
         stage: 0, 1 (each rank updates its shard) or 2 (and keeps only its shard of a gradient).
     """
 
@@ -502,7 +502,7 @@ class GradReducer(ShardedState):
     def adopt_replaced(self, *_: Any) -> None:
         """Register parameters that replaced others, as `load_state_dict(assign=True)` does.
 
-        This is a hook that runs before the forward.
+        It runs as a hook before the forward.
         """
         for bucket in self._buckets:
             for slot, old in zip(bucket.slots, bucket.params, strict=True):

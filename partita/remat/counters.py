@@ -34,7 +34,7 @@ class HeldStorage:
         storage: a weak reference to it; when it is freed, its bytes are no longer counted.
         nbytes: its size when it was last read.
         labels: the labels under which it counts.
-        resized: True if its size is read again with each op, because its owner may resize it.
+        resized: True if its owner may resize it, so that its size is read again after each op.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -66,8 +66,10 @@ class MemoryCount:
     # -- for users --------------------------------------------------------------------
 
     def label(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context manager: storages created inside also count under the label `name`.
-        Labels nest.
+        """Returns a context manager. Storages created inside are also counted under the label
+        `name`.
+
+        Labels may be nested.
         """
         return attribute_set(self, "_labels", (*self._labels, name))
 
@@ -165,8 +167,8 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Add `more` bytes (maybe negative) to the counts, when a storage is created, resized or
-        freed.
+        """Adds `more` bytes (maybe negative) to the counts. Called if a storage is created, resized
+        or freed.
         """
         self.live += more
         self._change_live_bytes(held.labels, more)
@@ -216,9 +218,8 @@ def count_memory() -> Iterator[MemoryCount]:
 def resize_listener(
     listener: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Returns a context manager: inside, `listener` is called with each storage that ZeRO resizes.
-
-    Only storages of this thread count.
+    """Returns a context manager. Inside, `listener` is called with each storage that ZeRO
+    resizes.
     """
     before = HERE.resized
 
@@ -239,8 +240,9 @@ class Recomputed:
 
     Attributes:
         region: the function's or the module's name.
-        calls: the number of calls in its forward.
-        again: the number of these calls that occurred in the second run, including kept ones.
+        calls: the number of calls in the region's forward.
+        again: how many of these calls occurred in the second run, including those whose results
+            were kept.
         kept: the number of results that were kept.
         kept_bytes: the bytes of these results.
         flops: floating-point operations of the second run, as torch.utils.flop_counter counts them.

@@ -25,7 +25,7 @@ class Candidate:
     Attributes:
         nbytes: the bytes of its result.
         flops: floating-point operations of its recompute.
-        written: the bytes that its recompute writes; they are its cost if `flops` is 0.
+        written: the bytes that its recompute writes. They count as its cost if `flops` is 0.
     """
 
     nbytes: int = 0
@@ -34,12 +34,12 @@ class Candidate:
 
 
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """Returns the indices of the results to keep, so that they fit into `room` bytes.
+    """Chooses the results to keep, so that they fit into `room` bytes. Returns their indices.
 
-    First it keeps the results that save the most operations (a knapsack). The rest of the bytes is
-    used to save memory writes. More room never leads to more recomputation. So the first knapsack
-    is solved exactly, in steps of bytes that do not depend on `room`; of equal solutions the
-    smallest is taken.
+    First it keeps the results that save the most operations (a knapsack). With the rest of the
+    bytes it saves memory writes. More room never leads to more recomputation. To guarantee this,
+    the knapsack is solved exactly, in steps of bytes that do not depend on `room`. Of equal
+    solutions the smallest is taken.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]

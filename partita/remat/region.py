@@ -51,7 +51,7 @@ class RematRegion(Wrapped):
 
     Attributes:
         policy: decides which results are kept.
-        names: the names of results that its runs have used so far.
+        names: the names (`checkpoint_name`) that its runs have given to results so far.
         budget: the budget that it shares with other regions, or None.
     """
 
@@ -270,14 +270,13 @@ class _BudgetStep:
         return self._kept is not None and (id(region), event.key, event.ordinal) in self._kept
 
     def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
-        """Add the bytes that keeping this call's result would take."""
+        """Records how many bytes it would take to keep this call's result."""
         one = self._candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
         one.nbytes += nbytes
 
     def note_forward(self, forward: ForwardRecord) -> None:
-        """Record that the first run of a region has ended.
-
-        Its backward will need a second run.
+        """Records that the first run (forward) of a region has ended, so that its backward needs a
+        second run.
         """
         forward.is_counted = True
         self._to_recompute += 1
@@ -300,9 +299,8 @@ class _BudgetStep:
             self.choose()
 
     def choose(self) -> None:
-        """Choose which results later steps keep, even if some regions were never recomputed.
-
-        Does nothing if no region was recomputed since the step began.
+        """Chooses which results later steps keep, even if some regions of this step were never
+        recomputed.
         """
         if self.measures and self._recomputed:
             self._kept = self._choose_kept()
@@ -357,7 +355,7 @@ class Budget:
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
         """Returns the state of the budget for a training step with inputs of this kind.
 
-        For the first such step it measures memory; later it has a plan of what to keep.
+        In the first such step the memory is measured. In later steps it is known what to keep.
         """
         key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)

@@ -79,13 +79,14 @@ _NO_MODE = nullcontext()
 class Read:
     """A tensor from outside of a remat region that a call in the region has read.
 
-    The second run reads it again, so it must not have changed.
+    The second run (in backward) reads it again, so it must not change before.
 
     Attributes:
         number: the index among the call's tensors.
-        source: the tensor that holds the values between steps; `version` is its version.
-        values: an alias of the tensor, which keeps its memory alive like autograd does; None for a
-            parameter, which the call's key identifies.
+        source: the tensor that has the values between steps. `version` is its version when it was
+            read.
+        values: an alias of the tensor, which keeps its memory alive, as autograd does. None for a
+            parameter, which the key of the call identifies.
     """
 
     number: int
@@ -126,12 +127,13 @@ class RecordedCall:
     Attributes:
         key, ordinal: identify the call; the ordinal counts calls with the same key.
         number: its index among all calls of the run.
-        slots: the slots of the tensors that autograd saved in it. The second run fills them.
-        draws: the states of random generators, if it draws random numbers.
+        slots: placeholders for the tensors that autograd saved in the call. The second run fills
+            them.
+        draws: if it draws random numbers, the states of the generators.
         kept: its kept result, or None.
-        reads: its tensors from outside of the region.
-        borrowed: for a kept opaque call: saved tensors that are views of its inputs, as (input,
-            size, stride, offset).
+        reads: those of its tensors that come from outside of the region.
+        borrowed: for a kept opaque call (one that is kept or run as a whole): saved tensors that
+            are views of its inputs, as (input, size, stride, offset).
     """
 
     key: Key
@@ -155,7 +157,7 @@ class SavedSlot:
 
     Attributes:
         recompute: a function that runs the region again to fill the slot.
-        inside: True if the tensor was made inside an opaque call, and was not intercepted.
+        inside: True if the tensor was made inside an opaque call, whose parts are not intercepted.
     """
 
     recompute: Callable[[SavedSlot], None]
@@ -311,17 +313,18 @@ class _RegionRun:
 
 
 class ForwardRecord(_RegionRun):
-    """The first run of a remat region (its forward): it intercepts calls, and stays as their
-    record.
+    """The first run of a remat region (its forward), which records the calls in it.
 
     Attributes:
         region: the `region.RematRegion`.
         budget_step: the step of the region's budget, or None.
         events: maps (key, ordinal) of a call to the call, in order.
-        redistributions: maps the key of each of the program's redistributions to what it read.
+        redistributions: maps the key of each redistribution of the program to what the
+            redistribution read.
         redistributed_results: maps the key of a redistribution to its kept result.
         saved: the number of slots.
-        is_counted: True if the budget's step waits for the recompute of this forward.
+        is_counted: True if the budget waits until this forward has been recomputed, to choose what
+            to keep.
     """
 
     def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -353,11 +356,11 @@ class ForwardRecord(_RegionRun):
         return [*self.events.values()]
 
     def saving_slots(self) -> AbstractContextManager[None]:
-        """Returns a context manager: inside, autograd saves slots (placeholders) in place of
+        """Returns a context manager. Inside, autograd saves placeholders (slots) in place of
         tensors.
 
-        Made for each use: an attribute would be a reference cycle, which keeps the region's inputs
-        alive until Python collects garbage.
+        It is made anew for each use. As an attribute it would be a reference cycle, which keeps the
+        region's inputs alive until Python collects garbage.
         """
         return saved_tensors_hooks(self._pack, _unpack_slot)
 
@@ -582,7 +585,7 @@ class ForwardRecord(_RegionRun):
         return [*kept, *self.redistributed_results.values()]
 
     def empty(self) -> None:
-        """Empty all slots, after recomputation has failed, so that backward uses no partial
+        """Empties all slots after a failed recomputation, so that backward uses no partial
         results.
         """
         for ref in chain.from_iterable(event.slots for event in self.order):
@@ -592,8 +595,9 @@ class ForwardRecord(_RegionRun):
     def free_kept_kernels(self) -> None:
         """Free the kept results of kernels after recomputation has used them.
 
-        Kept results of opaque calls stay, because autograd still holds tensors saved inside. A
-        third run, which is rare, recomputes the dropped results.
+        Kept results of opaque calls (kept or run as a whole) stay, because autograd still has
+        tensors saved inside them. If there is a third run, which is rare, it recomputes the freed
+        results.
         """
         for event in self.order:
             if isinstance(event.kept, KeptKernels):

@@ -47,7 +47,9 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class RandomStates:
-    """The states of the random generators around a call, to repeat its random numbers."""
+    """The states of the random generators before and after a call, to draw its random numbers
+    again.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
         generators = generators_in_use(t.device for t in tensors)
@@ -114,7 +116,7 @@ def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class AmbientState:
-    """The settings around a remat region's first run, under which it runs again in backward.
+    """The settings and states around a region's first run, which are restored for its second run.
 
     They are random generators, autocast, context variables, the default device, and buffers.
     """
@@ -146,10 +148,13 @@ class AmbientState:
             yield self._context.copy()
 
     def draw_as(self, states: States) -> None:
-        """Set random generators to these states until the second run has ended.
+        """Sets random generators to the states before a call of the first run, which is now
+        repeated.
+
+        They keep these states until the second run has ended.
 
         Args:
-            states: the states before a call of the first run, which is repeated now.
+            states: the states of the generators before that call.
         """
         for generator, state in states:
             if generator not in self._touched:
@@ -188,8 +193,8 @@ class _SaveInputs(torch.autograd.Function):
 class RegionInputs:
     """The arguments of one call of a remat region. Lists, tuples and dicts are copied.
 
-    Tensors are saved through autograd: an outer region may then recompute them, and autograd checks
-    that they are not changed in place later.
+    Tensors are saved by autograd. So an outer region may recompute them, and autograd checks that
+    they are not changed in place later.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], producers: TensorProducers):
@@ -296,8 +301,8 @@ class KernelsOfCall(KernelMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Inside the block, kernels are not intercepted: they belong to a redistribution in the
-        call.
+        """Stops intercepting kernels inside the `with` block, because they belong to a
+        redistribution.
         """
         self.paused = True
         try:
@@ -328,16 +333,14 @@ class KeepMode(KernelsOfCall):
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
-        """Record `x`, the result of a redistribution that the call makes, like a kernel's
-        result.
+        """Records `x`, the result of a redistribution in the call, as if it were the result of a
+        kernel.
         """
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """Returns the kernels' results with which the second run can make `out` without running
+        """Returns the kernels' results from which the second run can compute `out` without running
         kernels.
-
-        None if they cannot be kept.
         """
         wanted = {storage_id(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
@@ -384,8 +387,8 @@ class KeptKernels(_KeptResult):
     def give(self, place: Place = _CARRIED) -> Any:
         """Returns the kept results of one kernel, or None if they were not kept.
 
-        They are new aliases, because autograd sets attributes on them. If the program writes to
-        them, they are copies, because it will write to them again.
+        They are new aliases, because autograd sets attributes on them. If the program has written
+        to them, they are copies, because the second run writes to them again.
 
         Args:
             place: identifies the kernel run within the call.
@@ -448,11 +451,11 @@ class _KeptOutputs(torch.autograd.Function):
 
 
 class KeptCall(_KeptResult):
-    """The kept result of an *opaque* call: one that is kept or run as a whole, as a compiled
-    function.
+    """The kept result of an *opaque* call: a call that is kept or run as a whole, such as a
+    compiled function.
 
     Attributes:
-        out: its result, with a `_Result` in place of each tensor.
+        out: the call's result, with a `_Result` in place of each tensor.
         inside: the tensors that autograd saved inside it.
     """
 
@@ -483,8 +486,8 @@ class KeptCall(_KeptResult):
         )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
-        """Returns the kept result of the call in the second run, as a function of its inputs for
-        autograd.
+        """Returns the kept result of the call in the second run, connected in autograd to the
+        call's inputs.
 
         Args:
             what: the call's name, for errors.
@@ -519,8 +522,10 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedInOpaque:
-    """What autograd saved inside a kept opaque call, if an outer remat region handles saved
+    """Tensors that autograd saved inside a kept opaque call, if a region around it handles saved
     tensors.
+
+    An opaque call is kept or run as a whole.
     """
 
     __slots__ = ("hooks", "packed")
@@ -536,7 +541,7 @@ class SavedInOpaque:
 class OpaqueSaves:
     """The tensors that autograd saves inside an opaque call, such as a compiled function.
 
-    Those that are views of the call's inputs are not kept, because the second run has the inputs.
+    Views of the call's inputs are not among them, because the second run has the inputs.
     """
 
     def __init__(self, inputs: list[torch.Tensor], keeps: bool):
@@ -564,7 +569,7 @@ class OpaqueSaves:
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
-        """Returns the tensors in `out` that share no memory with an input of the call."""
+        """Returns those tensors in `out` that share no memory with an input of the call."""
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
@@ -582,7 +587,8 @@ class LearnedNames:
     """The names (`checkpoint_name`) that a region's program has given to results in all runs so
     far.
 
-    They decide in a later run, before a result is named, whether to keep it.
+    So a later run knows the name of a result before the program gives it, and can decide whether to
+    keep the result.
 
     Attributes:
         seen: the calls, by function and call site, that have occurred.
@@ -643,7 +649,7 @@ class ResultsToName:
     def offer(self, event: Any, kept: KeptKernels, out: Any) -> None:
         """Store how to keep the result of a call, in case the program names it later.
 
-        The result itself is not kept alive: its tensors are stored as positions in their storage.
+        This does not keep the result alive: its tensors are stored as positions in their storage.
 
         Args:
             event: the call.
@@ -661,9 +667,8 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """Returns the kernel results that `offer` stored, for a call whose result `x` is named now.
-
-        None if they are not all in the storage of `x`.
+        """Returns the kernel results that `offer` stored for a call, because its result `x` is
+        named now.
         """
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):

@@ -107,13 +107,13 @@ _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 def current_watcher() -> Any:
     """Returns the object that intercepts this thread's calls for a remat region, or None.
 
-    None while Dynamo traces.
+    It is None while Dynamo traces.
     """
     return None if HERE.trace.is_compiling() else HERE.watcher
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:
-    """Returns a context manager: inside, `watcher` intercepts this thread's calls.
+    """Returns a context manager. Inside, `watcher` intercepts this thread's calls.
 
     Args:
         watcher: a run of a region; None: nothing intercepts calls.
@@ -150,11 +150,11 @@ def is_internal(function: Any) -> bool:
 
 
 def make_call_mode() -> AbstractContextManager[Any]:
-    """Returns a `CallMode` to enter; a null context if one is active already, so that modes do not
-    pile up.
+    """Returns a `CallMode` to enter. If one is active already, returns a context manager that does
+    nothing.
 
-    Compiled regions have a guard on the number of modes. Private torch: there is no public way to
-    list the active modes.
+    Otherwise modes would pile up, and compiled regions have a guard on the number of modes. Private
+    torch: there is no public way to list the active modes.
     """
     count = torch._C._len_torch_function_stack()
     on = map(torch._C._get_function_stack_at, range(count))
@@ -167,8 +167,9 @@ def make_call_mode() -> AbstractContextManager[Any]:
 class KernelMode(TorchDispatchMode):
     """The base of dispatch modes that call their method `kernel` in place of each ATen kernel.
 
-    Regions of torch.compile still run compiled: otherwise torch.compile would disable itself, and
-    the mode would intercept a different program. Kernels inside such a region are not intercepted.
+    Regions of torch.compile still run compiled, and kernels inside them are not intercepted.
+    (Normally torch.compile disables itself under a dispatch mode. The mode would then intercept a
+    different program.)
     """
 
     supports_higher_order_operators = True  # a compiled region may run as one
@@ -205,7 +206,9 @@ redistribution."""
 
 
 def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `fn(*args, **kwargs)`. Call sites that remat records inside it begin at this frame."""
+    """Calls `fn(*args, **kwargs)`. For calls inside it, the call sites that remat records begin at
+    this frame.
+    """
     return fn(*args, **kwargs)
 
 
@@ -268,12 +271,11 @@ def line_of_site(where: tuple[int, ...]) -> str:
 
 
 class TensorProducers:
-    """A map from each tensor in a run of a region to the number of the call that made it.
+    """Maps each tensor in a run of a region to the number of the call that made it.
 
     Args:
         first: in the second run, the map of the first run. It is needed for tensors that the
-            program
-            itself has kept from the first run, and does not compute again.
+            program itself kept from the first run, and does not compute again.
     """
 
     def __init__(self, first: TensorProducers | None = None):
@@ -284,8 +286,8 @@ class TensorProducers:
         self._known[id(t)] = (weakref.ref(t), producer)
 
     def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """Record that call `number` made the tensors in `out`. Tensors that it got as inputs do not
-        count.
+        """Records that call `number` made the tensors in `out`, except those that it got as
+        inputs.
         """
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
@@ -402,7 +404,8 @@ def make_local_alias(t: torch.Tensor) -> torch.Tensor:
 class Wrapped:
     """A callable that wraps the function `fn`, or a module's forward.
 
-    The module's forward is looked up in its class, so a copied or pickled module calls its own.
+    The forward is looked up in the module's class, so that a copy of the module calls the forward
+    of the copy.
     """
 
     def __init__(self, fn: Callable[..., Any] | None, module: nn.Module | None = None):
@@ -493,7 +496,9 @@ def keep_collectives(call: Call) -> bool:
 
 
 class OneCall(Wrapped):
-    """A function marked by `one_call`: a remat region can keep its result like that of one op."""
+    """A function that `one_call` has marked. A remat region can keep the result of its calls as if
+    it were one op.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_watcher()

@@ -26,7 +26,7 @@ def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
     """Returns the backend of meshes of this device type ("cpu", "cuda") in this job.
 
     Args:
-        native: the function with which a backend with blocking waits begins a collective.
+        native: the function that begins a collective of torch's process group.
     """
     if f"{device_type}:gloo" not in dist.get_backend_config():
         return Backend()

@@ -59,15 +59,15 @@ def begin_in_group(
 class Backend:
     """A kind of process group, with defaults for NCCL and for ranks that are threads.
 
-    The defaults use the group's own collectives, which need no buffers beside their operands.
-    All tensors are contiguous.
+    The defaults use the group's own collectives, which need no buffers beside their operands. All
+    tensors are contiguous.
 
     Attributes:
         gathers_by_broadcast: True if an all-gather runs as a broadcast from each rank.
         sums_in_rank_order: True if a reduce-scatter exchanges shares (addends of a Partial value),
             and each rank adds them in rank order.
-        waits_on_host: True if a wait blocks the Python thread, which can then find out why it
-            takes long.
+        waits_on_host: True if a wait blocks the Python thread. partita can then look for the reason
+            of a long wait.
         runs_in_streams: True if a collective is a kernel in a stream, which a CUDA graph can
             record.
         native: a function that begins a collective of the process group.
@@ -82,17 +82,17 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how an all-reduce of `x` over `n` ranks is computed: "own", "gather" or
+        """Returns how this backend computes an all-reduce of `x` over `n` ranks: "own", "gather" or
         "exchange".
 
-        "own" is the process group's all-reduce. With "gather" each rank gathers all addends; with
-        "exchange" it gets a part of each. It then adds them in rank order.
+        "own" is the process group's all-reduce. With "gather", each rank gathers all addends and
+        adds them in rank order. With "exchange", each rank gets one part of every addend, adds
+        these in rank order, and the sums are gathered.
         """
         return "own"
 
     def gathers_pieces(self, x: torch.Tensor) -> bool:
-        """True if an all-gather of several tensors in one bucket can write each result
-        contiguously.
+        """True if one all-gather for several tensors (a bucket) can write each result contiguously.
 
         Then nothing has to be copied out of the bucket.
 
@@ -122,8 +122,8 @@ class Backend:
     ) -> PendingWork:
         """Begin a collective that writes its result into `out`, and return at once.
 
-        For an all_gather, `x` may be a part of `out`. A sum has the dtype of `out`. Callers that
-        wait at once for an all_gather use `native` instead.
+        For an all_gather, `x` may be a part of `out`. A sum is computed in the dtype of `out`. A
+        caller that waits at once for an all_gather uses `native` instead.
         """
         if request.kind == "reduce_scatter" and out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, request)

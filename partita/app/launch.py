@@ -69,11 +69,7 @@ class _Child:
     stopped_since: float = 0.0
 
     def has_died(self) -> bool:
-        """True if the rank's process has ended without reporting its end, that is, it crashed.
-
-        Call this only after everything that it wrote has been read, because output may outlast the
-        process.
-        """
+        """True if the rank's process has ended without reporting its end, as after a crash."""
         return self.ended and not self.done
 
     def make_last_known(self) -> _LastKnown:
@@ -232,7 +228,7 @@ def state_of_child(pid: int, which: int) -> int:
     """Returns the signal that stopped or killed a child process, or its exit code; 0 if it still
     runs.
 
-    An exit code of 0 is returned as -1. The status is not consumed, so other code may read it.
+    An exit code of 0 is returned as -1. Other code can still read the status afterwards.
 
     Args:
         which: the state to check for, as in `os.waitid`.

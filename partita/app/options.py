@@ -264,7 +264,7 @@ class Options:
             )
 
     def leave_out_idle(self) -> tuple[Options, list[str]]:
-        """Drops options that have no effect with only one rank.
+        """Drops options that have no effect on a single rank.
 
         Returns:
             The other options, and a line for the user about each dropped one.

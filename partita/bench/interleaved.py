@@ -69,7 +69,7 @@ def _rank(
 def measure(
     makes: Sequence[Make], ranks: int, rounds: int, *args: Any, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Times several ways to train, in turns. Returns the seconds per step of each, on the slowest
+    """Times several ways to train, in turns. Returns the seconds per step of each, for the slowest
     rank.
 
     Args:
@@ -194,9 +194,9 @@ def in_turns(
 
     Args:
         warm: the number of calls of each step that are not timed.
-        together: a function that waits for the other ranks.
-        calls: the number of calls in a turn; their mean counts. If a small step is called once,
-            the code and data of other steps fill the processor's caches.
+        together: a barrier: a function that waits for the other ranks.
+        calls: the number of calls in a turn; their mean counts. If a small step is called once, the
+            code and data of other steps fill the processor's caches.
     """
     _warm_up(steps, warm, True)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -208,14 +208,15 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Returns how many times as long as the way `base` the way `name` takes: the median over
-    rounds.
+    """Returns the time of the way `name` divided by that of the way `base`: the median over rounds.
+
+    A way is one of the training steps that are compared.
     """
     return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the results as text: the milliseconds of each way, and the ratio to the way
+    """Returns the results as text: milliseconds of each way to train, and their ratio to the way
     `base`.
     """
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]

@@ -123,10 +123,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass
 class StepFigures:
-    """The measurements of one way to train.
-
-    Kernels, MFU and held memory are None on a CPU.
-    """
+    """The measurements of one way to train, such as "FSDP2, compiled"."""
 
     ms: float
     host_ms: float

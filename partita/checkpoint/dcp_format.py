@@ -58,7 +58,9 @@ MARK = "partita-"
 
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
-    """Returns torch's metadata of the shard that a rank holds: a list of one, or [] if it is empty.
+    """Returns the shard that a rank holds, in the form of torch's metadata.
+
+    It is a list with one chunk, or [] if the shard is empty.
 
     Args:
         region: `(offset, length)` of the rank's shard, in each dimension.
@@ -81,7 +83,7 @@ class LoadPieces(DefaultLoadPlanner):
 
     Attributes:
         values: the values that were read, by name.
-        trial: True reads tensors and drops them, to check that they can be read.
+        trial: True only checks that tensors can be read: it reads them and drops the values.
     """
 
     def __init__(
@@ -396,7 +398,9 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """A text that must be equal on all ranks that could write this tensor or value."""
+        """A text that ranks compare: it must be equal on all ranks that could write this tensor or
+        value.
+        """
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:
@@ -421,7 +425,9 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """Returns the `WriteItem`s by which torch's writer writes this rank's part of a tensor."""
+    """Returns the entries (`WriteItem`s) that tell torch's writer to write this rank's part of a
+    tensor.
+    """
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 

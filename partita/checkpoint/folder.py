@@ -126,7 +126,9 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Returns checksums with the given ones of the chunks, and computes that of `.metadata`."""
+        """Returns an object with the given checksums of the chunks. Computes the checksum of
+        `.metadata`.
+        """
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
@@ -227,8 +229,8 @@ def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | Non
 class Replacement:
     """A file or folder that is written under a temporary name and renamed to `home` when complete.
 
-    One rank makes it. It waits until no other job saves to that name, and removes what killed saves
-    have left.
+    One rank makes it. It first waits until no other job saves to that name, and then removes what
+    killed saves have left.
 
     Attributes:
         written: the path to which to write.

@@ -98,8 +98,8 @@ def unpack_containers(packed: Any, like: Any = None) -> Any:
     """Returns the value that `pack_containers` packed, in new lists and dicts.
 
     Args:
-        like: the value that the object has now. If it is a dict of a subclass, such as a Counter,
-            so is the result. A checkpoint stores no classes.
+        like: the value that the object has now. A checkpoint stores no classes, so a subclass of
+            dict, such as Counter, is taken from it.
     """
     if isinstance(packed, list):
         likes = like[: len(packed)] if isinstance(like, list) else []

@@ -81,9 +81,10 @@ Strict = bool | Literal["state"]
 
 
 def attempt(do: Callable[[], Any]) -> Any:
-    """Returns `do()`, or the exception that it raised, to be passed to other ranks.
+    """Calls `do()` and returns its result, or the exception that it raised, to be sent to other
+    ranks.
 
-    The ranks then all raise it (`ControlPlane.decide`).
+    The ranks then all raise the exception (`ControlPlane.decide`).
     """
     try:
         return do()
@@ -660,10 +661,10 @@ class Mismatches:
 
     Attributes:
         values: lines about tensors with another shape or dtype, and tensors in place of values.
-        keys: lines about names that only the state or only the checkpoint has, one for each name
-            or prefix. Empty if these are not errors.
+        keys: lines about names that only the state or only the checkpoint has, one for each name or
+            prefix. Empty if these are not errors.
         skipped: the names in `keys`.
-        which: identifies the checkpoint, in case another one had the same path before.
+        which: identifies the checkpoint, because another one may have had the same path before.
     """
 
     values: tuple[str, ...]
@@ -692,7 +693,7 @@ def find_mismatches(
         held: the tensors and values of the state, by name.
         there: the metadata of the checkpoint's entries, by name.
         strict: decides which missing and unexpected names are errors (see `load`).
-        which: identifies the checkpoint, in case another one had the same path before.
+        which: identifies the checkpoint, because another one may have had the same path before.
         gives_memory: True if tensors on the meta device get memory before they are loaded.
         tied: shared tensors, by name. The checkpoint needs only one of the names of each.
         of_optimizers: the opened state, with the differences of its optimizers.
@@ -759,7 +760,7 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
-    """Raises on all ranks if any rank found that it cannot load. Else returns the names to skip
+    """Raises an error on all ranks if any rank cannot load. Otherwise returns the names to skip
     here.
 
     Raises:

@@ -55,7 +55,9 @@ class ShardedRun:
 
     @property
     def batches(self) -> int:
-        """The number of ranks that have different rows of a batch."""
+        """The number of batches that form a global batch: one for each rank with rows of its
+        own.
+        """
         if self.mesh is None:
             return 1
         wire, count = wire_of(self.mesh), 1
@@ -163,10 +165,10 @@ def to_whole(value: Any) -> Any:
 
 
 def split_rows(value: Any, mesh: Any) -> Any:
-    """Returns a copy of a batch in which tensors are DTensors that are sharded by rows.
+    """Returns a copy of a batch in which tensors are DTensors, sharded by rows.
 
-    Tensors that have another number of rows than the first stay plain, and count as whole. The
-    choice affects communication, but no value.
+    A tensor that has another number of rows than the first stays plain, and counts as whole. This
+    changes communication, but no value.
     """
     given = [t for t in find_instances(value, torch.Tensor, Mapping) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):

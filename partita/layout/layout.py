@@ -153,7 +153,8 @@ class Layout:
     def put(self, axis: str, placement: Placement) -> Layout:
         """Returns a copy of this layout with `placement` on `axis`.
 
-        If other axes shard the same dimension already, `axis` splits their pieces further.
+        If other axes shard the same dimension already, `axis` splits the pieces of these axes
+        further.
         """
         placement = own_placement(placement)
         shards = tuple(tuple(a for a in dim if a != axis) for dim in self.shards)

@@ -244,8 +244,8 @@ def own_placements(
     """Converts a user's placements to partita's. Also returns the order in which axes split a
     dimension.
 
-    In torch a `_StridedShard` means that later axes of the mesh split the same dimension before
-    this one. Its split factor is the number of shards that they make.
+    In torch, a `_StridedShard` on an axis says that later axes of the mesh split the dimension
+    first. Its split factor is the number of shards that these axes make.
 
     Args:
         order: returned unchanged if there is no `_StridedShard`.

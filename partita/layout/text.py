@@ -60,9 +60,8 @@ class LayoutError(ValueError):
         return {name: getattr(self, name) for name in _PARTS}
 
     def with_place(self, place: str) -> LayoutError:
-        """Returns a copy of this error that names the user's line `place`.
-
-        An error that names a line already is returned as it is.
+        """Returns a copy of this error with the user's line `place`. If the error has a line,
+        returns it as it is.
         """
         if self.place or not place:
             return self
@@ -97,9 +96,8 @@ def escape_controls(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns the text for a wrong argument in an error: a number or string itself, else its type.
-
-    Reading the value of a tensor may wait for other ranks, and a `repr` may be long.
+    """Returns a text for a wrong argument in an error: a number or string itself, otherwise its
+    type.
     """
     kind = type(value)
     if isinstance(value, type):

@@ -52,9 +52,10 @@ MOST = 32
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The result of `autoplan`: the fastest ways to train a model on a cluster. Print it.
+    """The fastest ways to train a model on a cluster, as `autoplan` finds them. Print it.
 
-    A way is a mesh, a ZeRO stage, tensor and sequence parallelism, remat, and micro-batches.
+    A way is a training configuration: a mesh, a ZeRO stage, tensor and sequence parallelism, remat,
+    and micro-batches.
 
     Attributes:
         model: the name of the model.
@@ -159,10 +160,10 @@ def autoplan(
     """Find the fastest ways to train a model on a number of ranks, within a memory limit.
 
     The search covers meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches.
-    It simulates the way with the least estimated memory first, then those with the least estimated
-    time. It skips a way in three cases: its weights and optimizer alone exceed `memory`; it keeps
-    at least as much as a way that was too big; its lower bound of time exceeds the best time so
-    far.
+    It first simulates the configuration with the least estimated memory, then those with the least
+    estimated time. It skips a configuration in three cases: its weights and optimizer alone exceed
+    `memory`; it needs at least as much memory as one that was too big; its lower bound of time
+    exceeds the best time so far.
 
     A deep model is ranked by simulations of one block and of two, because each further block costs
     the same. The best ways are then simulated as a whole. Those that exceed `memory` are dropped.
@@ -175,10 +176,11 @@ def autoplan(
         batch: sequences per step, over all ranks. None: one per rank.
         strategy: sets precision, context, layers and `remat_every`. Other fields keep their
             defaults, because they are searched.
-        most: the most ways to simulate.
-        prune: True skips ways that the bounds exclude.
-        watch: a function that is called before each simulation with the number of ways simulated so
-            far, the most that will be simulated, and the next way.
+        most: the most configurations to simulate.
+        prune: True skips configurations that the bounds exclude.
+        watch: a function that is called before each simulation. It gets the number of
+            configurations simulated so far, the most that will be simulated, and the next one (a
+            `Way`).
 
     Raises:
         StrategyError: nothing fits (the error says what comes nearest); an unknown model; an
@@ -282,14 +284,14 @@ _DOUBT = 4
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """One way (mesh and strategy) to train the model that fits into memory, with its simulation.
+    """One way to train the model (mesh and strategy) that fits into memory, with its simulation.
 
     Attributes:
         way: the mesh and the strategy.
         seconds: the duration of a step.
         peak: the most bytes that a rank holds.
-        simulation: the simulation of its step; of its first four micro-batches, if all of them
-            together have more than 128 blocks.
+        simulation: the simulation of its step. If the micro-batches have more than 128 blocks
+            together, only the first four are simulated.
     """
 
     way: Way
@@ -307,7 +309,7 @@ class WaySearch:
         keep: the number of best ways to return.
         watch: a function that is called with the number of ways simulated so far, the most that
             will be simulated, and the next way.
-        ended: the outcome of each way that was considered.
+        ended: for each way that was considered, how its search ended, such as "fit" or "too big".
         found: (seconds, peak bytes) of each way that was simulated.
     """
 
@@ -329,8 +331,8 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """The number of ways (mesh and strategy) for each outcome of the search. They add up to all
-        ways.
+        """The number of ways (mesh and strategy) for each outcome of the search. The numbers add up
+        to all ways.
         """
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
@@ -530,10 +532,11 @@ class _ModelNeeds:
     products: float = 0.0
 
     def extend_to_layers(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
-        """Returns the needs of a model with `layers` blocks, extrapolated from one and two blocks.
+        """Extrapolates what a model needs with `layers` blocks, from the needs with one block and
+        with two.
 
         Args:
-            two: the needs of the model with two blocks. `self` is for one.
+            two: the needs of the model with two blocks. `self` has those with one.
         """
 
         def extend(a: float, b: float) -> float:
@@ -561,9 +564,9 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     """Returns a lower bound of the seconds of a step in a way: the longer of computing and sending.
 
-    The processor computes the matrix products of the unsharded model, each rank of tp its part.
-    Over dp each gradient is summed once per step; stage 3 also gathers each weight once per
-    micro-batch. Over tp each block sums its results in forward, once per micro-batch.
+    A rank must compute its part of the model's matrix products. Over dp, each gradient is summed
+    once per step. Stage 3 also gathers each weight once per micro-batch. Over tp, each block sums
+    its results once per micro-batch, in forward.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     compute = of.micro_batches * _least_compute(needs, way, machine)
@@ -616,10 +619,7 @@ def _fastest_rate(curve: MeasuredCurve) -> float:
 
 
 def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a rough estimate of the seconds of a step, which only decides what to simulate first.
-
-    It adds matrix products, other kernels, and waiting for links.
-    """
+    """Estimates the seconds of a step roughly, to decide what to simulate first."""
     of, needs = way.strategy, _needs_of(shape, way)
     n, again = of.micro_batches, 4 / 3 if of.remat else 1.0
     small = _KERNELS * needs.products * machine.kernel_seconds
@@ -631,10 +631,7 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
 
 
 def guess_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a rough estimate of a rank's peak bytes, which only decides what to simulate first.
-
-    It adds what a rank holds between steps, gradients, and activations saved for backward.
-    """
+    """Estimates a rank's peak bytes roughly, to decide what to simulate first."""
     of, needs = way.strategy, _needs_of(shape, way)
     layers = of.layers or shape.layers
     share = needs.weights / way.tp

@@ -396,7 +396,8 @@ class DeckCall:
         rate: the kind of kernel, one of `machine.RATES`.
         amount: the bytes that it reads and writes, or its operations.
         run: a function that makes the call, each time with other operands.
-        is_large: True if it fills the shared caches. Large and small calls are measured apart.
+        is_large: True if its data fill the caches that cores share. Large and small calls are timed
+            separately.
     """
 
     rate: str
@@ -414,8 +415,8 @@ def make_deck() -> list[DeckCall]:
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
     """Returns a random order in which to time the calls, as indices into `deck`.
 
-    Small calls come before large ones, and each small call is timed several times in a row. A step
-    makes them so: an optimizer updates one parameter after the other.
+    Small calls come before large ones, and each small call is timed several times in a row. That is
+    as in a training step, where an optimizer updates one small parameter after the other.
     """
     found: list[int] = []
     for is_large in (False, True):

@@ -154,7 +154,7 @@ class _Call:
 
 
 class Explainer:
-    """Records, while `explain` runs a function, the plan and the redistributions of each call."""
+    """Records the plan and the redistributions of each call while `explain` runs a function."""
 
     def __init__(self) -> None:
         self.calls = [_Call("")]
@@ -383,7 +383,7 @@ class ExplainedMove:
 
 @dataclass(frozen=True)
 class ConsideredRow:
-    """One legal way (row) to run an op on a mesh axis, and its cost, for `explain`.
+    """One legal way to place an op on a mesh axis (a row of its rule), and its cost.
 
     Attributes:
         axis: the mesh axis.
@@ -525,12 +525,16 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves in order. Moves of backward are included only if the function runs backward."""
+        """All moves (steps of redistributions) in order. Those of backward are included only if the
+        function runs it.
+        """
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the first rank sends in all moves."""
+        """The bytes that the first rank sends in all redistributions of the function, without a
+        later backward.
+        """
         return sum(op.nbytes for op in self.ops)
 
     @property

@@ -91,7 +91,7 @@ _CURVE = Kind("a MeasuredCurve", lambda value: isinstance(value, MeasuredCurve))
 
 
 def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind]) -> None:
-    """Raise `error` for the first attribute of `of` whose value is not allowed.
+    """Raises `error` for the first attribute of `of` that has a value which is not allowed.
 
     Args:
         kinds: the kind of each attribute, or of several, whose names are separated by blanks.
@@ -127,7 +127,7 @@ class MeasuredCurve:
     def seconds_of(self, amount: float) -> float:
         """Returns the seconds for an amount of work (bytes or operations), by interpolation.
 
-        Beyond the last point, its last line is extended.
+        Beyond the last point, the line through the last two points is extended.
         """
         last = len(self.amounts) - 1
         if amount <= self.amounts[0] or not last:
@@ -141,7 +141,7 @@ class MeasuredCurve:
 def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
     """Returns a curve through measured points `(amount, seconds)`, given in any order.
 
-    Seconds never decrease: a point below an earlier one gets that one's seconds.
+    Seconds never decrease: if a larger amount was faster, it gets the seconds of the smaller one.
     """
     amounts: list[float] = []
     seconds: list[float] = []
@@ -230,10 +230,11 @@ class Machine:
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns the name of the kernel that this machine runs for one of a captured graph.
+        """Returns the kernel that this machine would run, given the name of one in a captured
+        graph.
 
-        If torch had no GPU during the capture, the graph has the CPU's fused attention. The GPU's
-        kernel has the same operands and results.
+        If torch had no GPU during the capture, the graph contains the CPU's fused attention. The
+        GPU's kernel has the same operands and results.
         """
         return name.replace("_for_cpu", "") if self.overlaps else name
 
@@ -261,10 +262,11 @@ class Machine:
     def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
         """Returns the slowest link that a collective over these mesh axes uses, at its peak speed.
 
-        It is `host` if each collective stays within a host. Otherwise a collective runs one ring
-        for each rank that it has on a host, each over its own network port. So its bandwidth is
-        that multiple of `network`'s bandwidth, but at most `host`'s: eight ports of 25 GB/s were
-        measured to carry 192 GB/s (github.com/NVIDIA, issue 812 of the collectives' library).
+        It is `host` if each collective stays within a host. Otherwise a collective runs several
+        rings, one for each of its ranks on a host, and each ring uses a network port of its own. So
+        its bandwidth is `network`'s bandwidth times the number of rings, but at most `host`'s.
+        (Eight ports of 25 GB/s were measured to carry 192 GB/s: github.com/NVIDIA, issue 812 of the
+        collectives' library.)
 
         Args:
             axes: the axes of the collective.

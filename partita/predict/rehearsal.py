@@ -71,8 +71,7 @@ def run_on_fakes(
     kwargs: dict[str, Any],
     make_wire: Callable[[Wire], Wire] = DryWire.from_wire,
 ) -> Iterator[tuple[Callable[[], Any], State]]:
-    """Yields a function that runs `fn` on tensors without memory; afterwards restores what it
-    changed.
+    """Yields a function that runs `fn` on tensors without memory. Restores everything at the end.
 
     Args:
         make_wire: a function that makes the replacement for the wire of a mesh.
@@ -378,8 +377,8 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
             step that is not compiled, and its arguments.
 
     Returns:
-        A schedule like `step.memory` of a compiled step. Its time has one step for each kernel, and
-        one for each time that ZeRO allocates or frees gathered memory. Gradients that existed
+        A schedule like `step.memory` of a compiled step. It has one point in time for each kernel,
+        and one for each time that ZeRO allocates or frees gathered memory. Gradients that existed
         before the step and are freed in it are not included.
 
     Raises:
@@ -420,7 +419,9 @@ class _Schedule(MemoryCount):
         return any(own.get("step") is t for own in state.values())
 
     def begin_place(self, made_by: str) -> None:
-        """Begin the next point in time of the schedule. Later changes of memory belong to it."""
+        """Begins the next point in time (place) of the schedule. Later changes of memory belong to
+        it.
+        """
         self._made_by, self._source = made_by, user_line()
         self._places.append(f"{made_by}_{len(self._places)} {made_by}")
 
@@ -456,7 +457,7 @@ class _Schedule(MemoryCount):
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Set `stepping` to the optimizer of this thread that steps, inside the block."""
+        """Sets `stepping` to the optimizer of this thread that steps, inside the `with` block."""
         thread = threading.get_ident()  # torch calls the hooks of all threads' optimizers
 
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

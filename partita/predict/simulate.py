@@ -406,7 +406,7 @@ class SimulatedStep:
     Attributes:
         seconds: the time until the last stream has ended.
         events: the events, in the order of the graph.
-        exposed: the seconds in which the processor waits for each stream of links.
+        exposed: for each stream of collectives, the seconds in which the processor waits for it.
         busy: the seconds in which each stream works.
         flops: operations of matrix products and attention, including recomputation.
         model_flops: `flops` without recomputation.
@@ -569,7 +569,7 @@ class Kernel:
         flops: operations; a multiplication and an addition are two.
         nbytes: bytes read and written.
         dtype: the dtype of its first operand, such as "bfloat16".
-        begins: True if it begins a kernel; False if it is fused into an earlier one.
+        begins: True if this node begins a kernel; False if it is fused into an earlier one.
         rate: the name of its measured curve (see `machine.RATES`); "" if it takes no time.
     """
 
@@ -822,8 +822,8 @@ class Simulation:
             fuses needs less. Fragmentation of the allocator and the workspace of GPU kernels are
             not included.
         classes: the bytes of `peak` by class. "gradients" are tensors that an optimizer reads or a
-            collective reduces. Activations are results of forward. Other results of backward are
-            workspace.
+            collective reduces. "activations" are results of forward. All other results of backward
+            are "workspace".
         holders: the buffers that are alive at the peak.
         timeline: the events of each stream, for `save_trace`.
         facts: data for `report`: bytes over the step, moves by line, layouts of parameters.

@@ -87,7 +87,7 @@ class ModelShape:
         loss: a function of the module's result and the targets.
         has_blocks: True if its `blocks` can be recomputed in backward.
         has_sequence: True if sequences can be split over tp.
-        sums: the least number of reductions over tp per block in forward.
+        sums: how many reductions over tp a block needs at least in forward.
         code: the constructor call of a class in `partita.app.models`, with "{layers}" and
             "{context}" in it; "" for your own model.
 

@@ -103,7 +103,7 @@ class Move:
 
     @property
     def way(self) -> str:
-        """The placements of the moved axes before and after, as two letters: "SR" for an
+        """The placements of the moved axes before and after, as two letters. "SR" is an
         all-gather.
         """
         axis = self.axes[0]
@@ -134,8 +134,8 @@ class Move:
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """Returns the axes whose placement changes in a redistribution.
 
-    An axis that is Shard before and after is included if the axes that split its dimension before
-    it differ.
+    An axis that is Shard both before and after is included if the axes that split its dimension
+    first are not the same before and after.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.
@@ -175,7 +175,8 @@ def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
 
 
 def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Returns how many leading axes are equal in two tuples of axes that split a dimension.
+    """Returns how many axes at the beginning are equal in two tuples of axes that split a
+    dimension.
 
     Args:
         stack, other: the axes, outermost first.
@@ -283,8 +284,8 @@ def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
 def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
     """True if a move of uneven shards sends so much padding that several moves might be faster.
 
-    Uneven shards are padded to the size of the largest. The padding must cost more than the latency
-    of one more collective, which any other path needs.
+    Uneven shards are padded to the size of the largest. Several moves pay off only if the padding
+    costs more than the latency of one more collective.
     """
     way = move.way
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
@@ -318,8 +319,7 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
 
 
 def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
-    """Returns an estimate of the seconds of a move in forward and of its gradient's move in
-    backward.
+    """Estimates the seconds of a move: of its forward, and of the move of its gradient in backward.
 
     Args:
         way: the letters of the placements before and after, such as "SR".
@@ -339,8 +339,8 @@ def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4)
     """Returns an estimate of the seconds of a redistribution, in forward and backward, without
     planning it.
 
-    It is exact if one move is enough. Otherwise axes with the same change count as one move (small
-    results first), as if every axis could change at any time.
+    It is exact if one move is enough. Otherwise axes with the same change count as one move, and
+    moves with small results come first. The order in which axes can really change is ignored.
 
     Args:
         itemsize: bytes per element.

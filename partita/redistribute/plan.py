@@ -157,8 +157,8 @@ class _PlanSearch:
         self.sizes: dict[Stacks, int] = {}
 
     def find_path(self) -> tuple[Move, ...]:
-        """Returns the moves of the cheapest path; of equally cheap paths, one with the fewest
-        moves.
+        """Returns the moves of the cheapest path. If several paths cost the same, it returns one
+        with the fewest moves.
         """
         cost_of = {self.start: 0.0}
         came: dict[State, State] = {}

@@ -23,7 +23,8 @@ class DimPiece:
 
     Attributes:
         offset, length: the position of the piece, in elements.
-        at: the coordinate of its ranks on each axis that splits the dimension.
+        at: on each axis that splits the dimension, the coordinate of the ranks that hold this
+            piece.
         left_out: 0 for a piece that is drawn; otherwise the number of pieces that it represents,
             which are not drawn because there are too many.
     """
@@ -45,8 +46,8 @@ class PictureCell:
     """A cell of a picture: one shard of the tensor, and the ranks that hold it.
 
     Attributes:
-        ranks: "0, 1": Replicate on these ranks. "0 = 1": Invariant. "0 + 1": Partial sum.
-            "max(0 1)": Partial max. "": not drawn.
+        ranks: the ranks as text. "0, 1" is Replicate on these ranks, "0 = 1" Invariant, "0 + 1" a
+            Partial sum, "max(0 1)" a Partial max, and "" is not drawn.
         color: the index of the cell's color.
         pending: True if the piece is Partial.
     """

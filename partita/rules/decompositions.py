@@ -243,7 +243,9 @@ def moments(
 
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
-    """Returns the sum of |x|^p over `dim`, from which norms are computed, as an op with a rule."""
+    """Returns the sum of |x|^p over `dim`, from which norms are computed. It is an op with a rule
+    of its own.
+    """
     if p == 2:  # without |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
@@ -371,9 +373,8 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """Returns the number by which a mean loss is divided: the sum of its targets' class weights.
-
-    Targets that are ignored do not count.
+    """Returns the number by which a mean loss is divided: the sum of the class weights of its
+    targets.
     """
     kept = target != ignore_index
     if weight is None:

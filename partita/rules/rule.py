@@ -97,10 +97,10 @@ class KernelRule:
         text: the sentence.
         local: a function of the `KernelCall`. It returns a kernel on plain local tensors, with the
             signature of the called function. None runs the function itself.
-        keeps: a name of a dimension. An axis that splits it in the first operand keeps splitting
-            it, even if another row costs less.
-        beyond: True if the kernel, in a captured step, may treat the padding of a piece as the
-            elements that follow it.
+        keeps: the name of a dimension. If an axis splits it in the first operand, the chosen row
+            (placements on that axis) splits it, too, even if another row costs less.
+        beyond: True if a captured step may run the kernel on padding as if it were the elements
+            that follow the piece.
         work: the matrix products of an op whose sentence does not show them, in the notation of
             `work_of`.
     """
@@ -130,11 +130,11 @@ class LikeRule:
     Attributes:
         shape: the global shape of the result. If it is the operand's, the result has the operand's
             layout, otherwise it is Replicate on all axes.
-        pending: False: a Partial axis becomes Replicate, because a Partial tensor of ones would sum
-            to the number of ranks. True: it stays Partial (`new_empty`, whose memory is overwritten
-            at once).
-        local: a function of the `KernelCall` that returns the local kernel. The call's `pieces`
-            are named a, b, c, ... by dimension. None runs the function itself.
+        pending: True if axes that are Partial in the operand stay Partial. This is for `new_empty`,
+            whose memory is overwritten at once. Otherwise they become Replicate, because a Partial
+            tensor of ones would sum to the number of ranks.
+        local: a function of the `KernelCall` that returns the local kernel. The call's `pieces` are
+            named a, b, c, ... by dimension. None runs the function itself.
     """
 
     shape: tuple[int, ...]
@@ -168,7 +168,7 @@ class Rule:
         return self.derive(*args, **kwargs)
 
     def check_given(self, count: int, names: Container[str]) -> None:
-        """Raise LayoutError if a call does not pass an argument that the rule function requires.
+        """Raises LayoutError if a call lacks an argument that the rule function requires.
 
         Args:
             count: the number of declared arguments that the call passes by position.
@@ -283,9 +283,8 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Decorates a function that returns a rule; it gets the call's arguments as one dictionary.
-
-    Use it for several functions whose sentences are similar, but whose parameters differ.
+    """Registers a function that returns a rule, and gets the call's arguments as one dictionary. A
+    decorator.
 
     Args:
         takes: the parameters, such as "input dim=-1".
@@ -305,7 +304,8 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorates a function on DTensors that replaces `functions`, written as calls of other ops.
+    """Registers a function that replaces `functions` on DTensors, written as calls of other ops. A
+    decorator.
 
     Args:
         takes: the parameters on which plans depend, such as "input dim=-1".
@@ -328,7 +328,8 @@ def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None
         text: the sentence. In it `{x}` is replaced by the names of the input's dimensions;
             `{whole}` by the same names, with `dim` kept whole; `{left}` by the names of the
             dimensions other than `dim`.
-        split: a function that is called in place of the others if `dim` is split.
+        split: a function that is called in place of the given functions if dimension `dim` is
+            sharded.
     """
 
     @rule_by_name(takes, *functions)
@@ -387,8 +388,8 @@ def _check_terms(sentence: Sentence, function: Any) -> None:
 
 
 def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function of partita so that, on DTensors, it runs by its own rule like an op of
-    torch.
+    """Makes a function of partita an op with a rule, so that it runs on DTensors like an op of
+    torch. A decorator.
     """
 
     @functools.wraps(run)
@@ -443,9 +444,10 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
 
 
 def make_connected_shares(input: Any, shape: Sequence[int]) -> Any:
-    """Returns the addend of a rank that contributes nothing to a Partial sum, connected to `input`.
+    """Returns the share of a rank that adds nothing to a Partial sum, connected to `input` in
+    autograd.
 
-    So `input` gets a gradient of zeros in autograd, and not None.
+    So `input` gets a gradient of zeros, and not None.
     """
     out = input.new_full(shape, NEUTRAL_SHARE)
     return out - input.flatten()[:0].sum() if input.requires_grad else out
@@ -469,7 +471,7 @@ def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
 
 
 def with_dummy_row(run: Kernel) -> Kernel:
-    """Wraps a kernel for an input without rows: it runs on one dummy row, whose result is
+    """Wraps a kernel for an input without rows: the kernel runs on one dummy row, and the result is
     dropped.
     """
 

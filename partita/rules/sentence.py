@@ -42,9 +42,10 @@ class SentenceError(ValueError):
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of a tensor in a sentence: usually one name, or several joined like `(a b)`.
+    """One dimension of a tensor in a sentence. It has one name, or several joined names such as `(a
+    b)`.
 
-    Its size is the product of the names' sizes.
+    Its size is the product of the sizes of the names.
     """
 
     names: tuple[str, ...]
@@ -64,7 +65,8 @@ class Term:
 
     Attributes:
         reduce: how an output reduces the names that it lacks: "sum", "max" or "min".
-        explicit: True if the output begins with `max`, `min` or `sum`. The op need not be linear.
+        explicit: True if the sentence says how the output is reduced: it begins with `max`, `min`
+            or `sum`. Such an op need not be linear.
         index: True if this operand must not be Partial.
     """
 
@@ -175,7 +177,7 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """The names of a tensor's dimensions, with which a rule writes a sentence. `str` gives
+    """The names of a tensor's dimensions, with which a rule function writes a sentence. `str` gives
     "a b".
     """
 
@@ -217,8 +219,8 @@ class Names(tuple[str, ...]):
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """Returns the names with `!` after those of `dim`: these dimensions must be whole on every
-        rank.
+        """Returns the names, with `!` after those of `dim`. The `!` keeps these dimensions whole on
+        every rank.
         """
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
@@ -488,10 +490,11 @@ class Bound:
         inputs: the `Dim`s of each term's operand, which name its dimensions; None if the operand is
             absent or a number.
         outputs: the dimensions of each output.
-        sizes: the size of each name whose size is known from an operand or from the sentence.
-            Names that occur only in an output are missing.
-        rows: every legal row. Whether an axis can split a name depends on its size (`can_split`).
-        even: the names that can only be split evenly.
+        sizes: the size of each name whose size is known from an operand or from the sentence. Names
+            that occur only in an output are missing.
+        rows: every legal row. If an axis can really split a name depends on the sizes
+            (`can_split`).
+        even: the names that may only be split into equal pieces.
     """
 
     sentence: Sentence
@@ -661,8 +664,8 @@ class Work:
 
     Attributes:
         operations: multiplications and additions of the whole product.
-        names: if an axis splits one of these, each of its ranks does a part of the operations.
-            Otherwise each does all.
+        names: the names of dimensions that distribute the work. If a mesh axis splits one of them,
+            each rank of the axis does a part of the operations. Otherwise each rank does all.
         factors: the indices of the operands that are multiplied.
     """
 
@@ -675,9 +678,9 @@ def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
     """Returns the flops of the matrix products in an op; empty if it has none.
 
     Args:
-        said: a text for each product with its names, and numbers as factors: `"... q k d"`. The
-            operations are the product of their sizes. A name in `[ ]` distributes the work, but is
-            not a factor. If empty, the sentence's products are used.
+        said: for each product, a text with the names of its dimensions, and numbers: `"... q k d"`.
+            The operations are the product of the sizes and numbers. A name in `[ ]` distributes the
+            work, but is not a factor. If empty, the products in the sentence are used.
     """
     terms = bound.sentence.terms
     products = [p for group in bound.sentence.groups for p in group.products if len(p) > 1]

@@ -52,7 +52,7 @@ class Outcome:
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Returns the worst of the ranks' outcomes of one case.
 
-    If only some ranks raise, or they raise different errors, that counts as a crash.
+    If only some ranks raise an error, or if they raise different errors, that counts as a crash.
     """
     worst = outcomes[0]
     for o in outcomes[1:]:
@@ -93,7 +93,7 @@ class Reference:
 
     @cached_property
     def exact(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """The outputs, operands and gradients on one device in double precision."""
+        """The outputs, operands and gradients on one device, computed in double precision."""
         wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
         if self.narrow:  # which leaves float64 as it is
             wide[torch.bfloat16] = torch.float64

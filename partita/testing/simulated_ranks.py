@@ -37,12 +37,12 @@ def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
 
 
 def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
-    """Returns the global value of which the simulated ranks hold `parts`.
+    """Joins the parts that simulated ranks hold, and returns the global value.
 
     Args:
         parts: each rank's part.
         p: the placement by which the value is distributed.
-        terms: the number of terms that an element may be the sum of, as for `tolerance_of`.
+        terms: how many terms may be summed in an element, as for `tolerance_of`.
 
     Raises:
         ValueError: ranks that must be equal differ.
@@ -109,8 +109,8 @@ def tolerance_of(
     Args:
         of: the operands; the least precise of their dtypes counts.
         parts: the pieces or shares of the value. Shares may be larger than the value.
-        terms: the number of terms that an element may be the sum of. Rounding errors grow with the
-            square root of this number, like a random walk.
+        terms: how many terms may be summed in an element. Rounding errors grow with the square root
+            of this number, as in a random walk.
     """
     floating = [x.dtype for x in of if _is_rounded(x)]
     if not floating:

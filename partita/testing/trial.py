@@ -34,7 +34,7 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Returns the most terms that one element of a result may be the sum of, to bound rounding
+        """Returns how many terms an element of a result may be the sum of. This bounds rounding
         errors.
 
         Args:
@@ -55,8 +55,8 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """Returns the arguments of the sample call, other than tensors, that the rule does not
-        read.
+        """Returns those arguments of the sample call that are not tensors, and that the rule does
+        not read.
         """
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
@@ -156,7 +156,7 @@ class Trial:
 
 
 def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
-    """Returns random values as the gradient of an output. Equal shapes get equal values."""
+    """Returns random values to use as the gradient of an output. Equal shapes get equal values."""
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
     return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

@@ -415,7 +415,7 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """Returns `input[pattern]`. The function exists because an op needs a name to have a rule.
+    """Returns `input[pattern]`. It is a function, because only a named function can have a rule.
 
     Args:
         pattern: indices, with "index" in place of each tensor.

@@ -92,8 +92,8 @@ class PaddingFill:
 
     Attributes:
         operand: the index of the sentence's term.
-        like: the index of the term whose layout has the padding: the operand, or a term with which
-            it is broadcast.
+        like: the index of the term whose layout says where the padding is: the operand, or a term
+            with which it is broadcast.
         dims: the dimensions of `like` that are padded.
         value: a number, `EXTREME`, or a function of the call's arguments that returns one.
         reduce: how the padded dimension is reduced: "sum", "max" or "min".

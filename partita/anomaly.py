@@ -52,7 +52,7 @@ _Finds = Mapping[tuple[str, str], _Find]
 class NanWatch:
     """The result of `detect_nan`: hooks that look for NaN in one model, in a `with` block.
 
-    The end of the block removes the hooks.
+    The end of the `with` block removes the hooks.
     """
 
     def __init__(self, model: nn.Module):

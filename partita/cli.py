@@ -601,7 +601,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Show the next simulation on standard error inside the block.
+    """Show the next simulation on standard error inside the `with` block.
 
     As a bar on a terminal with rich, otherwise as a line for each.
     """

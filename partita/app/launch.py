@@ -317,7 +317,8 @@ def is_rank() -> bool:
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Joins the training job that started this process; at the end of the block all ranks leave it.
+    """Joins the training job that started this process; at the end of the `with` block all ranks
+    leave it.
 
     Args:
         show: a function that gets rank 0's events if no parent reads them, as under torchrun.

@@ -447,7 +447,7 @@ class _StepTimeline:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Profile the step that runs inside the block."""
+        """Profile the step that runs inside the `with` block."""
         with (
             _without_its_log(),
             profile(activities=activities_to_profile(), acc_events=True) as found,

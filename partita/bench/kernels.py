@@ -73,9 +73,8 @@ Counts = Counter[tuple[str, str]]
 
 @contextmanager
 def counting_kernels(counts: Counts) -> Iterator[None]:
-    """Inside the block, count into `counts` the kernels in the code that Inductor generates.
-
-    Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
+    """Counts the kernels in the code that Inductor generates inside the `with` block, into
+    `counts`.
     """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.graph import GraphLowering

@@ -34,7 +34,7 @@ from .whose_code import is_user_module
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of `owner` to `value` inside the block."""
+    """Set an attribute of `owner` to `value` inside the `with` block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -128,7 +128,7 @@ _capturing = 0  # the number of threads that capture
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` return True inside the block, in this thread.
+    """Make `torch.compiler.is_compiling()` return True inside the `with` block, in this thread.
 
     Optimizers then do not read tensors as numbers.
 
@@ -163,7 +163,7 @@ def hidden_from_watchers() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Disable the user's dispatch modes (such as a flop counter) inside the block.
+    """Disable the user's dispatch modes (such as a flop counter) inside the `with` block.
 
     Private torch: the stack of modes. If torch's own modes are among them, all stay active.
     """
@@ -175,9 +175,9 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def errors_not_logged() -> Iterator[None]:
-    """Inside the block, torch does not log errors of fake tensors in this thread.
+    """Keeps torch from logging errors of fake tensors in this thread, inside the `with` block.
 
-    partita explains and raises them. Private torch: the name of their logger.
+    partita explains and raises them itself. Private torch: the name of their logger.
     """
     thread = threading.get_ident()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -194,10 +194,8 @@ def errors_not_logged() -> Iterator[None]:
 
 @contextmanager
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside the block, capture nn.LSTM as individual calls, like other recurrent layers.
-
-    The reason: oneDNN's fused layer allocates memory for backward, whose size only oneDNN can
-    compute.
+    """Makes a capture inside the `with` block record nn.LSTM as individual calls, like other
+    recurrent layers.
 
     Args:
         modules: the modules of the step. Nothing changes if none has an nn.LSTM.
@@ -219,7 +217,7 @@ _ONE_AT_A_TIME = threading.RLock()
 @contextmanager
 def taking_turns() -> Iterator[None]:
     """Makes other captures of this process wait, and disables the user's dispatch modes, inside the
-    block.
+    `with` block.
     """
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
@@ -227,7 +225,7 @@ def taking_turns() -> Iterator[None]:
 
 @contextmanager
 def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside the block, torch and partita have the settings that a capture of `modules` needs."""
+    """Sets what a capture of `modules` needs in torch and partita, inside the `with` block."""
     with (
         compiling(),
         # A function that is wrapped by `torch.compile` is captured as the function itself.
@@ -241,7 +239,7 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Replace the tensors of a step's state by others inside the block, then restore them.
+    """Replace the tensors of a step's state by others inside the `with` block, then restore them.
 
     Args:
         slots: where the tensors are stored, such as `module._parameters["weight"]`.
@@ -279,7 +277,8 @@ _profiling = _Profiling()
 
 @contextmanager
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Set `event` as this thread's profile function inside the block, except in `unprofiled` calls.
+    """Set `event` as this thread's profile function inside the `with` block, except in `unprofiled`
+    calls.
 
     Torch makes about a thousand Python calls for each op over fake tensors. None of them is the
     user's, and reporting a call takes longer than the call. So such ops run `unprofiled`.
@@ -366,7 +365,7 @@ def intercepting_modes() -> list[Any]:
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Disable all TorchFunctionModes inside the block, partita's own included.
+    """Disable all TorchFunctionModes inside the `with` block, partita's own included.
 
     Private torch: `_pop_mode_temporarily`.
     """

@@ -44,7 +44,8 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
     later.
 
     Args:
-        memory: the number of the memory of each node whose memory is written.
+        memory: for each node whose memory some node writes, a number. Nodes with the same number
+            share memory.
     """
     (end,) = graph.find_nodes(op="output")
     counts = Counter(memory[n] for n in end.args[0] if n in memory)
@@ -264,7 +265,8 @@ def share_memory_of_results(
     Args:
         before: the graph with writes.
         after: the same graph without writes; it is changed in place.
-        memory: the number of the memory of each node of `before` whose memory is written.
+        memory: for each node of `before` whose memory is written, a number. Nodes with the same
+            number share memory.
         made: for each node of `before` that allocated such memory, the node of `after` with the
             memory's final value.
 

@@ -287,7 +287,8 @@ def rewrite_without_writes(
     Only `copy_` into inputs at its end writes. Notes of nodes are kept.
 
     Args:
-        memory: for each node whose memory is written, the number of that memory.
+        memory: for each node whose memory some node writes, a number. Nodes with the same number
+            share memory.
         makers: nodes that allocated memory of which several results are views.
 
     Returns:

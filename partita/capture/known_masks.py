@@ -421,7 +421,9 @@ def _writes_first(target: Any) -> bool:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Inside the block, torch computes real values: no tracing, modes, autocast or gradients."""
+    """Makes torch compute real values inside the `with` block: no tracing, modes, autocast or
+    gradients.
+    """
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
     with _disable_current_modes(), DisableTorchFunction(), torch.no_grad(), casts_off:
         yield

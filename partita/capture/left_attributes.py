@@ -40,7 +40,7 @@ def attributes_restored(
         contains_fake: a predicate: True for a fake, and for a container that holds one.
 
     Yields:
-        The attributes before the block.
+        The attributes before the `with` block.
     """
     before = [{**home} for home in homes]
     containers = []

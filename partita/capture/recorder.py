@@ -218,8 +218,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
         note_read: a function that gets each number that is read from a tensor, and the tensor.
-        block_kinds: the class of the block for each block call; the classes of the optimizer and of
-            the block for each update of a block.
+        block_kinds: for each call of a block: the block's class. For each update of a block by an
+            optimizer: the classes of the optimizer and of the block.
     """
 
     def __init__(self, graph: fx.Graph, inputs: GraphInputs):
@@ -376,7 +376,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def _noting(self, **fields: Any) -> AbstractContextManager[None]:
-        """Set fields in the notes of nodes that are made inside the block."""
+        """Set fields in the notes of nodes that are made inside the `with` block."""
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:

@@ -151,7 +151,9 @@ _lock = Lock()
 
 @contextmanager
 def _allow_classes(classes: list[Any]) -> Iterator[None]:
-    """Allow `torch.load(weights_only=True)` to make objects of these classes inside the block."""
+    """Allow `torch.load(weights_only=True)` to make objects of these classes inside the `with`
+    block.
+    """
     if not classes:
         yield
         return

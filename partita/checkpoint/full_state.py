@@ -549,7 +549,9 @@ def _save_once(
 
 @contextmanager
 def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put the values of `whole` into the modules inside the block, by the ids of their tensors."""
+    """Put the values of `whole` into the modules inside the `with` block, by the ids of their
+    tensors.
+    """
     before: list[tuple[ParameterSlot, torch.Tensor]] = []
     for held in find_parameters_and_buffers(model):
         value = whole.get(id(held.tensor))

@@ -354,7 +354,7 @@ def switch_off(state: AutocastState) -> AutocastState:
 
 @contextmanager
 def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> Iterator[None]:
-    """Set autocast to `state` inside the block, and restore it afterwards.
+    """Set autocast to `state` inside the `with` block, and restore it afterwards.
 
     Args:
         cache: True if autocast caches the tensors that it casts. None: unchanged.

@@ -76,7 +76,8 @@ class RepeatedWork:
         op: the operation, such as "linear".
         source: the user's "file:line", or "".
         axes: the mesh axes along which it is repeated.
-        share: the fraction of all operations of matrix products that a rank did in forward.
+        share: these operations as a fraction of all operations that a rank did for matrix products
+            in forward.
     """
 
     op: str
@@ -270,7 +271,7 @@ def scope() -> Scope:
 
 @contextmanager
 def _set_within(**changes: Any) -> Iterator[None]:
-    """Set these attributes of the running rank's scope inside the block."""
+    """Set these attributes of the running rank's scope inside the `with` block."""
     here = scope()
     before = {name: getattr(here, name) for name in changes}
     here.set(**changes)
@@ -292,7 +293,8 @@ def recomputing() -> AbstractContextManager[None]:
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Record every move inside the block: each collective and local change of a redistribution.
+    """Record every move inside the `with` block: each collective and local change of a
+    redistribution.
 
         with pt.ledger() as log:
             loss = model(x)
@@ -315,7 +317,8 @@ def ledger() -> Iterator[Ledger]:
 
 @contextmanager
 def strict(on: bool = True) -> Iterator[None]:
-    """Raise LayoutError for each implicit redistribution that would send bytes, inside the block.
+    """Raise LayoutError for each implicit redistribution that would send bytes, inside the `with`
+    block.
 
     Implicit means that an op needed it and the program did not request it. Local changes, such as
     slicing a Replicate value, stay allowed. An axis of one rank counts like an axis of several, so
@@ -402,11 +405,11 @@ def enter_check_hooks() -> Iterator[None]:
 
 @contextmanager
 def check_ranks(timeout: float = 60.0) -> Iterator[None]:
-    """Compare the ranks before each collective on process groups, inside the block.
+    """Compare the ranks before each collective on process groups, inside the `with` block.
 
     If ranks differ in collective, axes, shapes, dtype, op or source line, all of them raise a
     LayoutError that names two ranks. Without this they would hang or mix up data. The same error is
-    raised if a rank leaves the block while others continue.
+    raised if a rank leaves the `with` block while others continue.
 
     Local tensors, batches, random generators, settings of optimizers and plain tensors are normally
     compared only the first time that a line runs. Here they are compared every time. Numbers that

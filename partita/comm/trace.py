@@ -447,7 +447,7 @@ def active_wire(wire: Wire) -> Wire:
 def substitute_wires(
     wires: dict[Wire, Wire], make: Callable[[Wire], Wire] | None = None
 ) -> Iterator[None]:
-    """Inside the block, `active_wire` returns the given wires in place of others.
+    """Makes `active_wire` return the given wires in place of others, inside the `with` block.
 
     Args:
         wires: the replacement of each wire.

@@ -220,9 +220,7 @@ def end_graph() -> None:
 
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the block, detects a deadlock while a collective of torch runs.
-
-    If it takes long, this rank writes into the job's store what it waits for (a post).
+    """Detects a deadlock while a collective of torch runs inside the `with` block.
 
     Args:
         name: the name of the collective.

@@ -98,8 +98,8 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Disable all torch modes inside the block, so that they do not intercept the creation of
-    fakes.
+    """Disable all torch modes inside the `with` block, so that they do not intercept the creation
+    of fakes.
     """
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         yield

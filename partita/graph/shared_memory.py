@@ -31,8 +31,10 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns the nodes whose memory some node writes. Each is mapped to a number of that
-    memory.
+    """Returns the nodes whose memory some node writes, each with a number.
+
+    Nodes with the same number share memory. Each input has its own memory, as in torch's
+    functionalization.
     """
     shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()

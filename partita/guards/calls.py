@@ -221,7 +221,8 @@ class Calls:
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
-        """Ignore calls made by the garbage collector (finalizers, callbacks) inside the block.
+        """Ignore calls made by the garbage collector (finalizers, callbacks) inside the `with`
+        block.
 
         It runs at any time, in whichever thread allocates, and is not part of the step.
         """

@@ -568,7 +568,9 @@ class CaptureRun:
 
     @contextmanager
     def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
-        """Put symbolic floats into variables inside the block; yields (slot, symbolic float)."""
+        """Put symbolic floats into variables inside the `with` block; yields (slot, symbolic
+        float).
+        """
         found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
         try:
             held = []

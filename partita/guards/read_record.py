@@ -188,7 +188,7 @@ class ReadRecord(PlaceRecord):
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Inside the block, record what this thread reads, as the step runs.
+        """Records what this thread reads inside the `with` block, in which the step runs.
 
         Args:
             step: the function that is going to run.

@@ -107,7 +107,7 @@ class PlaceRecord:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Do not record reads of attributes inside the block."""
+        """Do not record reads of attributes inside the `with` block."""
         # Not by `attribute_set`: the profile function would see its calls.
         before, self._is_paused = self._is_paused, True
         try:
@@ -732,8 +732,8 @@ def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
     """Makes other threads wait if they read attributes of these modules, inside the `with` block.
 
-    Other threads that capture a step of these modules wait, too. Inside the block, fakes replace
-    the modules' parameters, which other threads must not see.
+    Other threads that capture a step of these modules wait, too. Inside the `with` block, fakes
+    replace the modules' parameters, which other threads must not see.
     """
     ids = [id(o) for o in objects]
     with _FREED:

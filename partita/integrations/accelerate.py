@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do not reduce gradients in the backward passes inside the block."""
+        """Do not reduce gradients in the backward passes inside the `with` block."""
         with no_sync(model):
             yield
 

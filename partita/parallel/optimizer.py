@@ -404,7 +404,8 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
 
 @contextmanager
 def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list[DTensor]]:
-    """Give the optimizer the parts that this rank updates, in place of `params`, inside the block.
+    """Give the optimizer the parts that this rank updates, in place of `params`, inside the `with`
+    block.
 
     Afterwards the parts are gathered into the parameters.
     """
@@ -451,7 +452,7 @@ def _rekey_optimizer_state(optimizer: Optimizer, to: dict[Any, Any]) -> None:
 @contextmanager
 def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
     """Narrow each of `params` and its gradient to the part that this rank updates, inside the
-    block.
+    `with` block.
     """
     before = []
     with local_ops(), torch.no_grad():

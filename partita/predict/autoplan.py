@@ -689,7 +689,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> float:
 
 @contextmanager
 def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[None]:
-    """Count what the module does inside the block into `needs`."""
+    """Count what the module does inside the `with` block into `needs`."""
     own = {id(p) for p in module.parameters()}
     seen: dict[int, Tensor] = {}
 

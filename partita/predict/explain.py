@@ -180,7 +180,7 @@ class Explainer:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the block, record this thread's calls on DTensors."""
+        """Inside the `with` block, record this thread's calls on DTensors."""
         before, HERE.explainer = HERE.explainer, self
         entered = register_module_forward_pre_hook(self._enter_module)
         left = register_module_forward_hook(self._leave_module, always_call=True)
@@ -253,7 +253,9 @@ class Explainer:
     def record_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
     ) -> None:
-        """Record a move that the running call makes, or one that the program requested itself."""
+        """Records a move (step of a redistribution): of the call that is running, or requested by
+        the program.
+        """
         call = self.calls[-1]
         graded = call.graded and (graded or reason == "gather")
         explained = _explained_move(mesh, move, x, reason, graded)

@@ -199,7 +199,7 @@ class MemoryCountMode(KernelMode):
 
 @contextmanager
 def count_memory() -> Iterator[MemoryCount]:
-    """Count the bytes of all tensors that are allocated inside the block, on any device.
+    """Count the bytes of all tensors that are allocated inside the `with` block, on any device.
 
         with pt.count_memory() as memory:
             loss = model(batch)
@@ -330,7 +330,7 @@ def open_reports() -> tuple[Report, ...]:
 
 @contextmanager
 def remat_report() -> Iterator[Report]:
-    """Report what is recomputed inside the block, with its floating-point operations.
+    """Report what is recomputed inside the `with` block, with its floating-point operations.
 
         with pt.remat_report() as report:
             loss = model(batch)

@@ -92,7 +92,7 @@ class _BufferWrites:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the buffers' values from before the first run, inside the block."""
+        """Restore the buffers' values from before the first run, inside the `with` block."""
         found = [(ref(), before) for ref, before in self._before.values()]
         written = [(t, before) for t, before in found if t is not None]
         with local_ops(), torch.no_grad():
@@ -133,8 +133,8 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Set the recorded settings inside the block. Yields the `contextvars.Context` for the
-        second run.
+        """Set the recorded settings inside the `with` block. Yields the `contextvars.Context` for
+        the second run.
         """
         self._touched = {}
         with ExitStack() as modes:
@@ -584,11 +584,10 @@ _Calls = tuple[Any, tuple[int, ...]]
 
 
 class LearnedNames:
-    """The names (`checkpoint_name`) that a region's program has given to results in all runs so
-    far.
+    """The names (`checkpoint_name`) that the program has given to results of a region, in all runs
+    so far.
 
-    So a later run knows the name of a result before the program gives it, and can decide whether to
-    keep the result.
+    In a later run, the region decides by them if it keeps a result, before the program names it.
 
     Attributes:
         seen: the calls, by function and call site, that have occurred.

@@ -453,7 +453,7 @@ def cast_of(op: str, device_type: str) -> Cast | None:
 
 @contextmanager
 def without_autocast(*device_types: str) -> Iterator[None]:
-    """Disable autocast inside the block on devices for which it is on."""
+    """Disable autocast inside the `with` block on devices for which it is on."""
     for device_type in device_types:
         torch.set_autocast_enabled(device_type, False)
     try:
@@ -464,7 +464,7 @@ def without_autocast(*device_types: str) -> Iterator[None]:
 
 
 def without_any_autocast() -> AbstractContextManager[None]:
-    """Disable autocast inside the block on all devices."""
+    """Disable autocast inside the `with` block on all devices."""
     if not torch._C._is_any_autocast_enabled():
         return nullcontext()
     return without_autocast(*[kind for kind, enabled, _ in read_autocast_state() if enabled])

@@ -43,7 +43,7 @@ _MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
 
 @contextlib.contextmanager
 def random_mode(mode: str) -> Iterator[None]:
-    """Set how DTensors draw random numbers inside the block.
+    """Set how DTensors draw random numbers inside the `with` block.
 
     Args:
         mode: "one_device": the same values as on one device. Each rank draws all of them, which

@@ -94,7 +94,7 @@ class _Kernel:
 
 @contextmanager
 def lower_for(chip: str, ranks: int) -> Iterator[None]:
-    """Make Inductor generate code for a GPU inside the block, without compiling it.
+    """Make Inductor generate code for a GPU inside the `with` block, without compiling it.
 
     Private torch: functions by which Inductor queries the driver are replaced.
 

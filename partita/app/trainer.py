@@ -44,9 +44,9 @@ _PROMPT = b"def "
 def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = None) -> list[float]:
     """Train a GPT and return the loss of each step (nats per byte, before its update).
 
-    Must be called on all ranks of `options.mesh` with equal options. It emits the events "ready"
-    once, "at" when a step enters another phase, "step" after each step, "saved" when a checkpoint
-    is on the disk, and "sample" at the end.
+    Must be called on all ranks of `options.mesh` with equal options. It emits the event "ready"
+    once, "at" when a step enters another phase, and "step" after each step. "saved" follows when a
+    checkpoint is on the disk, and "sample" at the end.
 
     Args:
         emit: a function that gets each event: `emit("step", step=3, loss=2.1, ...)`.

@@ -32,9 +32,9 @@ _COLUMNS = {"eager": (1e6, "us"), "first": (1e6, "us"), "capture": (1e3, "ms")}
 def moves(options: argparse.Namespace) -> dict[str, Any]:
     """Print and return the host's cost of moves by the number of ranks, in graph nodes and seconds.
 
-    A move has three times: for the first eager move (which is planned), for a later move, and for
-    its capture with all passes. A layer of a model is captured, too. Each time is the least of
-    `--times` runs, and meshes of all sizes take turns.
+    Three times are measured for a move: for the first eager one (which is planned), for a later
+    one, and for its capture with all passes. A layer of a model is captured, too. Each time is the
+    least of `--times` runs, and meshes of all sizes take turns.
     """
     sizes = options.mesh_sizes
     torch.set_num_threads(1)

@@ -118,8 +118,8 @@ def measure_ways(
 
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Returns those of `ways` that a user selected in `only`, and "alone"; all if none was
-    selected.
+    """Returns the ways (kinds of training) that a user selected in `only`, and "alone". All if none
+    was selected.
 
     Raises:
         SystemExit: one of `only` is not in `ways`.

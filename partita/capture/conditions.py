@@ -32,8 +32,8 @@ class Condition:
         line: the user's line of the branch.
         numbers: the inputs that the condition depends on.
         values: the values of `numbers` at capture.
-        code: an expression of `symbols` that must be true; None if the numbers must have the same
-            `values` as at capture.
+        code: an expression of `symbols` that must be true. If it is None, the numbers must have the
+            same `values` as at capture.
         symbols: the names of `numbers` in `code`.
     """
 
@@ -239,9 +239,9 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 class Sharing:
     """The check that a program writes no input whose memory another input uses, too.
 
-    Inputs may be views of one storage if none of them is written, or if they do not overlap. If the
-    base of a view copy (a view in plain PyTorch, a copy here) shares a storage that is written, the
-    view copy may not be an input.
+    Inputs may be views of one storage if none of them is written, or if they do not overlap. A view
+    copy is a view in plain PyTorch, but a copy here. It may not be an input if the storage of its
+    base is written.
     """
 
     def __init__(self, program: Program):

@@ -87,8 +87,8 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
     reach other elements of the storage.
 
     Args:
-        traced: True if torch traces the graph again. Torch's inverse of `unfold` sets the elements
-            that are in no window to zero, and that of `expand` adds the rows.
+        traced: True if torch traces the graph again. Then writes through `unfold` and `expand` are
+            refused, too, because torch would compute wrong values for the base.
     """
     given_memory: set[fx.Node] = set()  # makers of memory that a `set_` has exchanged
     for node in graph.nodes:

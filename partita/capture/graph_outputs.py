@@ -265,8 +265,8 @@ class GraphOutputs:
         """Add outputs that the step does not return, because a check needs them.
 
         Args:
-            kind: "admitted" (plain tensors that ranks compare; an output for each value) or
-                "answers" (results of branches; one output for all).
+            kind: "admitted": plain tensors that ranks compare, with an output for each. "answers":
+                results of branches, with one output for all.
         """
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]

@@ -660,7 +660,8 @@ _READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
 
 class StepFunctionMode(TorchFunctionMode):
-    """A torch-function mode that intercepts the functions that a step calls while it is traced.
+    """A torch-function mode that intercepts the functions that a step calls on tensors during its
+    trace.
 
     Args:
         inputs: the inputs of the graph.
@@ -670,8 +671,8 @@ class StepFunctionMode(TorchFunctionMode):
 
     Attributes:
         called_last: the name of the function that was called last.
-        meets_unknown_tensors: True if a function was called on a tensor that is not an input and
-            was not made by the step.
+        meets_unknown_tensors: True if a function was called on a tensor that is neither an input
+            nor made by the step.
     """
 
     def __init__(self, inputs: GraphInputs, facts: TensorFacts, reads_values: bool = False):

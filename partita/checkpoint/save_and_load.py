@@ -109,9 +109,10 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         state: nested dicts and lists of tensors and values. It may contain modules, optimizers and
             other objects with `state_dict` and `load_state_dict`: their state is saved. An
             optimizer's state is saved by the parameter names of a module in `state`. Partial
-            tensors are reduced first. Plain tensors and values, and pieces that several ranks
-            hold, must be equal on these ranks. They are compared, except objects of other classes
-            than Python's, NumPy's, torch's and dataclasses; one rank's object is saved.
+            tensors are reduced first. Plain tensors and values, and pieces that several ranks hold,
+            must be equal on these ranks. They are compared. (Objects of classes other than
+            Python's, NumPy's, torch's and dataclasses are not compared, and one rank's object is
+            saved.)
 
     Raises:
         LayoutError: ranks hold different values under the same name.

@@ -78,8 +78,8 @@ class GroupWire(Wire):
     """A wire over torch's process groups: this process's connection to the others of a
     `DeviceMesh`.
 
-    The process group of one axis is the mesh's. A group over several axes is made at the first move
-    over these axes, by only its members: all of them take part in that move.
+    The process group of one axis is the mesh's. A group over several axes is made at the first
+    redistribution over these axes. Only its members make it, because all of them take part.
     """
 
     moved_dtypes = _COMMON

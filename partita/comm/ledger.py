@@ -245,9 +245,9 @@ class Scope:
     def add_listener(self, listener: Any) -> None:
         """Registers an object whose `listen` method is called when recording starts and stops.
 
-        `listener.listen(True)` is called when the first ledger opens (now, if one is open), and
-        `listener.listen(False)` when the last one closes. The scope keeps only a weak reference to
-        the listener.
+        `listener.listen(True)` is called when the first ledger opens, or now if one is open.
+        `listener.listen(False)` is called when the last one closes. The scope keeps only a weak
+        reference to the listener.
         """
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
@@ -321,8 +321,8 @@ def strict(on: bool = True) -> Iterator[None]:
     block.
 
     Implicit means that an op needed it and the program did not request it. Local changes, such as
-    slicing a Replicate value, stay allowed. An axis of one rank counts like an axis of several, so
-    a program that passes on one rank passes on all.
+    slicing a Replicate value, stay allowed. An axis of one rank counts like an axis of several. So
+    a program that raises nothing on one rank raises nothing on many.
 
     Args:
         on: False allows implicit redistributions again, inside a strict block.
@@ -353,8 +353,8 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
 class Check:
     """The state of a `check_ranks()` block, in which ranks compare texts before each collective.
 
-    All ranks of the mesh compare, not only the group of the collective: two ranks that disagree
-    about the group itself would wait in different ones.
+    All ranks of the mesh compare, not only the group of the collective, because ranks may disagree
+    about the group itself.
     """
 
     def __init__(self, timeout: float):

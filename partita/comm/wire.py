@@ -54,10 +54,11 @@ _beginning = threading.Lock()
 
 
 def on_first_wire(act: Callable[[], None]) -> None:
-    """Call `act` when this process makes its first wire, or now if it has one.
+    """Calls `act` when this process makes its first wire (connection to the ranks of a mesh), or
+    now if it has one.
 
-    A DTensor needs a wire. So patches of torch that matter only for DTensors are applied then, and
-    a program that imports partita but has no DTensor runs an unchanged torch.
+    A DTensor needs a wire. So patches of torch that are needed only for DTensors are applied then.
+    A program that imports partita but has no DTensor runs an unchanged torch.
     """
     with _beginning:
         if _waiting is not None:

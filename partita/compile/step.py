@@ -110,8 +110,8 @@ def compile(
             modules, optimizers and tensors that are its arguments, or that it reaches by name
             (closure, globals, `self`). The graph makes every write that the step makes to them.
             Gradients that the step computes, uses in its update and clears are not kept.
-        state: other modules, optimizers, and lists, dictionaries and objects that hold tensors:
-            those that the step reaches in another way.
+        state: modules, optimizers, and containers or objects with tensors that the step uses, but
+            does not reach by name.
         backend: "inductor" compiles the graph. "graph" runs it node by node without compiling.
             Ranks that are not processes (`pt.ranks`, a dry mesh) always use "graph".
         fallback: "eager": a step that cannot be captured runs eagerly.
@@ -124,8 +124,8 @@ def compile(
             below, backward recomputes the results that are cheapest to recompute.
         blocks: modules or classes of modules. In a deep step equal blocks become calls of one
             program, so that everything after tracing costs less. True finds them: the outermost
-            modules that occur at least twice. None is like True, but needs six equal modules.
-            False uses no blocks.
+            modules that occur at least twice. None is like True, but needs six equal modules. False
+            uses no blocks.
         sections: True compiles the graph in sections; equal sections are compiled once. False
             compiles it as a whole. None uses sections if the graph has more than 3,000 calls, and
             the distinct sections have at most half of them.

@@ -115,8 +115,8 @@ class MadeByCall:
 
     Attributes:
         value: the fake value that the call returns.
-        shows: for each tensor in `value`, which storage it has: i means the storage of the i-th
-            tensor operand; -1 - i means the i-th new storage.
+        shows: for each tensor in `value`, a number that says which storage it has. i is the storage
+            of the i-th tensor operand, and -1 - i is the i-th new storage.
         nbytes: the bytes of each new storage.
     """
 

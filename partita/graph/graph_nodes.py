@@ -68,8 +68,8 @@ class Note:
         source: the user's "file:line".
         phase: "forward", "backward" or "update" (inside an optimizer's step).
         layout: the layout of the value, if it is a DTensor.
-        kind, axes, nbytes, op, reason, before, after: the redistribution (move) that the node
-            belongs to, as in a ledger's `Record`; kind is "" if there is none.
+        kind, axes, nbytes, op, reason, before, after: the redistribution (move) to which the node
+            belongs, as in a ledger's `Record`. If there is none, `kind` is "".
         move: the number of the move in the step; 0 for none.
         region: the number of the call of a `pt.remat` region; 0 outside.
         kept: True if the region's policy saves the value.
@@ -330,7 +330,7 @@ N = TypeVar("N", bound=Hashable)
 def order_by_needs(
     wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]
 ) -> Iterator[N]:
-    """Yields nodes so that each comes after those that it depends on (a topological order).
+    """Yields nodes in a topological order: each comes after the nodes on which it depends.
 
     Args:
         wanted: the nodes, in the preferred order.
@@ -389,8 +389,8 @@ class Subgraph:
 
     A calling node has the subgraph as its first operand. A subgraph writes only by `copy_` into its
     inputs. A block with a backward is called twice: for forward (`call_subgraph`) and for backward
-    (`call_backward`). A section is a part between two collectives that is compiled separately; it
-    is called once, and each of its results has its own storage.
+    (`call_backward`). A section is a part of a graph between two collectives, which is compiled
+    separately. It is called once, and each of its results has its own storage.
 
     Attributes:
         graph: the FX graph. Its output is a list, with None for outputs that nothing reads.

@@ -90,8 +90,8 @@ class Memory:
     """The schedule of a step's memory on one rank. Print it to see the buffers at the peak.
 
     Attributes:
-        places: a text for each node or line of code that runs, in order; other attributes use
-            indices into it.
+        places: a text for each node (or line of code) that runs, in order. Indices in other
+            attributes refer to this list.
         buffers: the buffers that the step allocates, in order of birth.
         held: the step's inputs.
     """

@@ -120,16 +120,17 @@ class Input:
 
     Attributes:
         name: the name in messages, such as "model.head.weight".
-        kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "number" (a
-            Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of a
-            result, an input of backward), "saved" (by forward, for backward), "kept" (an input of
-            forward that backward reads too) or, during capture alone, "mark" (a gradient that is
-            None now, which shows whether the step reads it).
+        kind: "parameter", "buffer", "optimizer", "value", "argument" or "gradient". "number": a
+            Python float. "coordinate": the rank's coordinate on a mesh axis. "cotangent": the
+            gradient of a result, an input of backward. "saved": saved by forward for backward.
+            "kept": an input of forward that backward reads, too. "mark", only during capture: a
+            fake gradient in place of None, which shows if the step reads it.
         tensor: the tensor at capture, or a fake of its metadata; for a coordinate, its value.
-        index: the index among the leaves of a call (for a gradient, of its tensor); for a
-            cotangent, the number of its result; -1 for other inputs.
-        home, path: the place of a number that is not a leaf: the slot `home` if `path` is empty,
-            else `home[path[0]][path[1]]...` of an optimizer's group.
+        index: the index among the leaves of a call. For a gradient, it is the index of the
+            gradient's tensor. For a cotangent, it is the number of the result. For other inputs it
+            is -1.
+        home, path: the place of a number that is not a leaf. If `path` is empty, it is the slot
+            `home`. Otherwise it is `home[path[0]][path[1]]...`, in an optimizer's group.
     """
 
     name: str
@@ -226,19 +227,19 @@ class Output:
     A value "with a history" requires gradients: autograd calls backward through it after the call.
 
     Attributes:
-        kind: "result" of the step, "slot" (the new value of a slot), "gradient" (the `.grad` of an
-            input), "left gradient" (the `.grad` of a tensor that the step made), "base" (what other
-            outputs are views of), "cotangent" (a gradient that backward returns), "saved" (for
-            backward) or "answers" (the results of torch's own branches on values in this run, to
-            compare with those at capture).
+        kind: "result": of the step. "slot": the new value of a slot. "gradient": the `.grad` of an
+            input. "left gradient": the `.grad` of a tensor that the step made. "base": the base of
+            other outputs, which are views. "cotangent": a gradient that backward returns. "saved":
+            saved for backward. "answers": the results of branches on values in this run, to compare
+            with those at capture.
         spec: the spec of a DTensor; None for a plain tensor.
         slot: the slot whose new value the output is.
-        index: for a gradient, the index of its tensor among the leaves of a call; for a left
-            gradient the `tensor` of the output whose gradient it is; for a slot that gets a tensor
-            of the call itself, the index of that tensor.
+        index: for a gradient, the index of its tensor among the leaves of a call. For a left
+            gradient, the attribute `tensor` of the output whose gradient it is. For a slot that
+            gets a tensor of the call itself, the index of that tensor.
         number: results and slots with a history are numbered, and this is the number. For a
             cotangent it is the number of the result whose gradient it is. Otherwise -1.
-        part: for a value with a history, the part of backward that its gradient enters; for a
+        part: for a value with a history, the part of backward that takes its gradient. For a
             cotangent, the part that returns it.
         unheard: for a result, True if other results of its part are computed from it. Its hooks
             then miss the gradient that flows through those results.

@@ -87,8 +87,8 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """Returns the operand of which a node's value is a view, or None; and True if the call also
-    writes it.
+    """Returns a pair: the operand of which a node's value is a view (or None), and True if the call
+    also writes it.
     """
     if node.op != "call_function":
         return None, False
@@ -164,8 +164,8 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of outputs that share elements, and the pairs of an output and an input
-    that it is a view of.
+    """Returns the pairs of outputs that share elements, and the pairs of an output and an input of
+    which it is a view.
     """
     return frozenset(_find_overlapping_pairs(graph))
 

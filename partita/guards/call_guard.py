@@ -44,9 +44,9 @@ class CallGuard:
         program: the program that the call runs.
 
     Attributes:
-        usable: True if later calls can be compared with this one. False if one tensor is two
-            arguments, or if a module holds a tensor with a history (a gathered parameter), which a
-            guard must not keep alive.
+        usable: True if later calls can be compared with this one. It is False if one tensor is
+            passed as two arguments. It is also False if a module holds a tensor with an autograd
+            history, such as a gathered parameter, because a guard must not keep it alive.
     """
 
     def __init__(

@@ -146,9 +146,9 @@ def capture_step(request: CaptureRequest) -> CapturedProgram:
         CaptureError: a graph cannot express what the step does. The error names the user's line.
         NewStateFound: a run has read tensors, modules or optimizers that `request.state` lacks.
             Capture again with the error's `state`.
-        StepRaises: the step raises an error of its own, such as a ValueError. If partita explains
-            that error by a CaptureError, it is a StepRaises only if some answers to branches on
-            values are known for this call (`Guesses.certain`).
+        StepRaises: the step raises an error of its own, such as a ValueError. If partita can
+            explain that error by a CaptureError, it raises the CaptureError instead, unless some
+            results of branches on values are known for this call (`Guesses.certain`).
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
@@ -310,8 +310,8 @@ class CaptureRun:
     def program(self) -> CapturedProgram | None:
         """Runs the step, and returns its program.
 
-        None if the step has read `.grad` of a tensor that has no gradient (`read_marks`): another
-        run is then needed.
+        Returns None if the step has read the `.grad` of a tensor that has no gradient
+        (`read_marks`). Then another run is needed.
         """
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False

@@ -100,12 +100,12 @@ class Guards:
             may hide another.
         namespaces: (name, variables, names that were read; None for all) of modules, functions and
             objects. None of these names may be added or removed.
-        owners: (name, object) of objects whose attributes were read: each must keep its `__dict__`,
-            which is the home of the places.
+        owners: (name, object) of objects whose attributes were read. Each must keep its `__dict__`,
+            in which these attributes are stored.
         compared: identities of the places whose values the step may compare by `is` or `id`; None
             if it compares none.
-        call: the (args, kwargs) of the captured call, whose objects code may compare, too; None if
-            the step has no program.
+        call: the (args, kwargs) of the captured call, because the step may compare objects in them,
+            too. None if the step has no program.
     """
 
     def __init__(
@@ -656,10 +656,7 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """True if the state's tensors are the same as when this guard was made.
-
-        Objects, storages and metadata are compared.
-        """
+        """True if the state's tensors have not changed since this guard was made."""
         try:
             if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
                 return False

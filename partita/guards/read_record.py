@@ -441,8 +441,8 @@ class ReadRecord(PlaceRecord):
         """Record that the step reads the attribute `name` of the class `kind`.
 
         Returns:
-            The attribute's value. MISSING, with nothing recorded, if the class lacks it, or if it
-            is a special name that is not in `WITH_FIELDS`.
+            The attribute's value. If the class lacks it, or if it is a special name that is not in
+            `WITH_FIELDS`: MISSING, and nothing is recorded.
         """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING

@@ -394,8 +394,8 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index of a tensor in a comparison key, among a call's leaves; -1 if it
-    has no tensor.
+    """Returns the highest index (among a call's leaves) of the tensors in a comparison key; -1 if
+    it has none.
     """
     if isinstance(key, LeafKey):
         return key.number
@@ -822,7 +822,9 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the `Place` of an attribute of a class, module or function, which has it itself."""
+    """Returns the `Place` of an attribute that a class, module or function defines itself (not
+    inherited).
+    """
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else dict_of(space)

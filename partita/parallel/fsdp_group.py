@@ -229,8 +229,8 @@ class FsdpGroup:
         needed: True if the last backward read the parameters, as far as is known.
         calls_in_backward: the forwards whose backward has begun and not ended, as keys of a dict.
             Gathers follow the order of the keys. (The order of a set would differ between ranks.)
-        held_gradients: unsharded gradients that were kept, and their shards, by the index of the
-            flat buffer and the ids of its parameters.
+        held_gradients: unsharded gradients that were kept (under `no_sync`), and their shards. The
+            key is the index of the flat buffer and the ids of its parameters.
         installed: the gathered parameters that are attributes of the modules now.
         gathered: the shards whose parameters are gathered or being gathered; empty if none are.
         versions: autograd's versions of these shards when they were gathered.
@@ -486,11 +486,11 @@ class FsdpGroup:
         return f"{slot.attr} of a {type(slot.owner).__name__} in the block {self.name!r}"
 
     def release(self) -> None:
-        """Free the block's gathered parameters, unless they are in use or the model is persistent.
+        """Frees the block's gathered parameters, unless they are in use or the model is persistent.
 
-        It is called when the block's forward ends, when backward has the gradients of all its
-        parameters (and of its inputs, if they need them), when any backward pass ends, and after an
-        abort.
+        It is called at the end of the block's forward, of any backward pass, and after an abort. It
+        is also called when backward has computed the gradients of the block's parameters, and of
+        its inputs if they need any.
         """
         if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:

@@ -239,7 +239,7 @@ class _ForwardCall:
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.
-        since: autograd's sequence number of the first node that the `with` block itself made.
+        since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).
         needs: True if backward will read the parameters (that of an embedding does not). What a

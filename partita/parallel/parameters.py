@@ -206,8 +206,9 @@ class Block:
     """A unit of a model whose parameters are gathered together, because one forward uses them.
 
     A block is usually a layer of a ModuleList or a Sequential, found automatically or named by the
-    user. Parameters outside of all blocks (an embedding, a final norm, a head) form a block for
-    each set of modules that own them, so that a tied weight is gathered for each of its users.
+    user. Parameters outside of all blocks (an embedding, a final norm, a head) form further blocks,
+    one for each set of modules that own the same parameters. So a tied weight is gathered for each
+    module that uses it.
 
     Attributes:
         name: the name of its module in the model.

@@ -161,12 +161,13 @@ def autoplan(
 
     The search covers meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches.
     It first simulates the configuration with the least estimated memory, then those with the least
-    estimated time. It skips a configuration in three cases: its weights and optimizer alone exceed
-    `memory`; it needs at least as much memory as one that was too big; its lower bound of time
-    exceeds the best time so far.
+    estimated time. It skips a configuration if its weights and optimizer alone exceed `memory`, or
+    if it needs as much memory as one that was too big. It also skips a configuration whose shortest
+    possible time exceeds the best time so far.
 
     A deep model is ranked by simulations of one block and of two, because each further block costs
-    the same. The best ways are then simulated as a whole. Those that exceed `memory` are dropped.
+    the same. The best configurations are then simulated as a whole. Those that exceed `memory` are
+    dropped.
 
     Args:
         model: a name in `partita.predict.MODELS`, or a `ModelShape`.
@@ -307,8 +308,8 @@ class WaySearch:
         memory: bytes that a rank may hold.
         prune: True skips ways that lower bounds exclude.
         keep: the number of best ways to return.
-        watch: a function that is called with the number of ways simulated so far, the most that
-            will be simulated, and the next way.
+        watch: a function that is called before each simulation. It gets the number of ways
+            simulated so far, the most that will be simulated, and the next way.
         ended: for each way that was considered, how its search ended, such as "fit" or "too big".
         found: (seconds, peak bytes) of each way that was simulated.
     """
@@ -433,12 +434,8 @@ class WaySearch:
     def price_way(
         self, way: Way, known: int = 4, blocks: int = _WHOLE
     ) -> tuple[float, int, Simulation]:
-        """Simulates a way at full size. Returns the seconds of a step, the peak bytes, the
-        simulation.
-
-        If all micro-batches have more than `blocks` blocks together, the first `known`
-        micro-batches are simulated. Each further one adds the same seconds and peak as the last of
-        these.
+        """Simulates a way (training configuration) at full size. Returns the seconds of a step, the
+        peak bytes, and the simulation.
         """
         count = way.strategy.micro_batches
         if count <= known or self._layers_of(way) * count <= blocks:

@@ -51,11 +51,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         print(pt.explain(F.linear, x, weight))
         print(pt.explain(model, x))
 
-    For each call on DTensors it gives: the op's rule, the rows of the rule (ways to place the op on
-    a mesh axis, such as `S(1), S(0) -> P`) with their prices, the redistributions of the chosen
-    row, and the extra cost of the next best row. For a function or a module it gives all calls in
-    order, and totals. If `fn` runs backward, the redistributions of backward are included. A single
-    rank can call this.
+    For each call on DTensors it shows the op's rule, and the rows of the rule with their prices. A
+    row is a way to place the op on a mesh axis, such as `S(1), S(0) -> P`. It also shows the
+    redistributions of the chosen row, and the extra cost of the next best row. For a function or a
+    module it shows all calls in order, and totals. If `fn` runs backward, the redistributions of
+    backward are included. A single rank can call this.
 
     Args:
         fn: a function of torch, a function of yours, or a module. Any mesh works, including a dry

@@ -557,8 +557,9 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
     """Returns the bytes that one rank sends in a collective on a ring.
 
     Args:
-        whole: bytes of the unsharded tensor: the result of an all-gather, the input of a
-            reduce-scatter or all-reduce, what a rank holds before an all-to-all, what is sent.
+        whole: bytes of the unsharded tensor. This is the result of an all-gather, the input of a
+            reduce-scatter or all-reduce, or what a rank has before an all-to-all. For others it is
+            what is sent.
 
     Raises:
         ValueError: a kind that is not known.

@@ -79,10 +79,10 @@ class Move:
     """One step of a redistribution, from one layout to another: at most one collective.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice" (keep this rank's
-            piece), "place" (put this rank's piece into a tensor of zeros), "mask" (the first rank
-            of the axes keeps the value, the others get zeros) or "retype" (only the layout
-            changes).
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all", which are collectives.
+            "slice": keep this rank's piece. "place": put this rank's piece into a tensor of zeros.
+            "mask": the first rank of the axes keeps the value, the others get zeros. "retype": only
+            the layout changes.
         axes: the mesh axes whose placement changes. Those that split one dimension are in order,
             outermost first.
         before: the layout of the input.
@@ -134,8 +134,8 @@ class Move:
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """Returns the axes whose placement changes in a redistribution.
 
-    An axis that is Shard both before and after is included if the axes that split its dimension
-    first are not the same before and after.
+    An axis that is Shard before and after is included, too, if other axes split its dimension first
+    than before.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.

@@ -76,8 +76,8 @@ class MemoryCount:
     def note(self, value: Any, name: str | None = None) -> None:
         """Count the storages of the tensors in `value` from now on, whatever created them.
 
-        Their sizes are read again at each op, because an owner may resize a storage (to 0 bytes,
-        for example, to free it although views exist).
+        Their sizes are read again at each op, because an owner may resize a storage. (For example,
+        a size of 0 bytes frees it although views exist.)
 
         Args:
             value: a tensor, or tensors in lists, tuples and dicts.

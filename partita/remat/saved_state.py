@@ -254,8 +254,8 @@ _CARRIED: Place = ("carried", 0)
 def storage_id(t: torch.Tensor) -> int:
     """Returns a number that identifies the storage of `t` while the storage is alive.
 
-    The address is not sufficient, because all empty storages have the same address, and a rank with
-    an empty shard must find the same calls as other ranks. Private torch: no public name exists.
+    The address is not sufficient, because all empty storages have the same address. A rank with an
+    empty shard must find the same calls as other ranks. Private torch: no public name exists.
     """
     with local_ops():
         return t.untyped_storage()._cdata
@@ -587,7 +587,8 @@ class LearnedNames:
     """The names (`checkpoint_name`) that the program has given to results of a region, in all runs
     so far.
 
-    In a later run, the region decides by them if it keeps a result, before the program names it.
+    In a later run, they show which name a result will get. So the region can decide early if it
+    keeps the result.
 
     Attributes:
         seen: the calls, by function and call site, that have occurred.
@@ -629,7 +630,9 @@ class ResultsToName:
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """True if no earlier run made this call; whether its result gets a name is then unknown."""
+        """True if no earlier run made this call. Then it is unknown if its result will get a
+        name.
+        """
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:

@@ -25,8 +25,8 @@ class DimPiece:
         offset, length: the position of the piece, in elements.
         at: on each axis that splits the dimension, the coordinate of the ranks that hold this
             piece.
-        left_out: 0 for a piece that is drawn; otherwise the number of pieces that it represents,
-            which are not drawn because there are too many.
+        left_out: 0 for a piece that is drawn. If there are too many pieces, one of them stands for
+            several that are not drawn, and this is their number.
     """
 
     offset: int

@@ -87,7 +87,7 @@ def _partial_max_sentence(x: Arg, dim: Dim, keepdim: bool, sign: int = 1) -> str
 def first_index(x: torch.Tensor, best: torch.Tensor, dim: int | None) -> torch.Tensor:
     """Returns the first index along `dim` at which `x` equals `best`, such as its maximum.
 
-    `dim` is kept. None means the index in the flattened tensor.
+    The result has size 1 in `dim`. If `dim` is None, it is the index in the flattened tensor.
     """
     return _first_index(x, best, dim, [0] * x.ndim, list(x.shape))
 

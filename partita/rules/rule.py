@@ -99,8 +99,8 @@ class KernelRule:
             signature of the called function. None runs the function itself.
         keeps: the name of a dimension. If an axis splits it in the first operand, the chosen row
             (placements on that axis) splits it, too, even if another row costs less.
-        beyond: True if a captured step may run the kernel on padding as if it were the elements
-            that follow the piece.
+        beyond: True if a captured step may run the kernel on padding, as if the padding were the
+            next elements.
         work: the matrix products of an op whose sentence does not show them, in the notation of
             `work_of`.
     """

@@ -372,10 +372,7 @@ def _has_short_pieces(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """Returns a result that is a copy if plain PyTorch would copy, and a view if it would return a
-    view.
-
-    For ops whose strides decide this (`contiguous`, `reshape`, `to`).
+    """Returns a result that is a copy or a view, as in plain PyTorch.
 
     Args:
         moved: True if the operand of the call has memory of its own already: it was redistributed,
@@ -476,9 +473,9 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides, in elements, of a global tensor, derived from one rank's shard.
 
     If the shard is dense, the result is dense, with the same order of dimensions. If there are gaps
-    between the rows of the shard, as in a slice, the result has gaps of the same number of rows. A
-    shard with a single row has an arbitrary stride between rows. Then the size of its storage shows
-    whether there are gaps.
+    between the rows of the shard, as in a slice, the result has gaps of the same size. A shard with
+    a single row has an arbitrary stride between rows. Then the size of its storage shows whether
+    there are gaps.
 
     Args:
         x: the shard.

@@ -212,7 +212,8 @@ def distribute_module(
 def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
     """Returns the DTensor that replaces the plain buffer `b` of a module on a mesh.
 
-    Modules that share a buffer get the same DTensor: the first call makes it, later ones return it.
+    If modules share a buffer, they get the same DTensor: the first call makes it, and later calls
+    return it.
 
     Args:
         spread: a function that distributes the buffer.
@@ -723,9 +724,9 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
 def from_torch(x: Any) -> DTensor:
     """Convert a `torch.distributed.tensor.DTensor` to a partita DTensor that shares its memory.
 
-    Differentiable. The gradient of `x` has the same placements as with torch's own functions:
-    Replicate on axes on which `x` is Replicate or Partial. `Partial("avg")` becomes a Partial sum:
-    each local tensor is divided by the number of ranks.
+    Differentiable. The gradient of `x` has the placements that torch's own functions give it:
+    Replicate where `x` is Replicate or Partial. `Partial("avg")` becomes a Partial sum: each local
+    tensor is divided by the number of ranks.
 
     Raises:
         LayoutError: a placement that partita lacks (a Partial product); uneven pieces of a

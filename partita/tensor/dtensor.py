@@ -766,8 +766,7 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Finds the ranks that have the same local tensor as this rank, so that only one of them saves
-    it.
+    """Finds the ranks that have the same local tensor as this rank. Only one of them saves it.
 
     Returns:
         The axes along which pieces are equal, this rank's index among the holders, and their

@@ -817,9 +817,9 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
     """Raises an error if backward cannot add to a `.grad` that a user has set to a part of another
     tensor.
 
-    In plain PyTorch the addition would change the other tensor, too. Here it would not, if the part
-    is a view copy, or if the new gradient has another shape on some rank. The error is raised even
-    if the other tensor is no longer alive, because it may be alive on some ranks only.
+    In plain PyTorch the addition would change the other tensor, too. Here it cannot, if the part is
+    a copy, or if the new gradient has another shape on some rank. The error is raised even if the
+    other tensor is no longer alive, because it may be alive on some ranks only.
 
     Args:
         coming: the spec of the gradient that backward adds, if it is not that of `grad`.

@@ -57,8 +57,8 @@ class Written:
     Attributes:
         place, name: the operand's position and name in a call.
         is_list: True if the operand is a list of tensors.
-        flag: position and name of a parameter that must be true for the operand to be written; None
-            if it is always written.
+        flag: position and name of the parameter that decides if the operand is written. None if it
+            is always written.
     """
 
     place: int

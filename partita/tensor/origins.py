@@ -52,8 +52,8 @@ class TensorOrigin:
     Attributes:
         number: a hash that is equal on all ranks for the same tensor, and differs between tensors.
         code, at: the code that makes the call, and the offset of its instruction.
-        times: how often this instruction had made a tensor by then, from 1. 0 for the result of an
-            op, whose calls are not counted.
+        times: how often this instruction had made a tensor by then, counted from 1. It is 0 for the
+            result of an op, because calls of ops are not counted.
     """
 
     number: int
@@ -156,8 +156,8 @@ def note_origins_of(
 
     Args:
         keeps_origin: True if the results get the operand's origin. This is for functions that
-            return a view or a conversion: on some ranks the result may be the operand itself, as
-            for `contiguous` of one row.
+            return a view or a conversion. On some ranks the result may be the operand itself, for
+            example `contiguous` of a single row.
     """
     given = (*args, *kwargs.values()) if kwargs else args
     made = None

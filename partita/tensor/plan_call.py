@@ -477,7 +477,8 @@ class RowChooser:
         itemsizes: bytes per element of each operand.
         work: the op's matrix products.
         inplace: True if operand 0 must keep its layout, and output 0 must have it, too.
-        keeps: a name that stays split by each axis that splits it in operand 0.
+        keeps: the name of a dimension. If an axis splits it in operand 0, the chosen row must split
+            it, too.
         considered: a list to which every priced row is appended, or None.
         rows: the rows chosen so far, for the axes before `axis`, which is next.
     """

@@ -23,7 +23,7 @@ class ForwardNote:
         block: an object that identifies the block; None for a position.
         is_of_other_values: True if the block's parameters had been replaced by other values.
         saves_unseen: True if hooks of a checkpoint took all saved tensors of the forward, so that
-            the `with` block's own hooks got none. It is then the same in the rerun.
+            the block's own hooks got none. It is then the same in the rerun.
         next: the next link.
     """
 

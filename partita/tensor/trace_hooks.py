@@ -61,8 +61,8 @@ class TraceHooks:
 
         Args:
             run: a function that makes the update.
-            originals: maps each tensor that it updates to the parameter that contains it; a
-                parameter itself has no entry.
+            originals: maps an updated tensor to the parameter of which it is a part. A parameter
+                that is updated itself has no entry.
         """
         run()
 
@@ -127,8 +127,8 @@ class TraceHooks:
         return compiled
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager for the calls of one remat region, which a capture notes on
-        nodes.
+        """Returns a context manager around the calls of one remat region. A capture marks their
+        nodes with it.
         """
         return nullcontext()
 

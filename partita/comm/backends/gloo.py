@@ -156,8 +156,8 @@ def can_compare() -> bool:
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
     """Makes a process group of some ranks of the job, which find each other by `name`.
 
-    `new_group` is not sufficient: it names a group by the number of groups that a rank is in
-    already, which may differ between the ranks.
+    `new_group` is not sufficient. It names a group by the number of groups that this rank is in
+    already, and this number may differ between ranks.
 
     Args:
         ranks: the global ranks.

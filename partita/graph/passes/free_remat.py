@@ -50,8 +50,8 @@ _CONSTANTS = frozenset("full arange scalar_tensor zeros ones".split())
 def free_remat(program: Program) -> str:
     """Values that kernels of backward can compute as they read them are not kept from forward.
 
-    An element-wise result of forward is not kept for backward if it is made from values that
-    backward reads anyway, and all its readers there are fused.
+    This holds for an element-wise result of forward if it can be computed from values that backward
+    reads anyway, and if all calls of backward that read it are fused.
     """
     values = _Values(program)
     chosen = {call for node in [*values.late_reads] for call in values.find_free_calls(node)}

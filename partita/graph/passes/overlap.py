@@ -30,11 +30,11 @@ def overlap(program: Program) -> str:
     """A gather runs while the previous block computes, a reduction while the next ones do.
 
     A gather begins when the block before it begins to compute, so that at most two blocks are
-    gathered at once. The wait for a reduction is moved to the begin of the next one; for a
-    reduction of an optimizer's step, to the end of backward. Small collectives that depend only on
-    inputs begin with the step, and their wait is moved to the first read. A change is made only if
-    the predicted peak of memory, including the inputs, rises by at most 5 %, and stays within the
-    step's budget. If activations fill the memory, nothing is prefetched.
+    gathered at once. The wait for a reduction is moved to the beginning of the next reduction. For
+    a reduction in an optimizer's step, the wait is moved to the end of backward. Small collectives
+    that depend only on inputs begin with the step, and their wait is moved to the first read. A
+    change is made only if the predicted peak of memory rises by at most 5 %, inputs included, and
+    stays within the step's budget. If activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)
     limit = _ROOM * order.peak

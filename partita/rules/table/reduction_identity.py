@@ -110,8 +110,8 @@ def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[
     """Finds the values with which operands' padding must be filled before an op reduces it.
 
     Returns:
-        None if the op reduces one of these names with an unknown identity, or if an operand cannot
-        get the value that it needs.
+        None if no value is known for a reduction of the op, or if an operand cannot hold the value
+        that it needs.
     """
     found: list[PaddingFill] = []
     for name in padded:

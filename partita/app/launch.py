@@ -69,7 +69,11 @@ class _Child:
     stopped_since: float = 0.0
 
     def has_died(self) -> bool:
-        """True if the rank's process has ended without reporting its end, as after a crash."""
+        """True if the rank's process has ended without reporting its end, as after a crash.
+
+        Call this only after everything that it wrote has been read, because output may outlast the
+        process.
+        """
         return self.ended and not self.done
 
     def make_last_known(self) -> _LastKnown:

@@ -75,6 +75,8 @@ Counts = Counter[tuple[str, str]]
 def counting_kernels(counts: Counts) -> Iterator[None]:
     """Counts the kernels in the code that Inductor generates inside the `with` block, into
     `counts`.
+
+    Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
     """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.graph import GraphLowering

@@ -76,6 +76,8 @@ class _Row:
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
     """Measures several training configurations. Returns the simulated and the measured seconds of
     each.
+
+    All must have the same number of ranks.
     """
     results = on_ranks(_measure_steps, ways[0].ranks, ways, machine, steps)
     rows = []

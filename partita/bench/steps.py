@@ -123,7 +123,10 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass
 class StepFigures:
-    """The measurements of one way to train, such as "FSDP2, compiled"."""
+    """The measurements of one way to train, such as "FSDP2, compiled".
+
+    Kernels, MFU and held memory are None on a CPU.
+    """
 
     ms: float
     host_ms: float

@@ -197,6 +197,9 @@ def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Makes a capture inside the `with` block record nn.LSTM as individual calls, like other
     recurrent layers.
 
+    The reason: oneDNN's fused layer allocates memory for backward, whose size only oneDNN can
+    compute.
+
     Args:
         modules: the modules of the step. Nothing changes if none has an nn.LSTM.
     """

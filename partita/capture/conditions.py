@@ -80,7 +80,7 @@ class GradientCondition:
 
     Attributes:
         name: the name of the tensor.
-        index: the tensor's index among the leaves of a call.
+        index: the tensor's index among the leaves (tensors and numbers) of a call.
         kind: the result of `kind_of_gradient` at capture.
     """
 
@@ -106,7 +106,7 @@ class EqualInputs:
 
     Attributes:
         names: the names of the tensors.
-        indices: the tensors' indices among the leaves of a call.
+        indices: the tensors' indices among the leaves (tensors and numbers) of a call.
     """
 
     names: tuple[str, ...]
@@ -181,7 +181,7 @@ class FactCondition:
 
     Attributes:
         name: the name of the tensor.
-        index: the tensor's index among the leaves of a call.
+        index: the tensor's index among the leaves (tensors and numbers) of a call.
         fact: the name of the property, such as "is_leaf".
         value: the property's value at capture.
         line: the user's line that reads it.

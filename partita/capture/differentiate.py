@@ -220,7 +220,11 @@ def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Makes backward stop at `results` without running their hooks, inside the `with` block."""
+    """Makes backward stop at `results` without running their hooks, inside the `with` block.
+
+    So backward can be traced in parts: first from later results to these, then from these to the
+    inputs.
+    """
     handles, hidden = [], []
     try:
         with local_ops():

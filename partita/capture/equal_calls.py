@@ -100,8 +100,8 @@ class RepeatedCalls:
     """The calls that a capture has traced; an equal call gets a node without another trace.
 
     Attributes:
-        shared: nodes whose result is several tensor objects: a tensor and its detached copies,
-            because `detach` adds no node.
+        shared: nodes that stand for several tensor objects: a tensor and its detached copies.
+            (`detach` adds no node.)
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):

@@ -341,6 +341,8 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 def read_unknown(value: Any) -> Any:
     """Returns the value of a symbolic number without a hint (known value), if the capture can
     supply one.
+
+    Otherwise returns `value` unchanged.
     """
     is_unknown = type(value) in _OF_TORCH and not _has_value(value)
     found = value.node.shape_env.answer(value.node) if is_unknown else None
@@ -491,6 +493,8 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 def fake_mode() -> FakeTensorMode:
     """Returns a FakeTensorMode with static shapes, whose results have the strides that real kernels
     return.
+
+    Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
     """
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 

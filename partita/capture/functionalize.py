@@ -96,8 +96,8 @@ def functionalize_graph(
         equal: groups of inputs, by position, that hold the same number.
 
     Raises:
-        CaptureError: a result is a view in eager that the graph cannot return, or a write through a
-            view would be lost.
+        CaptureError: the graph cannot return a result that is a view in eager code, or it would
+            lose a write through a view.
         UnsureOfWrites: a subgraph's operand or result is written in a way that only a trace shows.
     """
     drop_needless_sets(graph.graph)

@@ -125,8 +125,8 @@ class GraphInputs:
         """Adds the input nodes to the graph that is being traced, before any other node. Returns
         them.
 
-        A node's metadata are those of the input before the trace, because its fake may be written
-        later.
+        Each node gets the metadata that the input has before the trace. (The trace may write the
+        input's fake.)
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
@@ -162,7 +162,8 @@ class GraphInputs:
         """Give fakes the layouts, gradients, hooks and attributes of the tensors that they replace.
 
         Args:
-            wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
+            wires: maps the wire (connection to the ranks) of an input to the `TraceWire` that
+                replaces it during the run.
             copy_attributes: a function like `InputAttributes.copy`.
 
         Returns:

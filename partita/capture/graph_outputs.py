@@ -405,7 +405,8 @@ def program_of_trace(
     """Makes the program of a traced graph, which is changed in place.
 
     Args:
-        wires: maps the wire of an input to the `TraceWire` that replaced it during the run.
+        wires: maps the wire (connection to the ranks) of an input to the `TraceWire` that replaced
+            it during the run.
         kind: the class of the program.
 
     Returns:
@@ -463,8 +464,8 @@ def _select_outputs(
     traced_by = iter([t.real for t in wires.values() for _ in t.admitted])
     for output, value in pairs:
         # A gradient that the step did not accumulate, and that its update has used, would only
-        # hold memory. One that accumulates, or is used by nothing, is kept. So is one that the next
-        # call asks for, or that a result is a view of.
+        # take memory. A gradient is kept if it accumulates, if nothing uses it, if the next call
+        # reads it, or if a result is a view of it.
         if output.kind == "admitted":
             admitted.append((_find_compared(value), next(traced_by)))
         elif output.kind == "gradient" and output.index in dropped and output.tensor not in bases:

@@ -240,6 +240,9 @@ class CapturedOptimizers:
         """Puts fakes in place of the parameters and floats in the optimizers' groups, inside the
         `with` block.
 
+        Optimizer steps inside the block are set up to be captured. The tensors of the optimizers'
+        state are replaced elsewhere.
+
         Args:
             stand_in: a function that returns the fake of a tensor.
             number: a function that returns the symbolic float for a float, given its name, value,

@@ -405,7 +405,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager. If `keep`, values computed inside are saved for backward."""
+        """Returns a context manager. If `keep`, values computed inside are saved for backward.
+
+        Otherwise a remat region recomputes them.
+        """
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
@@ -531,6 +534,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     @contextmanager
     def block(self, *kinds: type) -> Iterator[None]:
         """Assigns nodes made inside the `with` block, and their backward, to one call of a block.
+
+        A block is a repeated module, such as a layer. A block inside another block belongs to the
+        outer one.
 
         Args:
             kinds: the class of the block; for an update the optimizer's class and the block's

@@ -246,7 +246,8 @@ class Tracer:
     Attributes:
         outputs: the outputs of the graph.
         facts: handles reads of the metadata of inputs.
-        wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
+        wires: maps the wire (connection to the ranks) of an input to the `TraceWire` that replaces
+            it during the run.
         equal_counts: conditions that step counts are equal, so that the graph needs only one of
             them.
         recorder: the dispatch mode through which the calls of the run go.

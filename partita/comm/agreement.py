@@ -367,6 +367,8 @@ _PATIENCE_WITH_THREADS = 1800.0
 class BackgroundResult(Future[Any]):
     """The result of work in a background thread, as `pt.async_save` returns it. It is like a
     future.
+
+    If the work failed and nobody reads the error, dropping the object gives a warning.
     """
 
     _asked = False

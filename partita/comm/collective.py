@@ -129,7 +129,11 @@ class PendingCall:
 
 
 class PendingSum:
-    """A running exchange of the addends of a sum. `wait` adds them when they have arrived."""
+    """A running exchange of the addends of a sum. `wait` adds them when they have arrived.
+
+    Each rank gets its part of every rank's addend. It adds these parts in rank order, in the dtype
+    of `out`, but in at least 32 bits.
+    """
 
     def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):
         self._exchange, self._shares, self._out = exchange, shares, out

@@ -128,7 +128,9 @@ class Device:
 
     @property
     def autocast_keeps_dtype(self) -> bool:
-        """True if a reduction with `dtype=` uses that dtype even if autocast would use float32."""
+        """True if the argument `dtype=` of a reduction takes precedence over autocast, which would
+        use float32.
+        """
         return not self.is_host
 
     @property
@@ -281,7 +283,10 @@ def accelerator_names() -> list[str]:
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """True if this memory is shared with other processes, which see writes to it."""
+    """True if this memory is shared with other processes, which see writes to it.
+
+    `is_shared()` is not sufficient, because it is True for all GPU memory.
+    """
     return memory.device == HOST and memory.is_shared()
 
 

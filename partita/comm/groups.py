@@ -487,6 +487,8 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
     """Waits until all ranks of the mesh have called this as often as this rank: a barrier before a
     capture.
 
+    It uses no collective (see `barrier_in_store`).
+
     Args:
         why: what this rank does, for errors of other ranks.
 

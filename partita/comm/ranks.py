@@ -468,6 +468,8 @@ class RankWire(Wire):
     ) -> Any:
         """Lets the first rank decide: its `answer` is called with every rank's `mine`. Returns this
         rank's item.
+
+        Only the first rank's `answer` is called. The other arguments are the same as in `exchange`.
         """
         got: list[Any] = []
 

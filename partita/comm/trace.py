@@ -299,6 +299,8 @@ class Uneven(LayoutError):
 def uneven(fact: str) -> Uneven:
     """Returns the error for an operation that cannot be captured because ranks' shards differ in
     size.
+
+    Capture converts it to a CaptureError.
     """
     return Uneven(
         fact,

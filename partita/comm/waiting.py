@@ -143,6 +143,8 @@ def wait_with_others(
 ) -> None:
     """Continues to wait after `SLICE` seconds, and raises an error if the ranks are in a deadlock.
 
+    This rank writes what it waits for into the job's store (a post), and reads other ranks' posts.
+
     Args:
         over: a function that waits for a number of seconds, and returns True if the wait is over.
         deadline: if `need.meets`, the seconds to wait for ranks that have no post.
@@ -206,7 +208,8 @@ def begin_graph(title: str, ranks: Sequence[int]) -> None:
     """Announce that this thread runs a compiled graph with collectives among `ranks`.
 
     If it takes longer than `SLICE` seconds, a watcher thread writes a post (a message to other
-    ranks). They see from the number of collectives in it whether the graph waits or computes.
+    ranks). The post has the number of collectives so far, which shows if the graph waits or
+    computes.
     """
     # The caller's frame, because the code of the graph means nothing to a user.
     _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
@@ -221,6 +224,8 @@ def end_graph() -> None:
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Detects a deadlock while a collective of torch runs inside the `with` block.
+
+    If it takes long, this rank writes into the job's store what it waits for (a post).
 
     Args:
         name: the name of the collective.
@@ -340,6 +345,8 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 class MoveHistory:
     """The collectives that this rank has begun among some ranks: their number, a hash, and the last
     ones.
+
+    Ranks in a deadlock compare them.
 
     Attributes:
         new: collectives that the other fields do not include yet; `add_new` adds them.

@@ -318,6 +318,8 @@ class Wire(Transport):
     def ranks_to_wait_for(self) -> list[int]:
         """The global ranks for which a collective on this mesh may have to wait; [] if none can
         hang.
+
+        Simulated ranks cannot hang.
         """
         return []
 
@@ -327,7 +329,10 @@ class Wire(Transport):
 
     @contextmanager
     def reading(self, value: Reading) -> Iterator[None]:
-        """Marks moves inside the `with` block as parts of a read of a value, such as `x.item()`."""
+        """Marks moves inside the `with` block as parts of a read of a value, such as `x.item()`.
+
+        Ranks then compare what they read, and a rank that reads alone gets an error.
+        """
         before, self._reading = self._reading, value
         try:
             yield

@@ -84,9 +84,12 @@ def kept_within(
 ) -> CapturedProgram:
     """Compiles a program. If it needs more memory than its budget, changes it until it fits.
 
+    All ranks must call it. Compiled code may take more memory than the graph, because a fused
+    kernel has the results of all of its calls at once. A changed program recomputes more.
+
     Args:
         prepare: a function that compiles a program.
-        tensors: the leaves of the call for which the program was made.
+        tensors: the leaves (tensors and numbers) of the call for which the program was made.
 
     Raises:
         CaptureError: the budget is too small; the error names the smallest budget that suffices.

@@ -27,8 +27,9 @@ _shows = threading.Lock()
 
 @contextmanager
 def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """Calls `tell(name)` when a phase of a call begins, inside the `with` block. A context
-    manager.
+    """Calls `tell(name)` when a phase of a call begins, inside the `with` block. A context manager.
+
+    The phases of a call are "capture", "compile", and "graph", the run of the compiled graph.
     """
     _listeners.append(tell)
     try:
@@ -48,6 +49,8 @@ def begin_phase(name: str) -> None:
 @contextmanager
 def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
     """Shows on standard error how long capture and compilation have taken. A context manager.
+
+    It shows nothing if there is a listener (`phase_listener`).
 
     Args:
         title: the name of the step.

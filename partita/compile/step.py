@@ -129,9 +129,9 @@ def compile(
         sections: True compiles the graph in sections; equal sections are compiled once. False
             compiles it as a whole. None uses sections if the graph has more than 3,000 calls, and
             the distinct sections have at most half of them.
-        cuda_graphs: record the kernels of a step as a CUDA graph in its second call; each later
-            call is one launch. If a step cannot be recorded, it runs without, and a warning says
-            why. The recording keeps the peak memory of the step between calls.
+        cuda_graphs: True records the kernels of a step as a CUDA graph in its second call. Each
+            later call is one launch. If a step cannot be recorded, it runs without, and a warning
+            says why. The recording keeps the peak memory of the step between calls.
 
     Returns:
         A `CompiledStep`. For a module: the module itself, whose `forward` is a `CompiledStep`.

@@ -41,7 +41,7 @@ class RefusedCall:
     """Remembers that a step could not be captured, to decide when to try again.
 
     It is tried again when a value that the step had read has changed. Changes by the step's own
-    eager run do not count: the next call is compared with the state after that run.
+    eager run do not count, because the next call is compared with the state after that run.
 
     Args:
         guards: a `guards.Guards`; None if unknown, so that capture is never tried again.

@@ -111,7 +111,8 @@ def make_empty_meta(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeByCall:
-    """The fake result of a call, and which of its tensors have new memory and which are views.
+    """The fake result of a call. It also says which of its tensors have new memory, and which are
+    views.
 
     Attributes:
         value: the fake value that the call returns.
@@ -127,6 +128,8 @@ class MadeByCall:
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
     """Computes the metadata of a call's result: runs the call over fake tensors.
+
+    Equal calls share one cached result.
 
     Args:
         like: a value of the same fake mode, for calls without a tensor operand; for a call of a

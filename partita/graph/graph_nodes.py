@@ -158,7 +158,10 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a module that computes the values `gives`, with copies of the given `nodes`."""
+    """Returns a module that computes the values `gives`, with copies of the given `nodes`.
+
+    Inputs that are not needed are left out.
+    """
     graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node in nodes:

@@ -314,7 +314,8 @@ def agree_on_program(
     wire: Wire,
     stages: Callable[[], Sequence[tuple[str, int]]] = tuple,
 ) -> None:
-    """Check that all ranks of `wire` have captured the same program; raise on all ranks if not.
+    """Checks that all ranks of `wire` have captured the same program. Otherwise raises an error on
+    all.
 
     Args:
         lines: the program of this rank.

@@ -188,6 +188,8 @@ class Storages:
     """Which nodes of a graph share memory. Each storage has a number, and nodes are mapped to these
     numbers.
 
+    Inputs have different storages unless they share one.
+
     Attributes:
         of: the storages of the tensors in each node's value.
         nbytes: the bytes of each storage.
@@ -235,8 +237,10 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the numbers of the storages that can be freed after a node, because no later node
-        reads them.
+        """Returns the numbers of the storages that can be freed after a node, because it reads them
+        last.
+
+        Storages of inputs are not included.
         """
         shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
         last, maker = self.last_reader, self.maker

@@ -209,7 +209,8 @@ class ViewOf(NamedTuple):
 
     Attributes:
         source: "input" or "gradient" if the base is a leaf of the call or its `.grad`; "output".
-        place: the index among the leaves of a call, or the `Output.tensor` of the base.
+        place: the index among the leaves (tensors and numbers) of a call, or the `Output.tensor` of
+            the base.
         view: a function that makes the view of the base; None if that needs tensors as arguments.
         graded: True if the step made the view with gradients enabled.
     """
@@ -234,9 +235,9 @@ class Output:
             with those at capture.
         spec: the spec of a DTensor; None for a plain tensor.
         slot: the slot whose new value the output is.
-        index: for a gradient, the index of its tensor among the leaves of a call. For a left
-            gradient, the attribute `tensor` of the output whose gradient it is. For a slot that
-            gets a tensor of the call itself, the index of that tensor.
+        index: for a gradient, the index of its tensor among the leaves (tensors and numbers) of a
+            call. For a left gradient, the attribute `tensor` of the output whose gradient it is.
+            For a slot that gets a tensor of the call itself, the index of that tensor.
         number: results and slots with a history are numbered, and this is the number. For a
             cotangent it is the number of the result whose gradient it is. Otherwise -1.
         part: for a value with a history, the part of backward that takes its gradient. For a
@@ -276,7 +277,8 @@ class ResultPlace:
 
     Attributes:
         source: "result": an output of the graph; "input": a tensor of the call itself.
-        index: the index among the graph's "result" outputs, or among the leaves of the call.
+        index: the index among the graph's "result" outputs, or among the leaves (tensors and
+            numbers) of the call.
     """
 
     source: str
@@ -310,7 +312,8 @@ class Program:
         result: the tree structure of the step's result.
         constants: for each leaf of the result, where it comes from (a `ResultPlace`). If the leaf
             is not a tensor: the leaf itself.
-        cleared: indices of the leaves of a call whose `.grad` the step sets to None.
+        cleared: indices of the leaves (tensors and numbers) of a call whose `.grad` the step sets
+            to None.
         groups: the wire and mesh axes of each process group in the graph, by the group's name.
         key: a hash that is equal for equal programs.
         call: the compiled function over local inputs; None before `prepare`.
@@ -390,7 +393,10 @@ class Program:
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """The outputs that repeat an earlier output: maps the later position to the earlier one."""
+        """The outputs that repeat an earlier output: maps the later position to the earlier one.
+
+        A node that is returned both with and without its padding counts as two values.
+        """
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
         given = [(i, n) for i, n in enumerate(end.args[0]) if isinstance(n, fx.Node)]

@@ -59,7 +59,8 @@ class ParamGroup:
 class ParamState:
     """Gives access to the optimizer state of one parameter: `home["exp_avg"]`.
 
-    The first write creates the state. `p` is the slot of the parameter.
+    The first write creates the state. The parameter itself is found by the slot `p`, the place in
+    which it is stored.
     """
 
     def __init__(self, optimizer: Optimizer, p: Slot):

@@ -382,8 +382,8 @@ class ValuesWanted(BaseException):
     the step does not catch it.
 
     Attributes:
-        compute: a function from the leaves of the call to the values that the step has read so far.
-            All ranks must call it.
+        compute: a function from the leaves (tensors and numbers) of the call to the values that the
+            step has read so far. All ranks must call it.
     """
 
     compute: Callable[[Sequence[Any]], ValuesOfCall]
@@ -524,6 +524,10 @@ def _finds_bad(node: fx.Node) -> bool:
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
     """Makes a graph write its inputs only if the assumed answers (results of branches) are true.
+
+    The graph's last outputs are the true answers. If one of them differs from `answers`, each
+    `copy_` writes the input's old value, so that the run changes nothing. The true answers are
+    joined into one output, a tensor of integers.
 
     Raises:
         CaptureError: a custom operator in the graph writes, whatever the answers are.

@@ -41,6 +41,8 @@ def flatten_call(
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Splits arguments or results into their leaves (tensors and plain values) and their structure.
 
+    It is like `pytree.tree_flatten`, but also flattens objects such as dataclasses.
+
     Args:
         stays: a predicate: True for an object that is kept as a leaf.
     """
@@ -100,6 +102,9 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
     """Returns rebuilt arguments in which a container that the call passes twice is again one
     object.
+
+    `unflatten_call` makes two lists of a list that is passed twice. But code that writes one of
+    them must see the change in the other.
 
     Args:
         call: the original arguments.

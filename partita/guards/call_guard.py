@@ -151,7 +151,7 @@ class CallGuard:
         """Returns the local tensors that this rank passes to the program in a call.
 
         Args:
-            tensors: the leaves of the call, as `tensors` returns them.
+            tensors: the leaves (tensors and numbers) of the call, as `tensors` returns them.
         """
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)

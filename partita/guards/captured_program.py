@@ -268,7 +268,7 @@ class SideGraph:
         """Returns the values that the graph computes in a call. The random state does not change.
 
         Args:
-            tensors: the leaves of the call.
+            tensors: the leaves (tensors and numbers) of the call.
             run: a function that runs the graph.
         """
         given = [i.local_value(tensors) for i in self.inputs]

@@ -91,6 +91,13 @@ _read_bases = vars(type)["__bases__"].__get__
 class Guards:
     """Checks that the Python values which a step has read at capture are still the same.
 
+    Only then may the captured program run again.
+
+    A *place* is an attribute, a global or an item that the step has read. Its value may contain
+    *parts*: containers and other objects that may change in place. A value is compared by a
+    comparison key (`values.content_key`). Computing keys is slow, so a place is skipped if it still
+    has the same objects as in the last call.
+
     Args:
         places: the places that the step has read. Their current values become the expected ones.
         types: (object, type) of objects whose type was read.
@@ -302,7 +309,7 @@ class Guards:
         At most `most` differences are returned.
 
         Args:
-            leaves: the leaves of the call. None: all tensors count as equal.
+            leaves: the leaves (tensors and numbers) of the call. None: all tensors count as equal.
         """
         found = self._list_other_names()
         walk = self._make_walk(find_first_leaves(leaves or ()))
@@ -497,7 +504,8 @@ class ReadInputs:
     them.
 
     Attributes:
-        leaves: maps the id of each tensor to its first index among the leaves of the captured call.
+        leaves: maps the id of each tensor to its first index among the leaves (tensors and numbers)
+            of the captured call.
         slots: the identities of the places whose tensors `TensorGuard` compares.
         numbers: the number inputs that are in a slot or an optimizer's group.
         written: the ids of the containers that the program writes.
@@ -656,7 +664,10 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """True if the state's tensors have not changed since this guard was made."""
+        """True if the state's tensors have not changed since this guard was made.
+
+        Objects, storages and metadata are compared.
+        """
         try:
             if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
                 return False
@@ -705,7 +716,8 @@ def signature_of(
     The signature is a tuple with an entry (name, value, ...) for each property.
 
     Args:
-        tensors, names: the leaves of the call, and their names, such as "batch['x']".
+        tensors, names: the leaves (tensors and numbers) of the call, and their names, such as
+            "batch['x']".
         call: the (args, kwargs) of the call.
     """
     first: dict[int, int] = {}
@@ -946,7 +958,7 @@ class History:
 
         Args:
             describe: a function that returns the description of the call.
-            leaves: the leaves of the call.
+            leaves: the leaves (tensors and numbers) of the call.
         """
         if not self._described:
             return _FIRST_CALL

@@ -141,7 +141,7 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if a call passes the same modules and optimizers as arguments as when this state was
+        """True if a call's arguments contain the same modules and optimizers as when this state was
         found.
 
         Otherwise the search for the step's state must be repeated.
@@ -235,8 +235,8 @@ def _modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves of a call: the values of the state's slots, then the leaves of the
-    arguments.
+    """Returns the leaves (tensors and numbers) of a call: the values of the state's slots, then the
+    leaves of the arguments.
 
     Inputs of a graph refer to these leaves by index.
     """

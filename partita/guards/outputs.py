@@ -103,6 +103,8 @@ class ModuleAttributes:
         """Returns a slot (object and key) for each module attribute in which the step has stored a
         tensor.
 
+        Call it inside `restored`, before the attributes are restored.
+
         Args:
             known: the identities of the slots that are inputs.
 
@@ -198,7 +200,8 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def has_only_known_fakes(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if `value` is a container in which each fake tensor is in a place that is an input.
+    """True if `value` is a container whose fake tensors are all in places that are inputs of the
+    graph.
 
     The program already writes such places.
 

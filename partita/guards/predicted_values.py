@@ -46,8 +46,8 @@ class ValuesOfCall:
 
     Attributes:
         reads: the numbers that the step has read so far, in order. Later ones are unknown.
-        integers: for each integer input, by its index among the leaves of the call: its local value
-            on each rank. It is padded, as for the graph.
+        integers: for each integer input, by its index among the leaves (tensors and numbers) of the
+            call: its local value on each rank. It is padded, as for the graph.
         mesh: the mesh of these ranks.
     """
 
@@ -102,7 +102,8 @@ class PredictedValues:
         graph: the graph that is being traced.
         root: the tracer's module, which holds the graph's constants.
         inputs: the graph's inputs, by node.
-        wires: maps the wire of an input to the `TraceWire` that replaces it during the run.
+        wires: maps the wire (connection to the ranks) of an input to the `TraceWire` that replaces
+            it during the run.
         known: the known values of the call.
     """
 

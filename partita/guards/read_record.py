@@ -258,7 +258,10 @@ class ReadRecord(PlaceRecord):
         return not self._reads_ahead
 
     def values_reached(self) -> Iterator[tuple[Any, str]]:
-        """Yields `(value, name)` for everything that the step may have read."""
+        """Yields `(value, name)` for everything that the step may have read.
+
+        These are the values of places, what they contain, and entries of huge containers.
+        """
         for place in self.places.values():
             yield place.value, place.name
         for value in [v for i, v in self._reached.items() if i not in self._made_anew]:

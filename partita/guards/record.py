@@ -131,6 +131,8 @@ class PlaceRecord:
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
         """Raises CaptureError because the step reads something that cannot be captured.
 
+        If the step catches the error, it is raised again after the run.
+
         Args:
             fact, reason: what the step reads, and why it cannot be captured.
             name: the name of the value in the fix.
@@ -143,7 +145,7 @@ class PlaceRecord:
         """Record that the step reads a place, and the places that can be reached from its value.
 
         Args:
-            before: the value before the step; the current one if it is not given.
+            before: the value before the step. By default it is the current value.
             shallow: True to record the place alone.
 
         Returns:
@@ -205,8 +207,8 @@ class PlaceRecord:
         """Returns True if `value` is recorded only because code contains its name ("reached by
         name").
 
-        The step may never read it, so no error is raised now. If the step reads it later, it is
-        raised then.
+        The step may never read it, so no error is raised now. If the step reads it later, the error
+        is raised then.
         """
         if self.reached_by_name:
             self._unread[id(value)] = value

@@ -116,7 +116,7 @@ class LeafKey(NamedTuple):
     """The comparison key of a tensor that is a graph input.
 
     Attributes:
-        number: its index among the leaves of the call.
+        number: its index among the leaves (tensors and numbers) of the call.
     """
 
     number: int
@@ -249,7 +249,8 @@ class ContentWalk:
         is_whole: True for a stricter comparison: dataclasses by their fields, tensors by identity.
             Two equal objects then differ from one object that occurs twice.
         numbers: maps the identity of a number's place to the number's index as a graph input.
-        leaves: maps the id of each tensor to its first index among the leaves of the call.
+        leaves: maps the id of each tensor to its first index among the leaves (tensors and numbers)
+            of the call.
         huge: maps the ids of containers whose entries are compared by identity to the containers.
         written: the ids of containers that the program writes. They are compared by identity, too.
         changeable: (object, key) for each visit of an object that may change in place.

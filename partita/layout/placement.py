@@ -271,7 +271,8 @@ def own_placements(
 def split_factors(mesh: Mesh, stacks: Sequence[Sequence[str]]) -> dict[str, int]:
     """Returns the `split_factor` of each axis for torch's `_StridedShard`.
 
-    It is the number of shards that later mesh axes make of a dimension before this axis splits it.
+    It is the number of shards into which later mesh axes have cut the dimension, before this axis
+    splits it.
 
     Args:
         stacks: for each dimension, the axes that split it, outermost first.

@@ -98,6 +98,8 @@ def escape_controls(text: str) -> str:
 def describe_value(value: object) -> str:
     """Returns a text for a wrong argument in an error: a number or string itself, otherwise its
     type.
+
+    Reading the value of a tensor may wait for other ranks, and a `repr` may be long.
     """
     kind = type(value)
     if isinstance(value, type):

@@ -281,6 +281,8 @@ def _refuse_other_lengths(
 def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
     """Returns a copy of `layout` that has `placement` on the mesh axis `axis`.
 
+    The dimension of a Shard may be negative.
+
     Raises:
         LayoutError: a tensor of this shape has no such dimension.
     """

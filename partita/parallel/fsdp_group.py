@@ -154,10 +154,11 @@ class ShardedState:
 
 
 def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = ()) -> None:
-    """Check that all ranks are about to gather or reduce the same block; raise on all if not.
+    """Checks that all ranks are about to gather or reduce the same block. Otherwise raises an error
+    on all.
 
-    Blocks may be equally large, so nothing else would show it. The ranks compare, unless earlier
-    rounds predict it (`is_agreed`).
+    Blocks may be equally large, so a collective would not show the difference. The ranks compare,
+    unless earlier rounds predict the result (`is_agreed`).
 
     Args:
         what: what the ranks do with the block, for the error.
@@ -833,8 +834,8 @@ class ZeroState(ShardedState):
 
     Attributes:
         groups: the groups of its blocks.
-        persistent: True keeps gathered parameters until their block begins after a parameter was
-            written; in a captured step, until their last use.
+        persistent: True keeps gathered parameters until a parameter was written and their block
+            begins again. In a captured step they are kept until their last use.
         holds_partial_gradients: True if there may be unsharded gradients of this or an earlier
             backward pass.
         peak: the largest number of bytes that were gathered at once.
@@ -1032,7 +1033,8 @@ class ZeroState(ShardedState):
     # -- backward ----------------------------------------------------------------------------------
 
     def release_after_backward(self, group: FsdpGroup) -> None:
-        """Release the block when the running backward pass ends, unless that happens before.
+        """Releases the block at the end of the running backward pass, if it was not released
+        before.
 
         Normally a group is released when the gradients of its parameters arrive. In a backward pass
         that computes only gradients of inputs, these never arrive.

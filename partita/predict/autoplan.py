@@ -436,6 +436,10 @@ class WaySearch:
     ) -> tuple[float, int, Simulation]:
         """Simulates a way (training configuration) at full size. Returns the seconds of a step, the
         peak bytes, and the simulation.
+
+        If all micro-batches have more than `blocks` blocks together, the first `known`
+        micro-batches are simulated. Each further one adds the same seconds and peak as the last of
+        these.
         """
         count = way.strategy.micro_batches
         if count <= known or self._layers_of(way) * count <= blocks:
@@ -616,7 +620,10 @@ def _fastest_rate(curve: MeasuredCurve) -> float:
 
 
 def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Estimates the seconds of a step roughly, to decide what to simulate first."""
+    """Estimates the seconds of a step roughly, to decide what to simulate first.
+
+    It adds matrix products, other kernels, and waiting for links.
+    """
     of, needs = way.strategy, _needs_of(shape, way)
     n, again = of.micro_batches, 4 / 3 if of.remat else 1.0
     small = _KERNELS * needs.products * machine.kernel_seconds
@@ -628,7 +635,10 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
 
 
 def guess_bytes(shape: ModelShape, way: Way) -> float:
-    """Estimates a rank's peak bytes roughly, to decide what to simulate first."""
+    """Estimates a rank's peak bytes roughly, to decide what to simulate first.
+
+    It adds what a rank holds between steps, gradients, and activations saved for backward.
+    """
     of, needs = way.strategy, _needs_of(shape, way)
     layers = of.layers or shape.layers
     share = needs.weights / way.tp

@@ -171,7 +171,7 @@ class Strategy:
         micro_batches: micro-batches per step, one after the other.
         context: tokens per sequence. None: the model's own.
         precision: the dtype of computation. Weights and optimizer state keep the dtype in which the
-            model is made: float32, or the dtype of the configuration of transformers.
+            model is created. That is float32, or the dtype in a configuration of transformers.
         layers: the number of blocks. None: the model's own.
 
     Raises:

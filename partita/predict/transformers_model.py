@@ -135,7 +135,7 @@ def _make_model(found: Any, task: str, lora: int | None, layers: int, context: i
     auto = auto if of_text else transformers.AutoModelForImageClassification
     try:
         model = auto.from_config(config, attn_implementation="sdpa")
-    except ValueError:  # it knows no other than its own
+    except ValueError:  # the model has only its own attention
         try:
             model = auto.from_config(config)
         except ValueError as error:

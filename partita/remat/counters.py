@@ -218,8 +218,9 @@ def count_memory() -> Iterator[MemoryCount]:
 def resize_listener(
     listener: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Returns a context manager. Inside, `listener` is called with each storage that ZeRO
-    resizes.
+    """Returns a context manager. Inside, `listener` is called with each storage that ZeRO resizes.
+
+    Only storages of this thread count.
     """
     before = HERE.resized
 

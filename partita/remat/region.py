@@ -79,7 +79,7 @@ class RematRegion(Wrapped):
 
     def _run_again_in_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
-            # torch.compile knows torch's checkpoint.
+            # torch.compile can compile only torch's own checkpoint.
             return torch.utils.checkpoint.checkpoint(
                 self.__wrapped__, *args, use_reentrant=False, **kwargs
             )
@@ -301,6 +301,8 @@ class _BudgetStep:
     def choose(self) -> None:
         """Chooses which results later steps keep, even if some regions of this step were never
         recomputed.
+
+        Does nothing if no region was recomputed since the step began.
         """
         if self.measures and self._recomputed:
             self._kept = self._choose_kept()

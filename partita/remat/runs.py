@@ -516,8 +516,8 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Save a copy of a tensor that a call is about to write in place, if recomputation needs
-        it.
+        """Saves a copy of a tensor that a call is about to write in place, if recomputation needs
+        the old value.
         """
         if self.producers.find(one) is None:
             self._note_write(one)

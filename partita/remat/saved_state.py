@@ -341,6 +341,8 @@ class KeepMode(KernelsOfCall):
     def kernels(self, out: Any) -> KeptKernels | None:
         """Returns the kernels' results from which the second run can compute `out` without running
         kernels.
+
+        None if they cannot be kept.
         """
         wanted = {storage_id(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
@@ -671,6 +673,8 @@ class ResultsToName:
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
         """Returns the kernel results that `offer` stored for a call, because its result `x` is
         named now.
+
+        None if they are not all in the storage of `x`.
         """
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):

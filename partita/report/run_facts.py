@@ -112,8 +112,8 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 def read_log(path: Path) -> RunFacts:
     """Reads a log that `partita train --log` wrote, and returns what it says about the run.
 
-    A run that was killed, or that still writes, may leave an incomplete line. If it is the last
-    line, or the last before the run was resumed, it is skipped, and `notes` mentions it.
+    A run that was killed, or that still writes, may leave an incomplete line. Such a line is
+    skipped if it is the last one, or the last one before a resume. `notes` then mentions it.
 
     Raises:
         ValueError: a line is not an event of such a log, or there is none.
@@ -412,7 +412,8 @@ def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[Timeli
     """Joins short events of a timeline, so that a picture has about `most` events on each stream.
 
     The duration is divided into `most` intervals. Longer events stay unchanged. The shorter events
-    of an interval become one, with their total duration and the kind that takes most of it.
+    of an interval become one event. It has their total duration, and the kind that takes most of
+    the time.
     """
     end = max((e.start + e.seconds for e in events), default=0.0)
     if not end:

@@ -375,6 +375,8 @@ def batch_norm(
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
     """Returns the number by which a mean loss is divided: the sum of the class weights of its
     targets.
+
+    Targets that are ignored do not count.
     """
     kept = target != ignore_index
     if weight is None:

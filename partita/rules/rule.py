@@ -286,6 +286,8 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
     """Registers a function that returns a rule, and gets the call's arguments as one dictionary. A
     decorator.
 
+    Use it for several functions whose sentences are similar, but whose parameters differ.
+
     Args:
         takes: the parameters, such as "input dim=-1".
     """

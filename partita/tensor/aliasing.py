@@ -372,7 +372,9 @@ def _has_short_pieces(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """Returns a result that is a copy or a view, as in plain PyTorch.
+    """Returns a result that is a copy if plain PyTorch would copy, and otherwise a view.
+
+    This is for ops whose strides decide if they copy (`contiguous`, `reshape`, `to`).
 
     Args:
         moved: True if the operand of the call has memory of its own already: it was redistributed,

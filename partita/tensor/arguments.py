@@ -610,8 +610,8 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """Returns the spec that a plain tensor would have as a DTensor that is Invariant (equal on all
-    ranks).
+    """Returns the spec (layout and wire) that a plain tensor would have as a DTensor that is
+    Invariant (equal on all ranks).
     """
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 

@@ -406,7 +406,8 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 
 def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
-    """Returns `x` redistributed to the layout of the spec `after`. Differentiable.
+    """Returns `x` redistributed to the layout of the spec (layout and wire) `after`.
+    Differentiable.
 
     The ledger records the traffic as requested by the user ("explicit") in the op `op`.
     """
@@ -568,7 +569,8 @@ class _ZerosForNone(torch.autograd.Function):
 
 
 def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
-    """Redistributes a local tensor from one spec to another, and returns the new local tensor.
+    """Redistributes a local tensor from one spec (layout and wire) to another, and returns the new
+    local tensor.
 
     Differentiable. If nothing changes, the result is an alias of `x`, never `x` itself.
 
@@ -632,7 +634,7 @@ def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> tor
     So the gradient that `x` gets has another layout than the gradient of the alias.
 
     Args:
-        given: the spec of the gradient that arrives in backward.
+        given: the spec (layout and wire) of the gradient that arrives in backward.
         wanted: the spec of the gradient that `x` needs.
     """
     line = "" if given.layout.shards == wanted.layout.shards else user_line()
@@ -971,7 +973,14 @@ _WORDS = 1 << 18
 
 
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Returns a few numbers by which ranks compare a tensor without sending it."""
+    """Returns a few numbers by which ranks compare a tensor without sending it.
+
+    They are the number of dimensions, a hash of sizes and dtype, and a hash of the bytes (63 bits).
+
+    Two tensors of one shape that differ in a single 64-bit word have different hashes, because each
+    word is multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as
+    empty.
+    """
     # Also hidden from modes, such as one that records a program's calls (remat).
     with torch._C.DisableTorchFunction(), torch.no_grad():
         shape = zlib.crc32(str(value.dtype).encode())

@@ -427,8 +427,11 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Wraps a user's post-accumulate-grad hook of the leaf `x`, so that partita's own calls do not
-    reach it.
+    """Wraps a user's post-accumulate-grad hook of the leaf `x`, so that it is called only with a
+    gradient.
+
+    The autograd engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The
+    wrapper skips those calls.
     """
     came = [False]
 
@@ -497,10 +500,10 @@ def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
 
 # -- nodes of autograd -----------------------------------------------------------------------------
-# Hooks on an autograd node receive local tensors, and a node does not know their DTensors. So a
-# user who reads `x.grad_fn` gets a `NodeOfPieces`, which accepts hooks only for leaves, whose
-# tensor is known. This package and torch read the node itself, because C++ needs it. Modules of
-# torch get a `NodeOfPieces`, because they register hooks on it.
+# Hooks on an autograd node receive local tensors, and the node has no reference to their DTensors.
+# So a user who reads `x.grad_fn` gets a `NodeOfPieces`. It accepts hooks only for leaves, because a
+# leaf's node refers to its tensor. This package and torch read the node itself, because C++ needs
+# it. Modules of torch get a `NodeOfPieces`, because they register hooks on it.
 
 
 @Node.register
@@ -822,7 +825,8 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
     other tensor is no longer alive, because it may be alive on some ranks only.
 
     Args:
-        coming: the spec of the gradient that backward adds, if it is not that of `grad`.
+        coming: the spec (layout and wire) of the gradient that backward adds, if it is not that of
+            `grad`.
     """
     if grad is None:
         return
@@ -1124,7 +1128,9 @@ def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
-    """Returns the spec of each DTensor among `values`, and None for other values."""
+    """Returns the spec (layout and wire) of each DTensor among `values`, and None for other
+    values.
+    """
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
@@ -1133,7 +1139,7 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
     None.
 
     Args:
-        spec: the spec of the value, whose dual is the gradient's.
+        spec: the spec (layout and wire) of the value, whose dual is the gradient's.
     """
     if grad is None or spec is None:
         return grad
@@ -1147,7 +1153,7 @@ def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[An
     Autograd returns a saved input as a DTensor, but a saved output as a local tensor.
 
     Args:
-        specs: the spec of each tensor when it was saved; None for a plain tensor.
+        specs: the spec (layout and wire) of each tensor when it was saved; None for a plain tensor.
     """
     return tuple(
         t
@@ -1203,7 +1209,7 @@ def _sum_to_shape(grad: DTensor, spec: Spec, giver: str) -> torch.Tensor:
     return torch.sum(grad, dims, keepdim=True).reshape(shape) if dims else grad
 
 
-# A Function is applied by a class method of its base, without a torch-function hook. Dynamo knows
-# it by its name, and enters none of it.
+# A Function is applied by a class method of its base, without a torch-function hook. Dynamo
+# recognizes the method by its name, and does not trace into it.
 _apply_watched.__name__ = "apply"
 Function.apply = classmethod(_apply_watched)  # type: ignore[assignment]

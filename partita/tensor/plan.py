@@ -92,7 +92,7 @@ class Target:
 
     Attributes:
         path: the operand's position in the call.
-        spec: the spec that it must have.
+        spec: the spec (layout and wire) that it must have.
         plain: for a plain tensor, the spec that it is assumed to have (whole on every rank); None
             for a DTensor.
     """
@@ -170,8 +170,8 @@ class CallPlan:
     def run(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Runs a call as planned.
 
-        Updates view copies, redistributes operands, runs the kernel, and sets the specs of the
-        results.
+        Updates view copies, redistributes operands, runs the kernel, and sets the specs (layout and
+        wire) of the results.
         """
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
@@ -337,7 +337,7 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
         kept = state_of(x).retyped
         if kept is not None and kept.is_of(x, after):
             return kept.value
-        # A view would hold `x`, which holds it: no one would ever let go of the two.
+        # A view would refer to `x`, which refers to it. Neither would ever be freed.
         value = move_local(x, before, after, op, "implicit")
         value = value if value._base is None else alias_without_base(value)
         own_state(x).retyped = RetypedValue(after, x._version, x.grad_fn, value)
@@ -490,7 +490,9 @@ class Unkeyed(TypeError):
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns what a plan's key has in place of the spec for an operand that is not a DTensor."""
+    """Returns what a plan's key has in place of the spec (layout and wire) for an operand that is
+    not a DTensor.
+    """
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):

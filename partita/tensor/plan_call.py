@@ -616,8 +616,8 @@ class RowChooser:
             moved = layout.put(self.axis, wanted)
             total += estimate_price(layout, moved, self.mesh, self.itemsizes[i])
             if isinstance(wanted, Partial) and _is_split(held) and not self._is_pending():
-                # A piece among zeros is a share of what nobody had to reduce before: somebody has
-                # to now, and sends twice what a gather of the pieces sends.
+                # A piece among zeros makes a Partial value, which must be reduced later. That
+                # sends twice as much as a gather of the pieces.
                 whole = layout.put(self.axis, Replicate())
                 total += estimate_price(moved, whole, self.mesh, self.itemsizes[i])
         return total

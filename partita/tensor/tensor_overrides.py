@@ -74,7 +74,7 @@ def _get_data(x: DTensor) -> DTensor:
         if known is None or not show_same_memory(known, now):
             state.unseen_writes += 0 if known is None else count_writes(known)
             state.data = known = now
-            # Views of this memory are copied from other tensors than x: they ask the storage.
+            # Other tensors may view this memory: they find the mark in its storage.
             vars(now.untyped_storage())[WRITTEN_UNSEEN] = True
         return as_dtensor(known.detach(), x._spec)
 

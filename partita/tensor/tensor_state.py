@@ -259,7 +259,9 @@ ON_NEW_SPEC: list[Callable[[Spec], None]] = []
 
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:
-    """Returns the spec of `layout` on `wire`. Equal arguments return the same object."""
+    """Returns the spec (layout and wire) of `layout` on `wire`. Equal arguments return the same
+    object.
+    """
     spec = _INTERNED.get((layout, wire))
     if spec is None:
         spec = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
@@ -269,7 +271,9 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
 
 
 def any_spec(kind: type = Wire) -> Spec | None:
-    """Returns any spec in use on a wire of the class `kind`; None if there is none."""
+    """Returns any spec (layout and wire) in use on a wire of the class `kind`; None if there is
+    none.
+    """
     return next((s for s in list(_INTERNED.values()) if isinstance(s.wire, kind)), None)
 
 
@@ -335,7 +339,7 @@ class ZeroLayouts:
     """How ZeRO lays out a parameter's gradient and update.
 
     Attributes:
-        gradient: the spec of the gradient after reduction.
+        gradient: the spec (layout and wire) of the gradient after reduction.
         update: the spec of the optimizer's state, and of the part of the value that it updates.
         owner: the object that reduces the gradient during backward, and gathers updated parameters.
         name: the name of the block whose gradients are reduced together.
@@ -570,7 +574,7 @@ class CopiedView:
 
 
 def current(x: Any) -> Any:
-    """Returns `x` itself; if it is a view copy whose source was written since, an
+    """Returns `x` itself. If it is a view copy whose source was written since, returns an
     up-to-date copy.
     """
     copied = state_of(x).copied_view

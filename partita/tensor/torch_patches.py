@@ -98,7 +98,7 @@ def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
         RULES[function] = RULES[replaced]
     if replaced in OVERRIDES:
         OVERRIDES[function] = OVERRIDES[replaced]
-    # TorchScript knows its builtins by what they are and not by their names.
+    # TorchScript looks up its builtins by the function object, not by the name.
     builtin = _builtins._find_builtin(replaced)
     if builtin is not None:
         _builtins._register_builtin(function, builtin)
@@ -160,7 +160,7 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
 _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 
-# -- memory that nobody has written ----------------------------------------------------------------
+# -- memory that was not written -------------------------------------------------------------------
 # A plain tensor that is written with DTensors is one whole value, so that ranks compare what it
 # holds. What an allocation leaves in memory differs between ranks and means nothing. So it is made
 # zero: then ranks compare only what the program has written.
@@ -335,9 +335,9 @@ def _make_dual(*_: Any, **__: Any) -> Any:
 OVERRIDES[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
 
 # -- constructors ----------------------------------------------------------------------------------
-# They ask no tensor among their arguments. `torch.tensor` copies one. Old constructors, which take
-# a tensor's memory, refuse a piece. A number (a size, a bound, a value to fill with) is read on all
-# ranks, by the operator that `tensor_overrides` replaces.
+# They do not call `__torch_function__` of their arguments. `torch.tensor` copies a tensor. Old
+# constructors, which would take a tensor's memory, refuse a DTensor. A number (a size, a bound, a
+# value to fill with) is read on all ranks, by the operator that `tensor_overrides` replaces.
 
 _LEAVES = frozenset((int, float, bool, complex))
 
@@ -433,7 +433,7 @@ def _plain_type(kind: Any) -> Any:
 
 
 _PLAIN_TYPE = type(torch.FloatTensor)
-# Dynamo knows what `x.type(torch.FloatTensor)` is given by the name of its class.
+# In `x.type(torch.FloatTensor)`, Dynamo recognizes the argument by the name of its class.
 _LegacyType.__module__, _LegacyType.__qualname__ = _PLAIN_TYPE.__module__, _PLAIN_TYPE.__name__
 
 
@@ -552,9 +552,9 @@ def _type_back(grad: Any, spec: Spec | None) -> Any:
 torch_module.BackwardHook = _TypedBackwardHook  # type: ignore[misc]
 
 # -- hooks of saved tensors ------------------------------------------------------------------------
-# What unpacks saved tensors may run a part of the program again, as a checkpoint does. ZeRO-3 must
-# know whether a block's backward may, since what ran then reads the block's modules. Torch keeps a
-# stack of hooks, and no count.
+# A hook that unpacks saved tensors may run a part of the program again, as a checkpoint does. That
+# part reads the block's modules, so ZeRO-3 must find out if a block's backward may run such a hook.
+# Torch has a stack of hooks, but does not count them.
 
 _enter_hooks = saved_tensors_hooks.__enter__
 
@@ -567,14 +567,14 @@ def _count_and_enter(hooks: saved_tensors_hooks) -> None:
 saved_tensors_hooks.__enter__ = _count_and_enter  # type: ignore[method-assign]
 
 # -- torch.utils.checkpoint ------------------------------------------------------------------------
-# Torch runs a region again in backward, on its inputs, which it saves as autograd saves tensors.
-# Where saved tensors are packed by hooks (an offload, a sharded block) autograd hands them back as
-# plain tensors, so their layouts are kept beside them. And torch compares the metadata of what both
-# runs saved: it is shown this rank's pieces, whichever way they are saved. ZeRO-3 must know which
-# forward is run again (`reruns`), so what torch calls for it is wrapped. Releases that do not
-# have `save_inputs` and `get_inputs` save the inputs by an autograd.Function, which is typed
-# anyway. Private torch: there is no public way. `checkpoint` makes a `_CheckpointFrame`, and calls
-# the two functions that are replaced below by their names.
+# Torch runs a region again in backward, on its inputs, which it saves as autograd saves tensors. If
+# hooks pack saved tensors (an offload, a sharded block), autograd returns them as plain tensors, so
+# their layouts are stored, too. Torch also compares the metadata of the tensors that both runs have
+# saved. For this it gets this rank's pieces. ZeRO-3 must find out which forward is run again
+# (`reruns`), so the function that torch calls for it is wrapped. Releases without `save_inputs` and
+# `get_inputs` save the inputs by an autograd.Function, whose results are DTensors anyway. Private
+# torch: there is no public way. `checkpoint` makes a `_CheckpointFrame`, and calls the two
+# functions that are replaced below by their names.
 
 _Frame: Any = _CheckpointFrame
 
@@ -652,11 +652,11 @@ setattr(torchs, BEGINS, _begin_or_mark)
 torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]
 
 # -- torch.compile ---------------------------------------------------------------------------------
-# Dynamo knows of a tensor only what its class lets it see: of a DTensor the piece's sizes beside
-# the global ones. It must not trace one. Before anything else it reads an attribute of its own from
-# a tensor (is its address static?); of a DTensor that raises, after which the frame, with all that
-# it calls, runs as it would without `torch.compile`, with one warning. Where a whole graph was
-# requested, that is the error. Of partita's own code Dynamo enters only what `_ENTERED` names.
+# Dynamo must not trace a DTensor, because it would mix sizes of the piece with global ones. Before
+# anything else, Dynamo reads an attribute of its own from a tensor (is its address static?). For a
+# DTensor this raises an error. Then the frame, with all that it calls, runs as it would without
+# `torch.compile`, with one warning. If a whole graph was requested, the error is raised. Dynamo
+# traces only those functions of partita's own code that `_ENTERED` names.
 
 F = TypeVar("F", bound=Callable[..., Any])
 

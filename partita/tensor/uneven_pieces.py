@@ -69,8 +69,8 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns the local tensor itself if it has spare memory for padding after its end, else a
-    copy.
+    """Returns the local tensor itself if it has spare memory for padding after its end. Otherwise
+    returns a copy that has.
     """
     if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()

@@ -268,7 +268,7 @@ def _compute_gradients(
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
 
 
-# -- rows that a rule does not know ----------------------------------------------------------------
+# -- rows that a rule lacks ------------------------------------------------------------------------
 
 
 def _find_missed_rows(trial: Trial, known: set[str]) -> Iterator[str]:

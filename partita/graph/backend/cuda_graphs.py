@@ -104,7 +104,8 @@ class HostSplit:
     """A program cut in two: a graph that the CPU runs in each call, and a program for the device.
 
     Args:
-        device: the device to which these values are copied.
+        device: the device that runs the program. Values that the host computes for it are copied to
+            it.
 
     Attributes:
         host: a graph of host inputs. Its first results are the values that are copied to the

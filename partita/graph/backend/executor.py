@@ -42,7 +42,8 @@ def function_of(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Returns a Python function that runs a graph node by node.
 
-    An error of a call gets a note with the node and the user's line, and keeps no values alive.
+    If a call raises an error, a note with the node and the user's line is added to it. The error
+    keeps no values alive.
 
     Args:
         groups, calls: the same as for `GraphWriter`.

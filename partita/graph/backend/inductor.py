@@ -316,7 +316,7 @@ CONFIG: dict[str, Any] = {
     # loops are divided as for 16: for one thread, Inductor would have each thread do all the work.
     "cpp.dynamic_threads": True,
     "cpp.threads": 16,
-    # The order is that of the passes, which know the memory peak
+    # The passes have already ordered the calls for a low memory peak
     # (`inductor_scheduling.InOrder`).
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
@@ -371,7 +371,7 @@ def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, li
             message = "Expected Tensor with single nonzero value, but got zero"
             node.target, node.args = _aten._assert_async.msg, (*node.args, message)
         if node.target is all_to_all:
-            # Inductor knows of torch's own that its operand is read until it is waited for.
+            # For torch's own all-to-all, Inductor keeps the operand until the wait.
             x, n, name = node.args
             even = [node.meta["val"].shape[0] // n] * n
             node.target, node.args = ALL_TO_ALL, (x, even, even, name)
@@ -616,7 +616,12 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """Removes data for the compiler from a saved result of Inductor, so that it loads faster."""
+    """Removes data for the compiler from a saved result of Inductor, so that it loads faster.
+
+    Torch saves data to compile the result again, and generated code imports the compiler for a few
+    names. These names are replaced (`_LINES`). This uses torch's private format. If a new torch
+    writes a part differently, that part stays as it is.
+    """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     for line, ours in _LINES.items():
@@ -780,7 +785,7 @@ def _is_complete(library: Path) -> bool:
         return header.startswith(b"\xcf\xfa\xed\xfe")  # on macOS libraries are of another kind
     if len(header) < 64:
         return False
-    if not header.startswith(b"\x7fELF\x02\x01"):  # not of 64 bits, little-endian: not told
+    if not header.startswith(b"\x7fELF\x02\x01"):  # not 64 bits and little-endian: unchecked
         return True
     # e_shoff, and e_shentsize and e_shnum: https://refspecs.linuxfoundation.org/elf/gabi4+
     (start,) = struct.unpack_from("<Q", header, 40)

@@ -56,8 +56,8 @@ _OURS, _PACKS = "partita", "packs"
 def mark(node: fx.Node) -> None:
     """Marks where a node comes from, for `Choices`, which decides which kernels Inductor fuses.
 
-    The mark is forward, recomputed, or the concatenation of a bucket. It is stored as `custom` in
-    the node's `meta`: tracing copies only this entry of those that torch leaves to users.
+    The mark is forward, recomputed, or the concatenation of a bucket. It is stored in the node's
+    `meta` as `custom`. This is the only entry for users that tracing copies.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):

@@ -343,7 +343,7 @@ def check_folder(folder: Path) -> None:
     _check_owner_and_mode(folder.lstat(), link=True)
     for parent in folder.resolve().parents:
         above = parent.stat()
-        # A sticky folder, such as /tmp, lets nobody rename what is another's.
+        # In a sticky folder, such as /tmp, a user cannot rename files of others.
         if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
             raise Untrusted(f"anybody may write to {parent}, which it is in")
 

@@ -413,5 +413,5 @@ def _describe_call(line: str) -> str:
     called, typed, value = line.rpartition(" :")
     if typed:
         return called.split("(", 1)[0] + typed + value
-    # A call of a section has no one type, but says which section it is.
+    # A call of a section has several results, so it shows its section and no type.
     return line.split(", [", 1)[0] + ")"

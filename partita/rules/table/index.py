@@ -104,7 +104,7 @@ def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> KernelRu
         return None
     size = input.shape[dim]
 
-    def counting_from_the_end(run: Kernel) -> Kernel:  # which gather does not know
+    def counting_from_the_end(run: Kernel) -> Kernel:  # gather refuses negative ones
         return lambda x, at, dim: run(x, at.where(at >= 0, at + size))
 
     return _derive_gather(input, dim, indices, counting_from_the_end)

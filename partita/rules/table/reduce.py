@@ -242,7 +242,7 @@ def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
     if prepend is not None or append is not None:
         return None
     size = max(input.shape[input.names.at(dim)] - n, 0)
-    # Linear, but not of bools, whose difference is an exclusive or: a rule knows no dtypes.
+    # It is linear, except for bools (their difference is an exclusive or). A rule gets no dtypes.
     return f"{input.names.whole(dim)} -> {input.names.put(dim, f'z={size}!')}"
 
 

@@ -58,8 +58,9 @@ def is_symbolic(value: Any) -> bool:
 
 
 class NumberEnv(ShapeEnv):
-    """The shape environment of symbolic numbers. It records on which lines the step branches on
-    them.
+    """The shape environment of the symbolic numbers in a capture.
+
+    It records on which lines of the program the step branches on a number.
 
     Attributes:
         lines: the user's line of each guard of the shape environment, by the guard's index.

@@ -271,7 +271,7 @@ def share_memory_of_results(
             memory's final value.
 
     Raises:
-        CaptureError: a result cannot be made such a view.
+        CaptureError: a result cannot be made a view of the shared memory.
     """
     (old_end,), (new_end,) = before.find_nodes(op="output"), after.find_nodes(op="output")
     sharing: dict[int, Results] = defaultdict(list)

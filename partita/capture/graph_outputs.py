@@ -207,10 +207,11 @@ class GraphOutputs:
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
-        """Trace the backward of results that require grad, and add gradients of inputs to the
+        """Traces the backward of results that require grad, and adds the gradients of inputs to the
         outputs.
 
-        Adds none if the step has freed the results' autograd history.
+        Such a gradient is a "cotangent" output. None is added if the step has freed the results'
+        autograd history.
         """
         self._refuse_made_leaves(recorder)
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]

@@ -358,7 +358,9 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Updates number, hash and last few with the collectives in `new`. Returns `self`."""
+        """Adds the collectives in `new` to the number, the hash and the list of the last ones.
+        Returns `self`.
+        """
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]

@@ -453,9 +453,9 @@ def record_moves(program: Program) -> None:
 
 
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
-    """Reports that a program is going to run, to ledgers, `strict()` and `check_ranks()`.
+    """Reports that a program is about to run: to ledgers, `strict()` and `check_ranks()`.
 
-    They get the same records as from an eager step.
+    These get the same records as from an eager step.
 
     Args:
         title: the name of the step in errors.

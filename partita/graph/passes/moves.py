@@ -165,9 +165,9 @@ def _cast_first(
 def merge_views(program: Program) -> str:
     """A view of a view becomes one view.
 
-    A view with the shape of its operand is dropped. Moves flatten their operands, and buckets
-    flatten the results again: in a small model these views are half of all calls. Outputs of the
-    step do not change.
+    A view with the shape of its operand is dropped. Redistributions flatten their operands, and
+    buckets flatten the results again. In a small model, these views are half of all calls. Outputs
+    of the step do not change.
     """
     graph = program.graph.graph
     (end,) = graph.find_nodes(op="output")

@@ -723,7 +723,10 @@ class ReadRecord(PlaceRecord):
             return
         with self.without_recording():
             self._enter_code(code, frame.f_globals)
-            if waiting is None and code.co_freevars and id(code) not in self._codes_of_functions:
+            # A method that calls `super()` has a cell, too: its class, which nobody replaces. The
+            # search takes time for each object of the process.
+            has_cells = bool({*code.co_freevars} - {"__class__"})
+            if waiting is None and has_cells and id(code) not in self._codes_of_functions:
                 waiting = [
                     (f, f.__qualname__)
                     for f in gc.get_referrers(code)

@@ -98,7 +98,7 @@ def seen_in_browser(path):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--disable-background-networking", "--window-size=1300,2000"]
     command += ["--virtual-time-budget=10000", "--dump-dom", f"file://{path}"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     wrong = [line for line in ran.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
     return ran.stdout, wrong
 

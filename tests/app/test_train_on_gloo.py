@@ -38,7 +38,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=100)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=250)
 
 
 def losses(output: str) -> list[float]:
@@ -143,14 +143,13 @@ def test_it_joins_the_ranks_that_torchrun_started(text):
         [*torchrun, "-m", *command("--mesh", "dp=2", *FEW, *text)[2:]],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(done.stdout)) == 4  # said once, by one rank
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_agents_of_torchrun_train_as_one_does(text):
     """As on two machines, which meet at one address: each agent starts ranks of the same job."""
     with socket.socket() as probe:
@@ -169,7 +168,7 @@ def test_two_agents_of_torchrun_train_as_one_does(text):
         for _ in range(2)
     ]
     try:
-        output = [agent.communicate(timeout=200) for agent in agents]
+        output = [agent.communicate(timeout=280) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
@@ -180,7 +179,7 @@ def test_two_agents_of_torchrun_train_as_one_does(text):
         [*start, "--standalone", "--nproc-per-node=4", *trained],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert alone.returncode == 0, alone.stderr
     assert max(said) == losses(alone.stdout)
@@ -201,7 +200,7 @@ def test_a_job_that_is_asked_to_end_ends_every_rank_and_says_so_without_a_traceb
         ranks = ranks_of(job)
         assert len(ranks) == 2
         os.kill(job.pid, number)
-        _, errors = job.communicate(timeout=20)
+        _, errors = job.communicate(timeout=100)
     assert job.returncode == code
     assert re.fullmatch(rf"{said} \d+ steps?\n", errors)
     assert all_end(list(ranks.values()))
@@ -215,7 +214,7 @@ def test_a_rank_that_is_killed_ends_the_job_which_names_it(text):
     with training("--mesh", "dp=2", *text) as job:
         ranks = ranks_of(job)
         os.kill(ranks[1], signal.SIGKILL)
-        _, errors = job.communicate(timeout=20)
+        _, errors = job.communicate(timeout=100)
     assert job.returncode == 1
     where = r"in (the )?(forward|backward|optimizer) of step \d+"
     assert re.match(rf"rank 1 was killed by SIGKILL {where}; the job is ended\n", errors)

@@ -99,7 +99,6 @@ def broken_off(options: Options, at: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)  # three runs, each of which four ranks capture
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_run_that_was_broken_off_goes_on_bit_for_bit(compile, tiny, tmp_path):
     options = replace(tiny, mesh=MESH, zero=3, sp=True, accumulate=2, compile=compile)

@@ -36,7 +36,6 @@ def trains(rank, how, axis, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("how", "axis", "backend"),
     [

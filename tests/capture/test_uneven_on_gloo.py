@@ -26,7 +26,6 @@ def trains(rank, n, rows, stage, backend):
     return eager, compiled, key
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("n", "rows", "stage", "backend"),
     [(3, 5, 3, "inductor"), (2, 5, 2, "inductor"), (4, 5, 3, "graph"), (3, 4, 1, "graph")],

@@ -33,7 +33,6 @@ CELLS = [
 
 # The method has another name now; this one is what people's programs call.
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # of a loaded machine
 @pytest.mark.filterwarnings("ignore:.*activation_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("name", "mode"), CELLS)
 def test_a_model_trains_as_on_one_process(name: str, mode: str) -> None:

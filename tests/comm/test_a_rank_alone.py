@@ -130,13 +130,11 @@ ALONE = "save load async_save save_safetensors full_state_dict item print compil
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_rank_alone_beside_a_step_is_an_error_on_all_that_names_both():
     check([(alone, "train", 2) for alone in ALONE])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_rank_alone_beside_other_calls_is_an_error_on_all_that_names_both():
     check(
         [

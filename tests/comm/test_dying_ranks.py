@@ -86,7 +86,6 @@ def test_a_rank_that_raises_alone_is_the_one_that_is_shown(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # three starts of a job
 def test_torchrun_starts_it_again_and_it_ends_with_the_losses_of_one_that_was_left_alone(tmp_path):
     (tmp_path / "other").mkdir()
     truth = Job(tmp_path / "other", "--steps", "8")
@@ -111,7 +110,6 @@ def test_a_rank_that_raises_alone_under_torchrun_ends_the_job_with_its_error(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # of a compilation
 @pytest.mark.parametrize(
     ("name", "rank", "after", "compiled", "where"),
     [

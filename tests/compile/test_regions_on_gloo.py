@@ -31,7 +31,6 @@ def trains(rank, backend, stage, remat):
     return losses, [region.key for region in regions], [len(region.reasons) for region in regions]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("backend", "stage", "remat"),
     [("graph", 0, True), ("inductor", 3, True)],
@@ -68,7 +67,6 @@ def left_out(rank):
     return True
 
 
-@pytest.mark.timeout(300)
 def test_a_region_that_a_recompute_leaves_out_does_not_shift_the_others():
     assert run_ranks(left_out, 2, timeout=280) == [True, True]
 

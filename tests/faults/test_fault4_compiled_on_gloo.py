@@ -86,7 +86,6 @@ ROOM |= dict.fromkeys(("clipped", "micro-batches"), 4 + LAYERS / 2)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("backend", "ways"),
     [
@@ -102,7 +101,6 @@ def test_of_eight_uneven_layers_no_more_are_there_than_are_in_use(backend, ways)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
 def test_without_the_pass_all_layers_are_counted():
     for found in run_ranks(layers_at_once, 2, ("once",), "graph", ("regather",), timeout=90):
         assert found["once"][0] > LAYERS

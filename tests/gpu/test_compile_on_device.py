@@ -30,7 +30,6 @@ def train_both_ways(rank, ranks, device, stage, backend):
     return (*found, key)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_have_one_key_and_the_losses_of_eager(stage, backend, place):
@@ -64,7 +63,6 @@ def train_recorded(rank, ranks, device, stage, backend):
     return (*found, step.is_recorded, len(step.reasons), reason)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_in_a_cuda_graph_has_the_losses_of_eager(stage, backend, place, record_property):

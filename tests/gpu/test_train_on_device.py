@@ -16,7 +16,7 @@ from partita.testing.allocated_bytes import counted
 from tests.programs.gloo_ranks import run_ranks
 from tests.programs.zero_training import TOKENS, gpt, loss_of, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def on_ranks(place, body, *args):

@@ -65,7 +65,6 @@ def test_a_step_that_gathers_pieces_has_the_same_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("sections", [False, True])
 def test_a_compiled_step_that_gathers_pieces_has_the_same_bits(sections, tmp_path, monkeypatch):
     monkeypatch.setenv("PARTITA_CACHE", str(tmp_path))

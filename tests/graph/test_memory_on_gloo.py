@@ -53,7 +53,6 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_predicted_peak_of_a_graph_is_the_counted_one(name):
     cases = [Setup(name, stage, remat) for stage, remat in WAYS[name]]
@@ -62,7 +61,6 @@ def test_the_predicted_peak_of_a_graph_is_the_counted_one(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_predicted_peak_of_compiled_code_is_the_counted_one():
     cases = [EIGHT_LAYERS, Setup("cnn", 0), Setup("mlp", 2, remat=True)]
     for found in run_ranks(each, 2, cases, "inductor", timeout=250):
@@ -108,7 +106,6 @@ def featured(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_compiled_code_does_not_make_at_once_what_backward_makes_again():
     """The second time reads what the first one does: Inductor would have one kernel do both."""
     (_, large), (again, none) = featured(False), featured(True)
@@ -125,7 +122,6 @@ def under_budgets(rank, setup, many, without):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("without", [(), ("free_remat",)])
 def test_each_budget_is_kept_and_a_smaller_one_takes_no_more(without):
     for found in run_ranks(under_budgets, 2, Setup("cnn", 3), 3, without, timeout=100):
@@ -148,7 +144,6 @@ def of_four_layers(budget):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_compiled_code_keeps_a_budget():
     wanted, most = of_four_layers(None)
     found, taken = of_four_layers(most * 9 // 10)
@@ -157,7 +152,6 @@ def test_compiled_code_keeps_a_budget():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_budget_is_held_against_the_code_that_is_compiled():
     """One kernel makes what the graph makes one after the other."""
     weight, x = torch.randn(256, 4), torch.randn(1024, 256)
@@ -173,7 +167,6 @@ def test_a_budget_is_held_against_the_code_that_is_compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("sections", [None, True], ids=["whole", "blocks as calls"])
 def test_where_code_takes_more_than_its_budget_more_is_made_again(sections):
     torch.manual_seed(0)
@@ -213,7 +206,6 @@ def layers_at_once(rank, make, without):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_of_eight_layers_no_more_than_three_and_a_half_are_there_at_once(make):
     """56 MB of 16 MB each: the whole weight, the next one, a gradient, and its reduction."""
@@ -227,7 +219,6 @@ def apart(rank, without):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_updating_at_the_gradient_frees_what_all_gradients_would_hold():
     with_it, _ = run_ranks(apart, 2, (), timeout=100)
     without, _ = run_ranks(apart, 2, ("lifetime",), timeout=100)

@@ -112,7 +112,6 @@ def are_reduced_beside_backward(places):
     return True
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ranks", "stages"), [(2, (0, 1, 2)), (3, (0,))])
 def test_a_layers_gradient_is_reduced_while_backward_computes_the_layer_before(ranks, stages):
     wanted = one_device(ranks)
@@ -123,7 +122,6 @@ def test_a_layers_gradient_is_reduced_while_backward_computes_the_layer_before(r
             assert taken == pytest.approx(told, rel=0.01)
 
 
-@pytest.mark.timeout(240)
 def test_generated_code_keeps_that_order():
     wanted = one_device(2)
     for found, places, (taken, told) in run_ranks(trained, 2, 2, 0, "inductor", timeout=200):
@@ -132,7 +130,6 @@ def test_generated_code_keeps_that_order():
         assert taken == pytest.approx(told, rel=0.01)
 
 
-@pytest.mark.timeout(120)
 def test_where_a_norm_scales_all_gradients_they_are_reduced_beside_backward_too():
     wanted = one_device(2, clipped=True)
     for found, places, _ in run_ranks(trained, 2, 2, 0, "graph", True):

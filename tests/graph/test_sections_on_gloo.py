@@ -52,7 +52,6 @@ def in_sections(rank, folder, stage):
     return (wanted, found), (deeper_wanted, deeper), memory, parts, str(deep.artifact)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_sections_are_compiled_by_turns_and_serve_a_deeper_model(stage, tmp_path):
     """Fails too where a new torch cannot give the function that Inductor generated."""

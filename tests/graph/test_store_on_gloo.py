@@ -83,7 +83,6 @@ def warm(rank, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_one_rank_of_four_compiles_and_in_a_second_run_all_load_without_a_compiler(tmp_path):
     """Fails too where a new torch cannot save what it compiles, or cannot load it elsewhere."""
     first = run_ranks(cold, 4, str(tmp_path), timeout=200)

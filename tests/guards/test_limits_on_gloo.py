@@ -95,7 +95,6 @@ def tells_a_ledger(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_ledger_is_told_the_same_whatever_runs_the_graph():
     for log, eager in run_ranks(tells_a_ledger, 2, timeout=180):
         assert log == [eager, eager] and len(eager) == 1

@@ -94,7 +94,6 @@ def on_rank(rank: int, ranks: int, folder: Path) -> Any:
     return as_under_torchrun(rank, ranks, train_all, folder)
 
 
-@pytest.mark.timeout(300)
 def test_a_fit_is_that_of_one_device_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     truth = run_ranks(on_rank, 1, 1, tmp_path, timeout=100)[0]
     for found in run_ranks(on_rank, 2, 2, tmp_path, timeout=200):

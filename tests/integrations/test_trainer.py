@@ -96,7 +96,6 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(on_rank, 1, 1, folder, [*CASES], timeout=200)[0]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "ranks, names",
     [(2, [*CASES]), (4, ["plain", "adapters"])],

@@ -106,7 +106,6 @@ def on_rank(rank: int, ranks: int, folder: Path) -> Any:
     return as_under_torchrun(rank, ranks, train_all, folder)
 
 
-@pytest.mark.timeout(400)
 def test_fine_tuning_is_that_of_one_process_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     truth = run_ranks(on_rank, 1, 1, tmp_path, timeout=150)[0]
     for found in run_ranks(on_rank, 2, 2, tmp_path, timeout=250):

@@ -62,7 +62,7 @@ def test_it_runs_by_the_command_that_it_states(name):
         + [EXAMPLES / f"{name}.py"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     first, *_, last = re.findall(r"^step +\d+  loss ([\d.]+)", done.stdout, re.MULTILINE)

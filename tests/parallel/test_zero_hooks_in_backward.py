@@ -239,7 +239,6 @@ def test_hooks_run_as_in_one_process(calls, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_hooks_of_all_kinds_run_as_in_one_process(persistent, ranks):

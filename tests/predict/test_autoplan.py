@@ -188,7 +188,6 @@ def test_bounds_are_below_what_a_simulation_finds():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_with_the_default_limit_a_plan_has_the_best_five_of_all_ways(monkeypatch):
     known = {}
 
@@ -349,7 +348,6 @@ OWN = ("cnn", "llama")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -448,7 +446,6 @@ def own_shape(kind, context=32):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["plain", "frozen", "bfloat16", "pooled", "unused"])
 def test_a_bound_is_one_whatever_the_model_is(kind):
     # So slow a processor, and links, that what a bound counts is most of what is simulated.

@@ -19,7 +19,6 @@ from packaging.requirements import Requirement
 
 import partita
 
-pytestmark = pytest.mark.timeout(400)  # a compiler, and five processes that import torch
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("__pycache__", "*.so", "*.egg-info", "build", "dist", "site")
 PIP = [sys._base_executable, "-m", "pip", "--python"]  # as the Makefile's

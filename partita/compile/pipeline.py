@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from partita.capture.conditions import Sharing
@@ -66,6 +67,8 @@ def _collector_paused() -> Iterator[None]:
     That is a third of the time of a first step, and more for a deeper model.
     """
     was = gc.isenabled()
+    if was:
+        _OLD_OBJECTS.collect_if_due()
     gc.disable()
     try:
         yield
@@ -74,9 +77,40 @@ def _collector_paused() -> Iterator[None]:
             # Move all objects to the oldest generation. Otherwise the next collections would visit
             # each node once for each younger generation.
             if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
+                _OLD_OBJECTS.add(gc.get_count()[0])
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+@dataclass
+class _OldObjects:
+    """The objects that pauses moved to the oldest generation since the last full collection.
+
+    Python collects the oldest generation when a quarter of its objects is new there. It does not
+    count objects that were moved, so dropped programs would stay in memory.
+    """
+
+    moved: int = 0
+    collections: int = 0
+    """The number of full collections when `moved` was 0."""
+
+    def add(self, count: int) -> None:
+        done = gc.get_stats()[2]["collections"]
+        if done != self.collections:
+            self.moved, self.collections = 0, done
+        self.moved += count
+
+    def collect_if_due(self) -> None:
+        """Collects all garbage by Python's rule, before a capture, which has its own objects."""
+        self.add(0)
+        if self.moved > _MANY and self.moved > len(gc.get_objects(2)) / 4:
+            gc.collect()
+
+
+_OLD_OBJECTS = _OldObjects()
+_MANY = 50_000
+"""The number of objects from which it is worth it to count all."""
 
 
 def kept_within(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import partita as pt
 from partita.comm import TraceWire
 from partita.tensor.plan import CallPlan
+from tests.programs.steps import squares
 
 KINDS = (FakeTensor, fx.Node, TraceWire, CallPlan)
 
@@ -58,3 +60,21 @@ def test_captures_that_follow_one_another_keep_as_much_as_two():
     assert counts[-1][TraceWire] <= counts[3][TraceWire]
     for kind in KINDS:
         assert counts[-1][kind] <= counts[3][kind] + 2, (kind, [c[kind] for c in counts])
+
+
+@pytest.mark.slow
+def test_dropped_programs_are_collected_though_nobody_calls_the_collector():
+    """A capture moves all objects to the oldest generation, where Python rarely collects."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(8)))
+
+    def capture():
+        step = pt.compile(squares(model, torch.optim.AdamW(model.parameters())), backend="graph")
+        step(torch.ones(2, 4))
+        return weakref.ref(step.program)
+
+    gc.collect()
+    first, captures = capture(), 1
+    while first() is not None and captures < 15:
+        capture()
+        captures += 1
+    assert first() is None

@@ -62,3 +62,37 @@ def test_as_strided_is_taken_on_all_ranks():
     with pt.ranks(dp=2, tp=3) as world:
         for found in world.run(body):
             assert torch.equal(found, torch.arange(30.0).as_strided((3, 2), (6, 2)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "split", "ranks"),
+    [
+        ("bhts,bshd->bthd", [(2, 3, 4, 4), (2, 4, 3, 2)], [0, 0], 2),
+        ("bthd,bshd->bhts", [(2, 4, 3, 2), (2, 4, 3, 2)], [3, 3], 2),  # summed over one element
+        ("abc,cd->dab", [(2, 3, 4), (4, 5)], [1, None], 3),
+        ("i...,i...->...", [(6, 1), (1, 6, 3)], [None, 2], 3),
+        ("i...,i...->...", [(6, 1), (1, 6, 3)], [None, 2], 4),  # one rank has no column
+    ],
+)
+def test_noise_like_an_einsum_is_that_of_one_device(equation, shapes, split, ranks):
+    """`einsum` lays out its result otherwise where an operand has a single element of a dimension;
+    noise fills memory in its order."""
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+    def make_noise(operands):
+        operands = [x.requires_grad_() for x in operands]
+        product = torch.einsum(equation, operands)
+        torch.manual_seed(1)
+        noisy = torch.dropout(product, 0.5, True) + torch.randn_like(product)
+        (noisy * product).sum().backward()
+        return [product, noisy, *(x.grad for x in operands)]
+
+    def body(mesh):
+        spread = [pt.Replicate() if dim is None else pt.Shard(dim) for dim in split]
+        operands = [pt.distribute_tensor(x, mesh, [p]) for x, p in zip(wholes, spread, strict=True)]
+        return [x.detach().full_tensor() for x in make_noise(operands)]
+
+    expected = [x.detach() for x in make_noise([x.clone() for x in wholes])]
+    with pt.ranks(dp=ranks) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -20,7 +20,7 @@ def run_ranks(script: Path, *options: str, ranks: int = 2, cwd: Path) -> list[st
     """The lines that a script prints under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     ran = subprocess.run(
-        [*command, script, *options], cwd=cwd, capture_output=True, text=True, timeout=100
+        [*command, script, *options], cwd=cwd, capture_output=True, text=True, timeout=250
     )
     # Torch's Gloo sometimes aborts a process that has ended its work, without partita as well.
     assert ran.returncode == 0 or "terminate called without an active" in ran.stderr, ran.stderr

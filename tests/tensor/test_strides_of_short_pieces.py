@@ -70,6 +70,9 @@ def test_as_strided_is_taken_on_all_ranks():
         ("bhts,bshd->bthd", [(2, 3, 4, 4), (2, 4, 3, 2)], [0, 0], 2),
         ("bthd,bshd->bhts", [(2, 4, 3, 2), (2, 4, 3, 2)], [3, 3], 2),  # summed over one element
         ("abc,cd->dab", [(2, 3, 4), (4, 5)], [1, None], 3),
+        ("abc,acd->dba", [(2, 3, 2), (2, 2, 5)], [2, 1], 2),
+        ("abc,acd->dba", [(2, 3, 2), (2, 2, 5)], [2, 1], 3),
+        ("abc,bcd->dab", [(2, 3, 2), (3, 2, 5)], [0, None], 3),
         ("i...,i...->...", [(6, 1), (1, 6, 3)], [None, 2], 3),
         ("i...,i...->...", [(6, 1), (1, 6, 3)], [None, 2], 4),  # one rank has no column
     ],

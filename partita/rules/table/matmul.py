@@ -141,7 +141,7 @@ def _lay_out(piece: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         return piece
     if all(n < 2 or a == b for n, a, b in zip(piece.shape, piece.stride(), strides, strict=True)):
         return piece.as_strided(piece.shape, strides)
-    back = sorted(range(piece.ndim), key=lambda d: order.index(d))
+    back = [order.index(d) for d in range(piece.ndim)]
     return piece.permute(*order).clone(memory_format=torch.contiguous_format).permute(*back)
 
 

@@ -5,7 +5,9 @@
 #   make test-all   run all tests (half an hour and more)
 #   make test-clients   train other people's models in every mode, and by their trainers; print the
 #                  table (10 to 20 minutes)
-#   make test-gpu   the main claims on this machine's GPUs (on its CPU where it has none), with figures
+#   make test-gpu   the main claims on this machine's GPUs (on its CPU where it has none), with
+#                  figures; on a GPU then the table of a small and a large model beside rivals
+#                  (TABLES="small llama gpt")
 #   make lint     style, layers and types
 #   make docs     build the site into site/; a link that leads nowhere is an error
 #   make house    what a newcomer of the code meets, in figures (ARGS=-v names the places)
@@ -17,6 +19,7 @@ LOWERING := $(VENV)/gpu-lowering
 SITE   := $(VENV)/.site
 BIN    := $(VENV)/bin
 ARGS   ?=
+TABLES ?= small llama
 
 .PHONY: train test test-all test-gpu test-clients house lint style layers types format docs clean
 .DEFAULT_GOAL := test
@@ -51,13 +54,16 @@ test: $(READY)
 test-all: $(READY) $(LOWERING)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# Without a network and an environment: by any Python that has torch and what the tests need.
+# Without a network and an environment: by any Python that has torch and pytest. Plugins of pytest
+# are not loaded, so that it does not matter which are there.
 test-gpu:
 	@for python in $(BIN)/python $(PYTHON) python3 ""; do $$python -c "import importlib.util as u; \
-	  exit(not all(map(u.find_spec, ('torch', 'pytest', 'pytest_timeout', 'hypothesis'))))" \
-	  2>/dev/null && break; done; \
+	  exit(not all(map(u.find_spec, ('torch', 'pytest'))))" 2>/dev/null && break; done; \
 	  test "$$python" || { echo "no Python here has torch and pytest: 'make test' installs them"; \
-	  exit 1; }; set -x; $$python -m pytest tests/gpu tests/believed_gpu $(ARGS)
+	  exit 1; }; set -ex; \
+	  PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $$python -m pytest tests/gpu tests/believed_gpu $(ARGS); \
+	  $$python -c "import torch; exit(not torch.cuda.is_available())" || exit 0; \
+	  for model in $(TABLES); do $$python -m partita bench steps --model $$model --rounds 2; done
 
 test-clients: $(CLIENTS)
 	$(BIN)/python -m pytest tests/integrations

@@ -58,5 +58,7 @@ def main(mesh: Any, steps: int = 200, run: Path = RUN) -> list[float]:
 
 
 if __name__ == "__main__":
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun, or this process alone
+    if ranks == 1:
+        print("ZeRO has no effect on one rank", flush=True)
     main(pt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))

@@ -10,6 +10,7 @@ backward. The ledger shows what is sent. The text is Python's own sources.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -69,4 +70,8 @@ def sent(log: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun, or this process alone
+    if ranks == 1:
+        print("the plan and ZeRO have no effect on one rank", flush=True)
+    tp = min(2, ranks)
+    main(pt.init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp")))

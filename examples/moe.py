@@ -11,6 +11,7 @@ own sources.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -97,4 +98,8 @@ def main(mesh: Any, steps: int = 200) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(pt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun, or this process alone
+    if ranks == 1:
+        print("the plan has no effect on one rank", flush=True)
+    ep = min(2, ranks)
+    main(pt.init_device_mesh("cpu", (ranks // ep, ep), mesh_dim_names=("dp", "ep")))

@@ -26,6 +26,7 @@ from .app import (
     Options,
     count_cores,
     flag,
+    is_launched,
     is_rank,
     joined,
     launch,
@@ -151,7 +152,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=_argument(read_positive),
         metavar="N",
-        help="number of processes to start (4, or as --mesh)",
+        help="number of processes to start (as --mesh; or one for each GPU; or 4)",
     )
     add(
         "--tp",
@@ -221,9 +222,10 @@ def run_train(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return _refuse("train", error)
     try:
-        if not is_rank():
+        if not is_launched():  # the parent has said it
             for line in options.leave_out_idle()[1]:
                 progress.say(line)
+        if not is_rank():
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
             code = launch(arguments.argv, options.ranks, logs.show)
             logs.end()
@@ -268,7 +270,12 @@ def _options(arguments: argparse.Namespace) -> Options:
         if ranks is None and mesh is not None:
             ranks = math.prod(size for _, size in mesh)
         mesh = None
-    found["mesh"] = _fit(mesh, int(os.environ["WORLD_SIZE"]) if is_rank() else ranks, arguments.tp)
+    if is_rank():
+        ranks = int(os.environ["WORLD_SIZE"])
+    elif mesh is None and ranks is None:
+        gpus = 0 if found.get("device") == HOST.type else len(accelerator_names())
+        ranks = max(gpus or 4, arguments.tp or 1)
+    found["mesh"] = _fit(mesh, ranks, arguments.tp)
     if arguments.verify:
         if found.get("dtype", "fp32") != "fp32" or found.get("save") is not None:
             raise ValueError("--verify compares losses in fp32, and saves nothing")
@@ -281,7 +288,7 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
     rank.
     """
     if mesh is None:
-        n = ranks or max(4, tp or 1)
+        n = ranks or 1
         tp = tp or (2 if n % 2 == 0 and n > 2 else 1)
         if n % tp:
             raise ValueError(f"--tp {tp} does not divide {n} ranks")

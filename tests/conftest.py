@@ -11,12 +11,27 @@ os.environ.setdefault("PARTITA_VERIFY", "1")  # graphs are checked after every p
 
 import pytest
 import torch
-from hypothesis import settings
 
-# A shared machine is slow at times: an example that takes long is no failure. Derandomised, a run
-# that fails can be run again.
-settings.register_profile("partita", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("partita")
+try:
+    from hypothesis import settings
+except ImportError:  # tests of GPUs run without it
+    pass
+else:
+    # A shared machine is slow at times: an example that takes long is no failure. Derandomised, a
+    # run that fails can be run again.
+    settings.register_profile("partita", deadline=None, derandomize=True, print_blob=True)
+    settings.load_profile("partita")
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Knows the setting of pytest-timeout where that plugin is not loaded: `make test-gpu`."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds of a test; without pytest-timeout nothing ends it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): see the setting `timeout`")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -3,6 +3,8 @@
 torchrun --nproc-per-node=2 examples/from_fsdp2/after.py
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -10,7 +12,8 @@ from torch.nn import functional as F
 import partita as pt
 from partita.app.models import GPT  # plain PyTorch
 
-mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+ranks = int(os.environ["WORLD_SIZE"])
+mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
 torch.manual_seed(0)
 model = GPT(layers=4, width=64, heads=4, context=32)
 pt.zero(model, mesh)

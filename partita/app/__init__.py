@@ -5,7 +5,7 @@ In reading order: `options`, `launch` (the ranks, and messages if one fails) wit
 on a terminal, and logs).
 """
 
-from .launch import count_cores, is_rank, joined, launch
+from .launch import count_cores, is_launched, is_rank, joined, launch
 from .logs import make_logs, make_progress
 from .options import Mesh, Options, flag, options_in, read_positive, shown_mesh
 from .trainer import train, verify
@@ -15,6 +15,7 @@ __all__ = [
     "Options",
     "count_cores",
     "flag",
+    "is_launched",
     "is_rank",
     "joined",
     "launch",

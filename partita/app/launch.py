@@ -319,6 +319,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_launched() -> bool:
+    """True if `launch` started this process."""
+    return EVENTS in os.environ
+
+
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
     """Joins the training job that started this process; at the end of the `with` block all ranks

@@ -42,8 +42,9 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Returns a mesh over all ranks of the job, like torch's function of this name.
 
-    It initializes process groups if there are none. Inside `pt.ranks` it returns the mesh of the
-    simulated ranks, so the same program runs both ways.
+    It initializes process groups if there are none. A process without a launcher such as torchrun
+    is a job of one rank. Inside `pt.ranks` it returns the mesh of the simulated ranks, so the same
+    program runs both ways.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -74,6 +75,9 @@ def init_device_mesh(
                 Fix(f"torchrun --nproc-per-node {wanted} ..."),
             ),
         )
+    if world is None and math.prod(mesh_shape) == 1:
+        prepare_control(os.environ, LOOPBACK)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not dist.is_initialized():
         join()  # torch would, too, but after a restart it reads keys that dead ranks have left
     options = {} if backend_override is None else {"backend_override": backend_override}

@@ -244,6 +244,16 @@ def test_on_one_rank_the_options_of_many_run_and_say_what_has_no_effect(tiny):
         assert train(same, tell) == train(replace(same, zero=0, sp=False), tell)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "options", "mesh"),
+    [(0, "", "dp=2,tp=2"), (1, "--zero 3", ""), (2, "", "dp=2"), (1, "--device cpu", "dp=2,tp=2")],
+)
+def test_it_starts_a_rank_for_each_gpu_or_four(gpus, options, mesh, monkeypatch, capsys):
+    monkeypatch.setattr("partita.cli.accelerator_names", lambda: ["a GPU"] * gpus)
+    assert main(["train", *options.split(), "--print-config"]) == 0
+    assert f'mesh = "{mesh}"' in capsys.readouterr().out
+
+
 def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

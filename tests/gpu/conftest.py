@@ -17,6 +17,7 @@ _WITHOUT_GPU = (
     "flash attention, bfloat16 and the time of a step as a GPU has them",
     "one key for ranks whose devices have other numbers",
     "steps in CUDA graphs, and what they take of the host",
+    "the table of steps beside rivals: partita bench steps",
 )
 _WITH_ONE = ("more than one rank over NCCL: each group was of one",)
 

@@ -54,6 +54,20 @@ def test_its_loss_falls_and_is_that_of_one_rank(name, tmp_path):
 
 
 @pytest.mark.slow
+def test_it_runs_without_torchrun_and_says_what_has_no_effect_on_one_rank(tmp_path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "start.py", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first == "ZeRO has no effect on one rank" and last.startswith("epoch 0  loss ")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn"])
 def test_it_runs_by_the_command_that_it_states(name):
     command = re.search(r"torchrun (.+) examples/\w+\.py$", loaded(name).__doc__, re.MULTILINE)

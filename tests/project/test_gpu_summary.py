@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,24 @@ def test_what_only_a_gpu_shows_is_told_where_there_is_none(tmp_path):
 
 def test_a_run_of_other_tests_says_nothing_of_gpus(tmp_path):
     assert "Not tested" not in run_pytest(tmp_path / "test_other.py", SKIPS)
+
+
+def test_they_need_no_plugin_of_pytest_and_no_hypothesis(tmp_path):
+    (tmp_path / "hypothesis.py").write_text("raise ImportError")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q"],
+        env={
+            **os.environ,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{_ROOT}",
+        },
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_train_on_device.py" in done.stdout
 
 
 def test_the_tests_run_by_a_python_that_has_torch_where_there_is_no_environment():

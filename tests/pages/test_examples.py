@@ -60,7 +60,7 @@ def test_it_runs_without_torchrun_and_says_what_has_no_effect_on_one_rank(tmp_pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()

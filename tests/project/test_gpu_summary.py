@@ -67,7 +67,7 @@ def test_they_need_no_plugin_of_pytest_and_no_hypothesis(tmp_path):
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_train_on_device.py" in done.stdout

@@ -64,7 +64,8 @@ def test_the_first_script_prints_what_its_page_shows_and_resumes(tmp_path):
     printed = run_ranks(script, "2", cwd=tmp_path) + run_ranks(script, "4", cwd=tmp_path)
     assert_same_lines(printed, shown)
     (tmp_path / "alone").mkdir()
-    alone = run_ranks(script, "4", ranks=1, cwd=tmp_path / "alone")
+    said, *alone = run_ranks(script, "4", ranks=1, cwd=tmp_path / "alone")
+    assert said == "ZeRO has no effect on one rank"
     assert_same_lines(alone, shown)
 
 

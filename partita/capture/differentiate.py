@@ -65,7 +65,7 @@ def has_history(value: torch.Tensor) -> bool:
 def asks_gradient(value: torch.Tensor) -> bool:
     """True if `value` requires grad, but backward cannot go through its computation.
 
-    It is a leaf, or a view made under `no_grad`.
+    This holds for a leaf, and for a view that was made under `no_grad`.
     """
     return requires_grad(value) and not _is_computed(value)
 

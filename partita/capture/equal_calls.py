@@ -125,7 +125,7 @@ class RepeatedCalls:
         Returns the call's fake value; None if no equal call was traced.
 
         Args:
-            key: the result of `key` for this call.
+            key: what the method `key` returned for this call.
         """
         like = self._known.get(key)
         if like is None:

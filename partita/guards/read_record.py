@@ -192,7 +192,8 @@ class ReadRecord(PlaceRecord):
 
         Args:
             step: the function that is going to run.
-            arguments: (name, value) of values that the step can use without reading a place.
+            arguments: (name, value) of the step's arguments and of other values that it gets
+                without reading a global, a closure cell, an attribute or an item.
 
         Raises:
             CaptureError: the step read a value that no guard can cover.

@@ -114,7 +114,7 @@ def describe_value(value: object) -> str:
 
 
 def human(nbytes: float, nothing: str = "-") -> str:
-    """Returns an amount of bytes as text: 1536 gives "1.5 KiB", and 0 gives the text `nothing`."""
+    """Returns an amount of bytes as text: 1536 gives "1.5 KiB". For 0 it returns `nothing`."""
     if nbytes == 0:
         return nothing
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]

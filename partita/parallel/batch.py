@@ -134,8 +134,8 @@ def find_data_axes(wire: Wire) -> tuple[str, ...]:
     """Returns the axes of a mesh over which the rows of a batch are sharded, in mesh order.
 
     These are "dp" and the axes over which `zero` has sharded a model. Axes whose ranks work on the
-    same rows ("tp", "cp", "sp", "ep", "pp") are never among them. If there are none, and the mesh
-    has a single axis, it is that axis.
+    same rows ("tp", "cp", "sp", "ep", "pp") are never among them. A mesh whose single axis has
+    another name shards the rows over that axis.
     """
     names = wire.mesh.names
     over_rows = [a for a in names if a not in _AXES_OF_ONE_ROW]

@@ -157,8 +157,9 @@ def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = 
     """Checks that all ranks are about to gather or reduce the same block. Otherwise raises an error
     on all.
 
-    Blocks may be equally large, so a collective would not show the difference. The ranks compare,
-    unless earlier rounds predict the result (`is_agreed`).
+    Blocks may be equally large, so a collective would not show the difference. The ranks compare
+    what they do. `comm.is_agreed` spares this if earlier steps repeated the same blocks in the same
+    order.
 
     Args:
         what: what the ranks do with the block, for the error.
@@ -989,7 +990,7 @@ class ZeroState(ShardedState):
         forward.
 
         Args:
-            shards: the sharded parameters of the block in that forward.
+            shards: the sharded parameters of `group` in the forward whose backward begins.
         """
         if not self.persistent:
             agree_on_block("backward under zero", group.name, shards[0])

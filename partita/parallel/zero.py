@@ -479,7 +479,7 @@ class GradReducer(ShardedState):
         self.__init__(*state)  # type: ignore[misc]
 
     def detach_from_model(self) -> None:
-        """Remove this state's hooks, because `pt.zero` was applied to an enclosing model."""
+        """Remove the hooks of this reducer, because `pt.zero` was applied to an enclosing model."""
         self.finish()
         for handle in self._handles.values():
             handle.remove()

@@ -36,8 +36,8 @@ class Candidate:
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
     """Chooses the results to keep, so that they fit into `room` bytes. Returns their indices.
 
-    First it keeps the results that save the most operations (a knapsack). With the rest of the
-    bytes it saves memory writes. More room never leads to more recomputation. To guarantee this,
+    First it keeps the results whose recomputation takes the most operations (a knapsack). With the
+    rest of the bytes it keeps those whose recomputation writes the most bytes. More room never leads to more recomputation. To guarantee this,
     the knapsack is solved exactly, in steps of bytes that do not depend on `room`. Of equal
     solutions the smallest is taken.
     """

@@ -37,9 +37,9 @@ def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
     """Chooses the results to keep, so that they fit into `room` bytes. Returns their indices.
 
     First it keeps the results whose recomputation takes the most operations (a knapsack). With the
-    rest of the bytes it keeps those whose recomputation writes the most bytes. More room never leads to more recomputation. To guarantee this,
-    the knapsack is solved exactly, in steps of bytes that do not depend on `room`. Of equal
-    solutions the smallest is taken.
+    rest of the bytes it keeps those whose recomputation writes the most bytes. More room never
+    leads to more recomputation. To guarantee this, the knapsack is solved exactly, in steps of
+    bytes that do not depend on `room`. Of equal solutions the smallest is taken.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]

@@ -338,7 +338,11 @@ class Transport:
 def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
     """Returns `x` with a lazy conjugation or negation applied, because a collective reads memory
     directly.
+
+    The gradient of `torch.sgn` and the like is a tensor of zeros without memory. It gets memory.
     """
+    if x._is_zerotensor():  # torch has no public name for it
+        return x.clone()
     if x.is_complex():
         return x.resolve_conj()
     return x.resolve_neg() if x.is_neg() else x

@@ -430,6 +430,13 @@ def test_the_dispatcher_knows_what_autocast_lists_for_a_device():
 
 
 @pytest.mark.slow
+def test_zeros_without_memory_say_so_and_a_copy_has_memory():
+    x = torch.ones(3, requires_grad=True)
+    torch.sgn(x).sum().backward()
+    assert x.grad._is_zerotensor() and not x._is_zerotensor()
+    assert not x.grad.clone()._is_zerotensor() and not x.grad.any()
+
+
 def test_who_has_a_storage_is_counted_and_tensors_are_known_to_the_garbage_collector():
     x = torch.ones(4)
     assert count_holders(x.untyped_storage()) == 2

@@ -273,8 +273,9 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Does the same as `set_reshard_after_forward`: gathered parameters are kept, or freed
-        after use.
+        """Sets whether gathered parameters are freed after use.
+
+        In partita this is the same setting as `set_reshard_after_forward`.
         """
         self.set_reshard_after_forward(reshard_after_backward, recurse)
 

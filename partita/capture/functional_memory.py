@@ -156,7 +156,7 @@ def invert_views(
     """Returns the new value of the base of `views` after a write to the last of them.
 
     Args:
-        views: the view calls, each of which takes the result of the one before. Only the base of
+        views: the view calls, in order. Each takes the result of the call before. Only the base of
             the first view is computed, and no value in between. The reason: in an overlapping view
             (`expand`, `unfold`), a write to one element also changes others.
         value: the last view's value after the write.

@@ -156,7 +156,7 @@ def trace_without_writes(
     Notes of nodes are kept.
 
     Args:
-        makers: nodes that allocated memory of which several results are views.
+        makers: nodes that allocated memory which several results are views of.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.
@@ -289,7 +289,7 @@ def rewrite_without_writes(
     Args:
         memory: for each node whose memory some node writes, a number. Nodes with the same number
             share memory.
-        makers: nodes that allocated memory of which several results are views.
+        makers: nodes that allocated memory which several results are views of.
 
     Returns:
         The graph module, and for each of `makers` the node with the final content of its memory.

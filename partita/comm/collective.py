@@ -20,7 +20,7 @@ import torch
 
 from partita.layout import Coordinate, LayoutError, Mesh
 
-from .device import empty_like, new_empty
+from .device import empty_like, new_empty, resolve_lazy_values
 
 if TYPE_CHECKING:
     from partita.redistribute import Move
@@ -279,7 +279,7 @@ class Transport:
         the reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and `broadcast`,
         `out` is `x`.
         """
-        x = without_lazy_bits(x)
+        x = resolve_lazy_values(x)
         if request.kind in ("all_reduce", "reduce_scatter"):
             if x.dtype in self.reduced_dtypes:
                 self._perform(out, x, axes, request)
@@ -333,19 +333,6 @@ class Transport:
         """
         self._perform(out, x, axes, request)
         return PendingList()
-
-
-def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with a lazy conjugation or negation applied, because a collective reads memory
-    directly.
-
-    The gradient of `torch.sgn` and the like is a tensor of zeros without memory. It gets memory.
-    """
-    if x._is_zerotensor():  # torch has no public name for it
-        return x.clone()
-    if x.is_complex():
-        return x.resolve_conj()
-    return x.resolve_neg() if x.is_neg() else x
 
 
 def view_as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -374,7 +374,20 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
         yield
 
 
-# -- bytes of host memory --------------------------------------------------------------------------
+# -- bytes of memory -------------------------------------------------------------------------------
+
+
+def resolve_lazy_values(x: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor equal to `x` whose memory has the values, for code that reads memory itself.
+
+    In torch a conjugation or negation may be a bit of the tensor only. Some gradients, such as that
+    of `torch.sgn`, are zeros without memory.
+    """
+    if x._is_zerotensor():  # torch has no public name for it
+        return x.clone()
+    return x.resolve_conj().resolve_neg()
+
+
 # Not `x.numpy()`, which needs numpy: torch does not require it.
 
 
@@ -382,7 +395,7 @@ def view_bytes(x: torch.Tensor) -> memoryview:
     """Returns the bytes of a contiguous CPU tensor as a memoryview, without a copy."""
     if x.nbytes == 0:
         return memoryview(b"")
-    x = x.resolve_conj().resolve_neg()
+    x = resolve_lazy_values(x)
     memory = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
     memory.owner = x  # type: ignore[attr-defined]  # the view keeps the array alive, and that the tensor
     return memoryview(memory).cast("B")
@@ -390,5 +403,5 @@ def view_bytes(x: torch.Tensor) -> memoryview:
 
 def copy_bytes(x: torch.Tensor) -> bytes:
     """Returns a copy of the bytes of a contiguous CPU tensor."""
-    x = x.resolve_conj().resolve_neg()
+    x = resolve_lazy_values(x)
     return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""

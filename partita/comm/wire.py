@@ -37,9 +37,8 @@ from .collective import (
     Transport,
     shares_memory,
     view_as_bytes,
-    without_lazy_bits,
 )
-from .device import HOST
+from .device import HOST, resolve_lazy_values
 from .ledger import Record, Scope, human, place_of_user, refuse_implicit, scope, user_line
 from .move_steps import Step, prepare, unravel
 
@@ -392,7 +391,7 @@ class Wire(Transport):
             A new contiguous tensor on every rank.
         """
         with torch.no_grad():
-            out = without_lazy_bits(x).clone(memory_format=torch.contiguous_format)
+            out = resolve_lazy_values(x).clone(memory_format=torch.contiguous_format)
             axes, members = self.group(self.mesh.names)
             if len(members) > 1:
                 if self.scope.check is not None:

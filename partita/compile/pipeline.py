@@ -77,7 +77,7 @@ def _collector_paused() -> Iterator[None]:
             # Move all objects to the oldest generation. Otherwise the next collections would visit
             # each node once for each younger generation.
             if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
-                _OLD_OBJECTS.add(gc.get_count()[0])
+                _OLD_OBJECTS.count_moved(gc.get_count()[0])
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -95,22 +95,23 @@ class _OldObjects:
     collections: int = 0
     """The number of full collections when `moved` was 0."""
 
-    def add(self, count: int) -> None:
+    def count_moved(self, count: int) -> None:
+        """Adds objects that are going to be moved, after a full collection from 0 on."""
         done = gc.get_stats()[2]["collections"]
         if done != self.collections:
             self.moved, self.collections = 0, done
         self.moved += count
 
     def collect_if_due(self) -> None:
-        """Collects all garbage by Python's rule, before a capture, which has its own objects."""
-        self.add(0)
+        """Makes a full collection if a quarter of the oldest generation was moved there."""
+        self.count_moved(0)
         if self.moved > _MANY and self.moved > len(gc.get_objects(2)) / 4:
             gc.collect()
 
 
 _OLD_OBJECTS = _OldObjects()
 _MANY = 50_000
-"""The number of objects from which it is worth it to count all."""
+"""Below this number of moved objects, the oldest generation is not counted, which takes time."""
 
 
 def kept_within(

@@ -185,8 +185,7 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 
 
 class Storages:
-    """Which nodes of a graph share memory. Each storage has a number, and nodes are mapped to these
-    numbers.
+    """Maps the nodes of a graph to numbers of storages. Nodes that share memory have one number.
 
     Inputs have different storages unless they share one.
 

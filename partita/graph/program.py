@@ -733,7 +733,7 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """Makes the `Built` of a function that calls several parts, each of which was compiled.
+        """Makes the `Built` of a function that calls several compiled parts.
 
         Args:
             call: the function.

@@ -87,8 +87,9 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """Returns a pair: the operand of which a node's value is a view (or None), and True if the call
-    also writes it.
+    """Returns the operand that a node's value is a view of, and whether the call writes it.
+
+    The operand is None if the value is no view.
     """
     if node.op != "call_function":
         return None, False

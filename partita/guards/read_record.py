@@ -724,8 +724,8 @@ class ReadRecord(PlaceRecord):
             return
         with self.without_recording():
             self._enter_code(code, frame.f_globals)
-            # A method that calls `super()` has a cell, too: its class, which nobody replaces. The
-            # search takes time for each object of the process.
+            # The cell of a method that calls `super()` holds its class, which never changes. So its
+            # function need not be found. The search visits each object of the process.
             has_cells = bool({*code.co_freevars} - {"__class__"})
             if waiting is None and has_cells and id(code) not in self._codes_of_functions:
                 waiting = [

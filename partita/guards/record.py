@@ -107,7 +107,7 @@ class PlaceRecord:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Do not record reads of attributes inside the `with` block."""
+        """Stop the recording of attribute reads inside the `with` block."""
         # Not by `attribute_set`: the profile function would see its calls.
         before, self._is_paused = self._is_paused, True
         try:

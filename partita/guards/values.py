@@ -719,8 +719,9 @@ def _is_of_items(value: Any) -> bool:
 
 
 def dict_of_view(value: Any) -> Any:
-    """Returns the dictionary of which `value` is a view (`d.keys()` and similar); None for other
-    objects.
+    """Returns the dictionary that `value` is a view of, such as `d` for `d.keys()`.
+
+    Returns None for other objects.
     """
     if not has_type(value, _VIEWS):
         return None

@@ -221,7 +221,7 @@ def is_without_overlap(t: Any) -> bool:
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
-    """Returns the tensor of which a view copy is a view, through any number of views.
+    """Returns the tensor that a view copy is a view of, through any number of views.
 
     Returns:
         Three values: that tensor; a function that makes the view of it, or None if arguments of the

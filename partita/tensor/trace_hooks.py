@@ -61,7 +61,7 @@ class TraceHooks:
 
         Args:
             run: a function that makes the update.
-            originals: maps an updated tensor to the parameter of which it is a part. A parameter
+            originals: maps an updated tensor to the parameter that it is a part of. A parameter
                 that is updated itself has no entry.
         """
         run()

@@ -104,7 +104,7 @@ class CapturedNumbers:
         self.traced[str(found.node.expr)] = given
         return found
 
-    def note_zeros_read(self) -> bool:
+    def make_read_zeros_constant(self) -> bool:
         """Makes float inputs with the value zero constants of the program, if the step has read or
         compared them.
 

@@ -187,7 +187,7 @@ def capture_step(request: CaptureRequest) -> CapturedProgram:
             run.undo()
             raise more
         run.check_other_tensors()
-        if program is not None and not run.numbers.note_zeros_read():
+        if program is not None and not run.numbers.make_read_zeros_constant():
             if run.writes:
                 repetition = CaptureRun(tried, unmarked, plain)
                 try:

@@ -190,9 +190,9 @@ class StepBlocks:
     def _find_shared_numbers(self, runs: Sequence[_BlockRun]) -> list[int]:
         """Returns the positions of calls that compute one number in all blocks from step counts."""
         first, memory = runs[0], self._memory
-        taken = zip(*(run.taken for run in runs), strict=True)
-        other = {nodes[0] for nodes in taken if len({*nodes}) > 1}  # which differ between blocks
-        counts = {n for i, n in enumerate(first.taken) if self._is_one_count(i, runs)}
+        operands = zip(*(run.outside_inputs for run in runs), strict=True)
+        other = {nodes[0] for nodes in operands if len({*nodes}) > 1}  # which differ between blocks
+        counts = {n for i, n in enumerate(first.outside_inputs) if self._is_one_count(i, runs)}
         other -= counts
         held = {memory.get(n) for n in counts}
         shared = set(counts)
@@ -230,7 +230,7 @@ class StepBlocks:
         """True if an operand (an index) is one number in all blocks that only its block writes."""
         groups = set[int | None]()
         for run in runs:
-            given = run.taken[operand]
+            given = run.outside_inputs[operand]
             if any(w not in run.own for w in self._writers.get(self._memory.get(given, -1), ())):
                 return False
             groups.add(self._equal.get(_find_base_of_alias(given)))
@@ -255,7 +255,7 @@ class StepBlocks:
                 elif not moves.isdisjoint(run.moves):
                     run.reason = "a redistribution belongs to this block and to other nodes"
                 else:
-                    run.reason = self._find_foreign_write(run) or self._find_order(run)
+                    run.reason = self._find_outside_write(run) or self._find_order(run)
             for runs in _split_by_use([run for run in equal if not run.reason]):
                 if (group := self._make_group(runs)) is not None:
                     groups.append(group)
@@ -324,11 +324,11 @@ class StepBlocks:
                 holders[number].add(node.meta.get(BLOCK))
         return {number for number, blocks in holders.items() if len(blocks) > 1}
 
-    def _find_foreign_write(self, run: _BlockRun) -> str:
+    def _find_outside_write(self, run: _BlockRun) -> str:
         """Returns the reason if writes prevent a block from becoming a subgraph; "" if not."""
         memory = self._memory
         of_forward = {memory[n] for n in run.forward if n in memory}
-        outside = {memory[n] for n in run.taken if n in memory}
+        outside = {memory[n] for n in run.outside_inputs if n in memory}
         late_outside = outside | of_forward
         for nodes, others in ((run.forward, outside), (run.backward, late_outside)):
             for node in nodes:
@@ -343,7 +343,7 @@ class StepBlocks:
         if not run.backward:
             return ""
         start, end = self._places[run.forward[-1]], self._places[run.backward[-1]]
-        early = run.taken[: run.early_count]
+        early = run.outside_inputs[: run.early_count]
         for node in run.backward:
             for read in node.all_input_nodes:
                 if read not in memory or (read not in run.own and read not in early):
@@ -358,7 +358,7 @@ class StepBlocks:
 
         False for a block with a backward, which is two calls: either might write.
         """
-        shown = [n for n in run.taken if self._memory.get(n) == memory]
+        shown = [n for n in run.outside_inputs if self._memory.get(n) == memory]
         start = self._places[run.forward[0]]
         users = (user for node in self._shows[memory] for user in node.users)
         return (
@@ -396,7 +396,7 @@ class StepBlocks:
             given.meta = {NOTE: note_of(node), "val": make_distinct(value, known)}
             of[node] = given
 
-        early, late = run.taken[: run.early_count], run.taken[run.early_count :]
+        early, late = run.outside_inputs[: run.early_count], run.outside_inputs[run.early_count :]
         for node in early:
             enter(node, node.meta["val"])
         numbers: dict[int, fx.Node] = {}
@@ -404,7 +404,7 @@ class StepBlocks:
             numbers[i] = given = add_input(graph, f"number_{i}")
             value = float(run.floats[i])
             given.meta["val"] = self._env.symbolic(f"number {i} of a block", value)
-        taken = len(graph.nodes)
+        input_count = len(graph.nodes)
         for node in late:
             enter(node, node.meta["val"])
         homes = {run.homes[i] for i in varying}
@@ -421,8 +421,9 @@ class StepBlocks:
         graph.output([of[made_by[n]] for n in (*results, *(first + n for n in gradients))])
         made_graph = functionalize_graph(lazy_graph_module(self.step, graph))
         drop_unused(made_graph.graph)
-        of_forward: Any = {"taken": taken, "returned": len(results)} if run.backward else {}
-        block = Subgraph(made_graph, _name_of(run.kinds), labels=tuple(run.labels), **of_forward)
+        block = Subgraph(made_graph, _name_of(run.kinds), labels=tuple(run.labels))
+        if run.backward:
+            block.forward_input_count, block.forward_output_count = input_count, len(results)
         if any(max(pair) < len(results) for pair in overlapping_results(made_graph.graph)):
             raise UnsureOfWrites  # results overlap, or are views of an operand
         if run.backward and (
@@ -436,7 +437,7 @@ class StepBlocks:
     def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
         """Replace the nodes of a block call by calls of its subgraph."""
         later = run.later
-        operands = [self._exchanged.get(n, n) for n in run.taken]
+        operands = [self._exchanged.get(n, n) for n in run.outside_inputs]
         early, late = operands[: run.early_count], operands[run.early_count :]
         results, gradients = run.read
         graph = self.graph
@@ -490,7 +491,7 @@ class StepBlocks:
             last = node
 
     def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Returns the foreign nodes between a block's `nodes` that have to come after the block.
+        """Returns the outside nodes between a block's `nodes` that have to come after the block.
 
         Raises:
             _OrderMatters: the block needs one of them, or their order changes what is computed.
@@ -534,7 +535,7 @@ class StepBlocks:
         return [*later]
 
     def _is_written_later(self, run: _BlockRun, node: fx.Node) -> bool:
-        """True if a block writes its own memory after `node`, a foreign node, reads it."""
+        """True if a block writes its own memory after the outside `node` reads it."""
         memory, place = self._memory, self._places[node]
         shown = {memory[n] for n in node.all_input_nodes if n in memory and n in run.own}
         writers = [w for m in shown for w in self._writers[m] if w in run.own]
@@ -583,7 +584,7 @@ class _BlockRun:
         kinds: the class of the block; for an update that of the optimizer, then of the block.
         forward, backward: its nodes, in order; the nodes of an update are in `forward`.
         own: all of them, with their positions.
-        taken: the nodes outside the block ("foreign") that it reads, in the order of first use.
+        outside_inputs: the nodes outside the block that it reads, in the order of first use.
         early_count: the number of these that forward reads. Only backward reads the others.
         floats: the numbers among its operands that may vary, in order.
         homes: for each of these, the node that has it as an operand.
@@ -591,7 +592,7 @@ class _BlockRun:
         moves, regions: map the number in the step's notes to the number within the block.
         key: equal for blocks that compute the same, except for labels and floats.
         reason: why it is left flat; "" if it is folded.
-        later: the foreign nodes between its nodes of forward that have to come after them, and
+        later: the outside nodes between its nodes of forward that have to come after them, and
             the same for backward.
     """
 
@@ -599,7 +600,7 @@ class _BlockRun:
     forward: list[fx.Node] = field(default_factory=list)
     backward: list[fx.Node] = field(default_factory=list)
     own: dict[fx.Node, int] = field(default_factory=dict)
-    taken: list[fx.Node] = field(default_factory=list)
+    outside_inputs: list[fx.Node] = field(default_factory=list)
     early_count: int = 0
     floats: list[float] = field(default_factory=list)
     homes: list[fx.Node] = field(default_factory=list)
@@ -677,9 +678,9 @@ class _BlockRun:
             if nodes is self.forward:
                 self.early_count = len(self._numbers)
                 lines.append(())
-        self.taken, self.labels = [*self._numbers], [*self._labels]
+        self.outside_inputs, self.labels = [*self._numbers], [*self._labels]
         self.key = self.kinds, tuple(lines)
-        if any(not _is_comparable(n.meta.get("val")) for n in self.taken):
+        if any(not _is_comparable(n.meta.get("val")) for n in self.outside_inputs):
             self.reason = "it takes a tensor that is not strided"
         try:
             hash(self.key)
@@ -830,8 +831,8 @@ def _group_by_numbers(runs: Iterable[_BlockRun]) -> Iterable[list[_BlockRun]]:
     """Returns equal blocks in groups that read the same symbolic numbers and have equal floats."""
     groups: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
     for run in runs:
-        taken = tuple(n for n in run.taken if is_symbolic(n.meta.get("val")))
-        groups[taken, tuple(map(repr, run.floats))].append(run)
+        symbolic = tuple(n for n in run.outside_inputs if is_symbolic(n.meta.get("val")))
+        groups[symbolic, tuple(map(repr, run.floats))].append(run)
     return groups.values()
 
 
@@ -854,7 +855,7 @@ def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
 
 
 def _nodes_read(run: _BlockRun) -> Iterator[fx.Node]:
-    """Yields the nodes of a block that foreign nodes read."""
+    """Yields the nodes of a block that outside nodes read."""
     results, gradients = run.read
     yield from (run.forward[i] for i in results)
     yield from (run.backward[i] for i in gradients)

@@ -49,7 +49,7 @@ def make_program(request: CaptureRequest, options: StepOptions) -> CapturedProgr
         if verifies_each_pass():
             verify(program, "capture")
         if program.replicated_inputs is not None:  # another graph, small
-            inline_subgraphs(program.replicated_inputs.side.graph.graph)
+            inline_subgraphs(program.replicated_inputs.precompute.graph.graph)
         if program.numeric_answers is not None:
             inline_subgraphs(program.numeric_answers.graph.graph)
         return FormSearch(CapturedForms(program))

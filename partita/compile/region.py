@@ -169,17 +169,21 @@ class Region(CapturedProgram):
         backwards = self.halves.backwards
         # A result through which no input gets a gradient goes with the first part.
         results: dict[int, list[int]] = {number: [] for number in backwards}
-        for place, output in enumerate(self.given):
+        for place, output in enumerate(self.forward_outputs):
             if output.number >= 0:
                 results.get(output.part, results[min(results)]).append(place)
-        self.parts = [_BackwardPart(b, self.given, results[n]) for n, b in backwards.items()]
+        self.parts = [
+            _BackwardPart(b, self.forward_outputs, results[n]) for n, b in backwards.items()
+        ]
 
     @cached_property
     def unshared(self) -> list[int]:
         """The positions of the results that share no memory with another result or an input."""
         pairs = overlapping_results(self.halves.forward.graph.graph)
-        shared = {place for pair in pairs for place in pair if max(pair) < len(self.given)}
-        return [i for i in range(len(self.given)) if i not in shared]
+        shared = {
+            place for pair in pairs for place in pair if max(pair) < len(self.forward_outputs)
+        }
+        return [i for i in range(len(self.forward_outputs)) if i not in shared]
 
     @property
     def runs(self) -> Program:
@@ -203,10 +207,10 @@ class Region(CapturedProgram):
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
         if inputs is not None:
-            known = {id(given): x for given, x in zip(self.taken, inputs, strict=True)}
+            known = {id(given): x for given, x in zip(self.forward_inputs, inputs, strict=True)}
             inputs = [known[id(given)] for given in self.halves.forward.inputs]
         made = self.halves.forward.run_graph(tensors, inputs)
-        count = len(self.given)
+        count = len(self.forward_outputs)
         with local_ops():
             results, inside = list(made[:count]), iter(made[count:])
             with torch.no_grad():
@@ -221,7 +225,9 @@ class Region(CapturedProgram):
                 given = _RegionPart.apply(part, values, [saved[n] for n in part.saved], *takes)
                 for i, result in zip(part.results, given, strict=True):
                     results[i] = result
-                unheard = [weakref.ref(results[i]) for i in part.results if self.given[i].unheard]
+                unheard = [
+                    weakref.ref(results[i]) for i in part.results if self.forward_outputs[i].unheard
+                ]
                 if unheard and given[0].grad_fn is not None:
                     given[0].grad_fn.unheard = unheard
         return results

@@ -110,23 +110,22 @@ def make_empty_meta(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadeByCall:
-    """The fake result of a call. It also says which of its tensors have new memory, and which are
-    views.
+class CallResult:
+    """The fake result of a call, with the storage of each tensor: new, or that of an operand.
 
     Attributes:
         value: the fake value that the call returns.
-        shows: for each tensor in `value`, a number that says which storage it has. i is the storage
-            of the i-th tensor operand, and -1 - i is the i-th new storage.
+        storages: for each tensor in `value`, the number of its storage: i for the storage of the
+            i-th tensor operand, -1 - i for the i-th new storage.
         nbytes: the bytes of each new storage.
     """
 
     value: Any
-    shows: tuple[int, ...]
+    storages: tuple[int, ...]
     nbytes: tuple[int, ...]
 
 
-def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
+def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> CallResult:
     """Computes the metadata of a call's result: runs the call over fake tensors.
 
     Equal calls share one cached result.
@@ -137,19 +136,19 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))
-        return MadeByCall(like, tuple(-1 - i for i in range(len(nbytes))), nbytes)
+        return CallResult(like, tuple(-1 - i for i in range(len(nbytes))), nbytes)
     mode = fake_mode_in((args, kwargs, like))
     # The key has the shapes and strides of operands, and not their storages.
     by_key = mode is not None and not facts_of(target).by_storage
     key = key_of_call(target, args, kwargs) if by_key else None
     if mode is None or key is None:
         return _call_and_describe(target, args, kwargs, mode)
-    known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
+    known: dict[Any, CallResult] | None = getattr(mode, "_partita_equal_calls", None)
     if known is None:
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
     made = known.get(key)
     if made is None:
-        # Operands get separate storages, so that `shows` does not depend on which of them share.
+        # Operands get separate storages, so that `storages` does not depend on which of them share.
         def own_of(value: Any) -> Any:
             return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
 
@@ -171,24 +170,24 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
 
 def _call_and_describe(
     target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None
-) -> MadeByCall:
+) -> CallResult:
     with torch.no_grad(), mode or nullcontext():
         value = target(*args, **kwargs)
     if target is WAIT:  # it returns its operand, though its fake value is a new tensor
-        return MadeByCall(value, (0,), ())
+        return CallResult(value, (0,), ())
     # Private torch: `_cdata` identifies a storage while it exists.
     known: dict[int, int] = {}
     for i, t in enumerate(tensors_in((args, kwargs))):
         known.setdefault(_storage_of(t)._cdata, i)
-    shows: list[int] = []
+    storages: list[int] = []
     nbytes: list[int] = []
     for t in tensors_in(value):
         storage = _storage_of(t)
         if storage._cdata not in known:
             known[storage._cdata] = -1 - len(nbytes)
             nbytes.append(storage.nbytes())
-        shows.append(known[storage._cdata])
-    return MadeByCall(_without_bases(value), tuple(shows), tuple(nbytes))
+        storages.append(known[storage._cdata])
+    return CallResult(_without_bases(value), tuple(storages), tuple(nbytes))
 
 
 def _without_bases(value: Any) -> Any:

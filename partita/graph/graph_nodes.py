@@ -372,18 +372,18 @@ class SectionSchedule:
 
     Attributes:
         live: the bytes that are allocated while each call in the section runs.
-        given: the bytes of the section's results, which are still allocated at its end.
+        result_bytes: the bytes of the section's results, which are still allocated at its end.
         last_reads: the position of the last call that reads each input.
     """
 
     live: Sequence[int]
-    given: int
+    result_bytes: int
     last_reads: Sequence[int]
 
     @cached_property
     def workspace(self) -> int:
         """The most bytes that the section allocates at once, besides its results."""
-        return max(self.live, default=0) - self.given
+        return max(self.live, default=0) - self.result_bytes
 
 
 @dataclass(eq=False)
@@ -399,9 +399,9 @@ class Subgraph:
         graph: the FX graph. Its output is a list, with None for outputs that nothing reads.
         name: the class of a block; for an optimizer's update "AdamW of Block".
         key: for a section, a hash of its text, equal for equal sections; "" for others.
-        taken, returned: for a block with a backward, how many of its inputs and of its outputs
-            belong to forward. These come first; the others belong to backward. None for other
-            subgraphs.
+        forward_input_count, forward_output_count: for a block with a backward, how many of its
+            inputs and outputs belong to forward. These come first, then those of backward. None
+            for other subgraphs.
         labels: the distinct names (`Note.op`) under which the ledger lists the redistributions of
             forward, in order.
         schedule: a section's memory if it runs call by call; None until computed (`memory`).
@@ -410,8 +410,8 @@ class Subgraph:
     graph: fx.GraphModule
     name: str = ""
     key: str = ""
-    taken: int | None = None
-    returned: int | None = None
+    forward_input_count: int | None = None
+    forward_output_count: int | None = None
     labels: tuple[str, ...] = ()
     schedule: SectionSchedule | None = None
 
@@ -435,13 +435,14 @@ class Subgraph:
         forward.
         """
         inputs = self.graph.graph.find_nodes(op="placeholder")
-        return inputs[self.taken :] if is_late else inputs[: self.taken]
+        return inputs[self.forward_input_count :] if is_late else inputs[: self.forward_input_count]
 
     def outputs_of(self, is_late: bool) -> list[Any]:
         """Returns the outputs that belong to the backward of a block if `is_late`, else to its
         forward.
         """
-        return self.outputs[self.returned :] if is_late else self.outputs[: self.returned]
+        count = self.forward_output_count
+        return self.outputs[count:] if is_late else self.outputs[:count]
 
     def nodes_of(self, is_late: bool) -> list[fx.Node]:
         """Returns the call nodes of a block's backward if `is_late`, else of its forward."""
@@ -455,7 +456,7 @@ class Subgraph:
 
         Nodes that depend on the inputs of backward are included, too.
         """
-        if self.taken is None:
+        if self.forward_input_count is None:
             return set()
         late = set(self.inputs_of(True))
         for node in self.graph.graph.nodes:

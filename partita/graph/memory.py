@@ -278,15 +278,15 @@ class Storages:
             return self._value_of(read)
 
         args, kwargs = fx.node.map_arg(given, value_of)
-        made_by_call = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
-        new = [self._add(node, nbytes) for nbytes in made_by_call.nbytes]
-        extra = workspace(node.target, args, made_by_call.value)
+        result = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
+        new = [self._add(node, nbytes) for nbytes in result.nbytes]
+        extra = workspace(node.target, args, result.value)
         if is_collective(node):
-            value = made_by_call.value
+            value = result.value
             extra += staging(node.target, args, value, self._groups, compiled=False)
         if extra:
             self.passing[node] = extra
-        return [operands[i] if i >= 0 else new[-1 - i] for i in made_by_call.shows]
+        return [operands[i] if i >= 0 else new[-1 - i] for i in result.storages]
 
 
 def storages_of(program: Program) -> Storages:
@@ -346,7 +346,7 @@ def memory_of(program: Program) -> Memory:
     return Memory(
         tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
         (*made_at_entry(program, len(nodes)), *buffers),
-        tuple(held_by(program)),
+        tuple(held_inputs(program)),
     )
 
 
@@ -388,7 +388,7 @@ def _peak_of_call(
     return most
 
 
-def held_by(program: Program) -> Iterator[HeldInput]:
+def held_inputs(program: Program) -> Iterator[HeldInput]:
     """Yields the program's inputs whose memory exists between calls, such as parameters, with
     bytes.
 

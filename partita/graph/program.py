@@ -322,9 +322,8 @@ class Program:
         entering: how each uneven input is padded before the graph runs, by position.
         leaving: how the padding of each uneven output is removed after the graph has run, by
             position.
-        taken: the inputs of forward, which are all inputs except cotangents (gradients of results).
-        given: the outputs of forward, which are all outputs except cotangents (gradients of
-            inputs).
+        forward_inputs: all inputs except cotangents (gradients of results).
+        forward_outputs: all outputs except cotangents (gradients of inputs).
         built: the compiled code; None if the graph runs without being compiled.
         options: the options of the step.
         recompute: how much is recomputed in backward to meet a memory budget.
@@ -345,16 +344,16 @@ class Program:
     carried: list[Record] | None = field(init=False, default=None)
     _has_run: bool = field(init=False, default=False)
     written: list[int] = field(init=False)
-    taken: list[Input] = field(init=False)
-    given: list[Output] = field(init=False)
+    forward_inputs: list[Input] = field(init=False)
+    forward_outputs: list[Output] = field(init=False)
 
     def __post_init__(self) -> None:
         self.written = [*written_inputs_of(self.graph.graph)]
         self.scope = self.wires[0].scope if self.wires else None
         self.entering = _index_borders([i.padding for i in self.inputs])
         self.leaving = _index_borders([padding_boundary(o.spec) for o in self.outputs])
-        self.taken = [i for i in self.inputs if i.kind != "cotangent"]
-        self.given = [o for o in self.outputs if o.kind != "cotangent"]
+        self.forward_inputs = [i for i in self.inputs if i.kind != "cotangent"]
+        self.forward_outputs = [o for o in self.outputs if o.kind != "cotangent"]
 
     @property
     def level(self) -> int:
@@ -383,7 +382,7 @@ class Program:
         return frozenset(i.index for i in given if i.spec is not None and i.spec.is_copy)
 
     @cached_property
-    def given_back(self) -> dict[int, int]:
+    def returned_inputs(self) -> dict[int, int]:
         """The outputs that are inputs, unchanged: maps the output's position to the input's
         position.
         """
@@ -392,7 +391,7 @@ class Program:
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
-    def given_again(self) -> dict[int, int]:
+    def repeated_outputs(self) -> dict[int, int]:
         """The outputs that repeat an earlier output: maps the later position to the earlier one.
 
         A node that is returned both with and without its padding counts as two values.
@@ -482,10 +481,10 @@ class Program:
         if not self._has_run:  # a compiler may return one tensor for two outputs
             self._has_run, first = True, dict[int, int]()
             places = {i: first.setdefault(id(t), i) for i, t in enumerate(found)}
-            self.given_again.update({i: j for i, j in places.items() if i != j})
-        if self.given_again:
+            self.repeated_outputs.update({i: j for i, j in places.items() if i != j})
+        if self.repeated_outputs:
             found = list(found)
-            for i, j in self.given_again.items():
+            for i, j in self.repeated_outputs.items():
                 one = self.outputs[i].tensor == self.outputs[j].tensor
                 found[i] = found[j] if one else found[j].detach()
         # Compiled code does not increase the version counters by which partita detects writes.
@@ -502,8 +501,8 @@ class Program:
             if inputs[i].data_ptr() != given[i].data_ptr():  # it was padded in a copy
                 given[i].copy_(self.entering[i].cut(inputs[i]))
         for i, border in self.leaving.items():
-            came = self.given_back.get(i)
-            if i not in self.given_again:
+            came = self.returned_inputs.get(i)
+            if i not in self.repeated_outputs:
                 found[i] = border.unpad_output(found[i]) if came is None else given[came]
         return found
 

@@ -267,7 +267,7 @@ def _find_read(graph: fx.Graph) -> dict[Any, set[int]]:
     found: defaultdict[Any, set[int]] = defaultdict(set)
     for call in subgraph_calls(graph):
         block: Any = call.args[0]
-        first: int = block.returned if call.target is call_backward else 0
+        first: int = block.forward_output_count if call.target is call_backward else 0
         items: Any = (n.args[1] for n in call.users if n.target is operator.getitem)
         found[block].update(first + i for i in items)
     return found

@@ -91,8 +91,12 @@ class CallGuard:
             (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
             for o in state.optimizers.values()
         ]
-        self._inputs = [self._find_fixed_input(i.kind, i.index, count) for i in program.taken]
-        unfixed = [(at, i) for at, i in enumerate(program.taken) if self._inputs[at] is None]
+        self._inputs = [
+            self._find_fixed_input(i.kind, i.index, count) for i in program.forward_inputs
+        ]
+        unfixed = [
+            (at, i) for at, i in enumerate(program.forward_inputs) if self._inputs[at] is None
+        ]
         kept = program.numbers_to_keep
         self._new = [(at, given) for at, given in unfixed if given not in kept]
         self._numbers = [(at, given) for at, given in unfixed if given in kept]

@@ -80,7 +80,7 @@ class CapturedProgram(Program):
     captured: CapturedForms | None = field(init=False, default=None)
     budget_search: FormSearch | None = field(init=False, default=None)
     overlap_check: Sharing = field(init=False)
-    numeric_answers: SideGraph | None = None
+    numeric_answers: PrecomputeGraph | None = None
     holds_writes: bool = True
 
     @cached_property
@@ -125,7 +125,7 @@ class CapturedProgram(Program):
             )
         if self.replicated_inputs is not None:
             self.replicated_inputs.check(
-                tensors, function_of(self.replicated_inputs.side.graph, self.groups)
+                tensors, function_of(self.replicated_inputs.precompute.graph, self.groups)
             )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
@@ -188,7 +188,7 @@ class CapturedProgram(Program):
             generators = map(default_generator, self.draws_on)
             before = [(generator, generator.get_state()) for generator in generators]
             found = self.run_graph(reads, inputs)
-            at = [output.kind for output in self.given].index("answers")
+            at = [output.kind for output in self.forward_outputs].index("answers")
             otherwise = self.answers.compare(found[at].tolist())
             if otherwise is not None:
                 for generator, state in before:
@@ -196,7 +196,7 @@ class CapturedProgram(Program):
                 return otherwise
         else:
             found = self.run_graph(reads, inputs)
-        continued = [output.continues for output in self.given if output.continues >= 0]
+        continued = [output.continues for output in self.forward_outputs if output.continues >= 0]
         held = dict(
             zip(continued, read_gradient_objects(map(tensors.__getitem__, continued)), strict=True)
         )
@@ -204,11 +204,13 @@ class CapturedProgram(Program):
         leaves: list[Any] = []
         made: dict[int, Any] = {}
         value: Any
-        for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
+        for i, (output, value) in enumerate(zip(self.forward_outputs, found, strict=True)):
             if output.asks_gradient:  # of an input an alias, not the caller's tensor
-                value = (value.detach() if i in self.given_back else value).requires_grad_()
+                value = (value.detach() if i in self.returned_inputs else value).requires_grad_()
             if output.spec is not None:
-                value = as_dtensor(value.detach() if i in self.given_back else value, output.spec)
+                value = as_dtensor(
+                    value.detach() if i in self.returned_inputs else value, output.spec
+                )
             if output.is_parameter:
                 value = nn.Parameter(value, output.asks_gradient)
             if output.spec is not None and output.spec.has_noted_origin:
@@ -229,7 +231,7 @@ class CapturedProgram(Program):
             elif output.kind == "slot":
                 assert output.slot is not None
                 output.slot.put(value if output.index < 0 else tensors[output.index])
-        for output in self.given:
+        for output in self.forward_outputs:
             if output.view_of is not None:
                 source, index, view, graded = output.view_of
                 base = made[index] if source == "output" else tensors[index]
@@ -249,14 +251,10 @@ class CapturedProgram(Program):
 
 
 @dataclass(eq=False)
-class SideGraph:
-    """A part of a captured graph that computes some values by itself, before the program runs.
+class PrecomputeGraph:
+    """A copied part of a captured graph that computes some values before the program runs.
 
     It writes nothing.
-
-    Attributes:
-        graph: the copied part.
-        inputs: the inputs of the graph.
     """
 
     graph: fx.GraphModule
@@ -290,12 +288,12 @@ class ReplicatedInputCheck:
     values, so the calls that compute it are copied into a separate graph.
 
     Attributes:
-        side: the graph that computes the values.
+        precompute: the graph that computes the values.
         said: for messages, the name of each value ("" if the step computes it) and the user's line.
         wires: the wire of each value, on whose ranks it must be equal.
     """
 
-    side: SideGraph
+    precompute: PrecomputeGraph
     said: list[tuple[str, str]]
     wires: list[Wire]
 
@@ -309,7 +307,7 @@ class ReplicatedInputCheck:
         """
         if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not exist
             return
-        values = self.side.compute(tensors, run)
+        values = self.precompute.compute(tensors, run)
         for wire in dict.fromkeys(self.wires):
             mine = [i for i, w in enumerate(self.wires) if w is wire]
             checksums = wire.gather_ints(
@@ -363,7 +361,7 @@ def extract_compared(
 
 def extract_values(
     made: fx.GraphModule, given: Mapping[fx.Node, Input], values: Sequence[fx.Node]
-) -> SideGraph:
+) -> PrecomputeGraph:
     """Returns a copy of the part of a graph that computes `values`.
 
     Args:
@@ -375,10 +373,10 @@ def extract_values(
         if node in needed:
             needed.update(node.all_input_nodes)
     graph = extract_graph(made, needed, values)
-    return SideGraph(graph, [i for n, i in given.items() if n in needed])
+    return PrecomputeGraph(graph, [i for n, i in given.items() if n in needed])
 
 
-def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
+def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> PrecomputeGraph:
     """Returns a graph that computes some of a program's answers (results of branches) before it
     runs.
 

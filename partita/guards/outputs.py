@@ -264,12 +264,12 @@ def _in_container(value: Any) -> Iterable[Any]:
 
 
 def walk_reachable(
-    value: Any, held_by: Callable[[Any], Iterable[Any]] = _in_container
+    value: Any, contents_of: Callable[[Any], Iterable[Any]] = _in_container
 ) -> Iterator[Any]:
     """Yields `value` and everything that it contains, each object once.
 
     Args:
-        held_by: a function that returns what a value contains; by default the items of containers.
+        contents_of: a function that returns what a value contains; by default a container's items.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
@@ -278,7 +278,7 @@ def walk_reachable(
         if id(found) not in seen:
             seen[id(found)] = found
             yield found
-            waiting += held_by(found)
+            waiting += contents_of(found)
 
 
 def _in_object(value: Any) -> Iterable[Any]:

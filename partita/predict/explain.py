@@ -319,7 +319,7 @@ def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) ->
     if is_spread and any(one.row.split not in work.names for work in chooser.work):
         needs.append(f"work repeated along {one.axis}")
     sent = sum(nbytes for _, nbytes in moved)
-    return ConsideredRow(one.axis, str(one.row), one.price, one.taken, tuple(needs), sent)
+    return ConsideredRow(one.axis, str(one.row), one.price, one.chosen, tuple(needs), sent)
 
 
 def _find_moves(

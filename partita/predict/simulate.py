@@ -35,7 +35,7 @@ from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.graph.graph_nodes import is_collective, note_of
-from partita.graph.memory import Buffer, HeldInput, Memory, held_by, scheduled
+from partita.graph.memory import Buffer, HeldInput, Memory, held_inputs, scheduled
 from partita.graph.program import Program, local_of
 from partita.graph.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
 from partita.guards.captured_program import list_sent_moves
@@ -309,7 +309,7 @@ def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: 
     for tensor in (t for m in modules for t in (*m.parameters(), *m.buffers())):
         storage = local_of(tensor).untyped_storage()
         held[storage._cdata] = storage.nbytes()
-    read = sum(one.nbytes for one in held_by(program) if one.kind in ("parameter", "buffer"))
+    read = sum(one.nbytes for one in held_inputs(program) if one.kind in ("parameter", "buffer"))
     return max(sum(held.values()) - read, 0)
 
 

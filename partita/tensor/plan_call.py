@@ -451,7 +451,7 @@ class Considered:
     axis: str
     row: Row
     price: float
-    taken: bool
+    chosen: bool
 
 
 _SECONDS_TO_CUT_PLAIN = 1e-8

@@ -28,7 +28,7 @@ from ..graph_nodes import Note, lazy_graph_module, note_of
 from ..memory import (
     Buffer,
     Memory,
-    held_by,
+    held_inputs,
     made_at_entry,
     noted_buffer,
     opname,
@@ -164,7 +164,7 @@ class _FakeRun(TorchDispatchMode):
         del out
         buffers = sorted([*self.done, *left], key=lambda b: b.birth)
         first = made_at_entry(self.program, end)
-        return Memory(tuple(self.places), (*first, *buffers), tuple(held_by(self.program)))
+        return Memory(tuple(self.places), (*first, *buffers), tuple(held_inputs(self.program)))
 
     # -- the code ----------------------------------------------------------------------------------
 

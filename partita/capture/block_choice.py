@@ -56,20 +56,19 @@ class BlocksTraced:
 
     @property
     def structures(self) -> tuple[tuple[str, int], ...]:
-        """`(class name, number of equal calls)` of each group of equal blocks, folded or not."""
+        """`(class name, number of calls)` for each group of equal block calls, folded or not."""
         return tuple((calls.kind, calls.count) for calls in self.calls)
 
     @property
     def folded(self) -> tuple[tuple[str, int], ...]:
-        """`(class name, number of equal calls)` of each group of equal blocks that was folded."""
+        """`(class name, number of calls)` for each group of equal block calls that was folded."""
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns a copy that says that no block is folded, because all calls of subgraphs were
-        inlined.
+        """Returns a copy in which no block is folded, because all calls of subgraphs were inlined.
 
         Args:
-            reason: why the blocks that were folded until now are inlined.
+            reason: why they were inlined.
         """
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
@@ -118,9 +117,7 @@ class BlockChoice:
         return cls(named)
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
-        """Returns the modules in `models` that are blocks: those that the user named, or repeated
-        ones.
-        """
+        """Returns the modules in `models` that are blocks: named by the user, or repeated."""
         search = self._find_repeated if self.named is None else self._find_named
         return {block for model in models for block in search(model)}
 

@@ -35,8 +35,7 @@ Run = Callable[[], Any]
 
 
 class BlockUpdates:
-    """Makes an optimizer update the parameters of each block separately, so that equal updates can
-    be folded.
+    """Makes an optimizer update each block separately, so that equal updates can be folded.
 
     To fold is to replace equal parts of the graph by calls of one subgraph.
 
@@ -103,7 +102,7 @@ class BlockUpdates:
         _order_state(optimizer, held)
 
     def _step(self, optimizer: Optimizer, run: Run, params: Iterable[torch.Tensor]) -> None:
-        """Trace the update of `params`, which are all that the optimizer has now."""
+        """Trace the update of `params`, while the optimizer has no other parameters."""
         states = [optimizer.state[p] for p in params if p in optimizer.state]
         counts = widen_counts(states, self._recorder.exact)
         run()
@@ -112,7 +111,7 @@ class BlockUpdates:
     def _find_blocks(
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> dict[torch.Tensor, int]:
-        """Returns the number of the block of each parameter; -1 for none.
+        """Returns for each parameter the number of its block; -1 if it belongs to none.
 
         Parameters of different blocks that share a storage belong to none, because the result may
         depend on whether they are updated together.

@@ -102,7 +102,7 @@ class FakeRunHooks(TraceHooks):
 
 
 class _InThisThread:
-    """A bool that is True in threads that capture, and `otherwise` in others."""
+    """A replacement of a module's bool: True in threads that capture, and `otherwise` in others."""
 
     def __init__(self, otherwise: Any):
         self.otherwise = otherwise
@@ -152,9 +152,7 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
-    """Hides calls on fake tensors from remat regions and saved-tensor hooks, inside the `with`
-    block.
-    """
+    """Hides calls on fakes from remat regions and saved-tensor hooks, inside the `with` block."""
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
@@ -165,7 +163,7 @@ def hidden_from_watchers() -> Iterator[None]:
 def without_dispatch_modes() -> Iterator[None]:
     """Disable the user's dispatch modes (such as a flop counter) inside the `with` block.
 
-    Private torch: the stack of modes. If torch's own modes are among them, all stay active.
+    Private torch: the stack of modes. If one of torch's own modes is active, all modes stay active.
     """
     stack = _get_current_dispatch_mode_stack()
     hidden = stack and not any(type(mode).is_infra_mode() for mode in stack)
@@ -194,8 +192,7 @@ def errors_not_logged() -> Iterator[None]:
 
 @contextmanager
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Makes a capture inside the `with` block record nn.LSTM as individual calls, like other
-    recurrent layers.
+    """Makes a capture inside the `with` block record the individual calls of nn.LSTM.
 
     The reason: oneDNN's fused layer allocates memory for backward, whose size only oneDNN can
     compute.
@@ -219,9 +216,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Makes other captures of this process wait, and disables the user's dispatch modes, inside the
-    `with` block.
-    """
+    """Makes other captures wait, and disables the user's dispatch modes, in the `with` block."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
@@ -297,11 +292,10 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls a function of partita or torch without this thread's profile function, which would slow
-    it.
+    """Calls a function of partita or torch while this thread's profile function is off.
 
-    The called function must run no user code, because capture watches the user's calls by that
-    profile function.
+    This is faster. The called function must run no user code, because capture watches the user's
+    calls by that profile function.
     """
     event = _profiling.event
     if event is None:
@@ -336,8 +330,7 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """Returns what intercepts ATen calls now: the number of dispatch modes, and the saved-tensor
-    hooks.
+    """Returns the number of dispatch modes, and the saved-tensor hooks: both intercept calls.
 
     If the result differs from an earlier one, user code may run in a call. Private torch: the
     number of dispatch modes.

@@ -217,17 +217,12 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on Python numbers.
-
-        It shows if two programs have the same conditions.
-        """
+        """Returns a hash of the conditions on Python numbers, to compare those of two programs."""
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if optimizer step counts differ in this call, although the program assumes that they
-        are equal.
-        """
+        """True if step counts of an optimizer differ, although the program assumes equal ones."""
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
 
@@ -283,9 +278,7 @@ class Sharing:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Record which storages the step's state uses now. Call it when the state may have
-        changed.
-        """
+        """Record which storages the step's state uses now. Call it after the state has changed."""
         with local_ops():
             starts = [self._storage_of(i, tensors[i]) for i, _ in self._state]
         self._storages = {*starts}

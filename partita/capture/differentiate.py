@@ -40,11 +40,10 @@ _SPENT = (
 
 @dataclass(frozen=True)
 class Seed:
-    """The gradient of a result, at which the traced backward begins. It becomes an input of the
-    graph.
+    """The gradient of a result, where the traced backward begins. It becomes a graph input.
 
     Attributes:
-        node: the name of the node.
+        node: the name of the gradient's node.
         spec: the spec of the gradient, if the result is a DTensor.
         number: the index of the result.
     """
@@ -71,7 +70,7 @@ def asks_gradient(value: torch.Tensor) -> bool:
 
 
 def requires_grad(value: torch.Tensor) -> bool:
-    """True if `value` requires grad. For a DTensor, its local tensor counts."""
+    """True if `value` requires grad. For a DTensor, `requires_grad` of its local tensor is read."""
     with local_ops():
         return value.requires_grad
 
@@ -94,8 +93,8 @@ def differentiate(
         again: True to retain the autograd graph, so that `differentiate` can be called again.
 
     Returns:
-        The seeds (gradients of `results`) and the gradients of `inputs`. None if there are no
-        inputs, or if a backward in the function has freed the history.
+        The seeds (gradients of `results`) and the gradients of `inputs`. The whole result is None
+        if there are no inputs, or if a backward in the function has freed the history.
     """
     if not inputs:
         return None
@@ -151,24 +150,23 @@ _Edge = tuple[Any, int]
 
 @dataclass
 class ResultPart:
-    """A group of results whose gradients go backward together, because the results share autograd
-    history.
+    """Results whose gradients go backward together, because the results share autograd history.
 
     Attributes:
         results: the indices of the results.
         ancestors: the indices of results of other parts from which the results of this part are
             computed directly.
-        unheard: the `results` from which other results of the part are computed. Their hooks do not
-            get the gradient that flows through those results.
+        hooks_miss_gradient: those of `results` from which other results of the part are computed.
+            Their hooks get only a part of the gradient.
     """
 
     results: list[int]
     ancestors: list[int]
-    unheard: list[int] = field(default_factory=list)
+    hooks_miss_gradient: list[int] = field(default_factory=list)
 
 
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
-    """Groups results that must go backward together (`ResultPart`), in the order of backward.
+    """Groups results that must go backward together; returns the groups in backward's order.
 
     A result and another one that is computed from it are in one group if both also depend on a
     third value with a history. Otherwise backward would traverse the third value's history twice,

@@ -41,7 +41,7 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node that computes a fake tensor in the graph that is being traced, or None."""
+    """Returns the node that computes a fake tensor in the traced graph; None if there is none."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
@@ -70,9 +70,7 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Returns a new fake tensor for each node, with the metadata of the tensor in `likes` at the
-    same index.
-    """
+    """Returns a new fake tensor for each node, with the metadata of the tensor in `likes`."""
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
@@ -97,10 +95,10 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls that a capture has traced; an equal call gets a node without another trace.
+    """The calls that a capture has traced. A later equal call only gets a node, which is faster.
 
     Attributes:
-        shared: nodes that stand for several tensor objects: a tensor and its detached copies.
+        shared: nodes that compute several tensor objects: a tensor and its detached copies.
             (`detach` adds no node.)
     """
 
@@ -222,7 +220,11 @@ def _group_places(args: Sequence[Any]) -> tuple[list[int], list[int]] | None:
 
 
 def _shorten_lists(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    """Returns the arguments with only these positions of the lists, and 0.5 for symbolic floats."""
+    """Returns arguments with only some positions of each list, and 0.5 in place of symbolic floats.
+
+    Args:
+        places: the positions to keep.
+    """
     # Metadata does not depend on the value of a float.
     whole = [0.5 if isinstance(a, torch.SymFloat) else a for a in args]
     return [[a[i] for i in places] if isinstance(a, (list, tuple)) else a for a in whole]

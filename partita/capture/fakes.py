@@ -49,10 +49,7 @@ from .kernel_strides import KernelStridesMode
 
 
 def is_symbolic(value: Any) -> bool:
-    """True if `value` is a symbolic number: it replaces a Python number during capture.
-
-    The number is known only when the graph runs.
-    """
+    """True if `value` is a symbolic number, whose value is known only when the graph runs."""
     # Not by `isinstance`, which may run the user's code: it reads `value.__class__`.
     return issubclass(type(value), (torch.SymFloat, torch.SymInt, torch.SymBool))
 
@@ -225,12 +222,10 @@ def _hash_of_value(x: Any, /) -> int:
 
 
 class Substitutes:
-    """Functions that replace `type`, `id` and `hash` in the globals of the user's code during
-    capture.
+    """Functions that replace `type`, `id` and `hash` in the user's globals during capture.
 
-    For a symbolic number, they return the type of the number that it replaces. For a fake tensor,
-    they return the identity of the tensor that it replaces. An object cannot achieve this by
-    itself, because Python's `type`, `id` and `hash` cannot be overridden for an instance.
+    Called on a fake, they return the result for the tensor or number that the fake replaces. A
+    class of fakes cannot do this itself, because Python's `type` and `id` call no method of it.
     """
 
     of_builtins: ClassVar[dict[str, Any]] = {
@@ -248,8 +243,7 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Replaces `type`, `id` or `hash` in a module's globals, unless the module defines this
-        name itself.
+        """Replaces `type`, `id` or `hash` in a module's globals, unless the module defines it.
 
         Args:
             variables: the globals.
@@ -260,7 +254,7 @@ class Substitutes:
             self._put.append((variables, name))
 
     def take_away(self) -> None:
-        """Remove from all globals what `put` has put there."""
+        """Remove these functions from all globals in which `put` has put them."""
         for variables, name in self._put:
             if self.has(variables.get(name)):
                 del variables[name]
@@ -268,7 +262,7 @@ class Substitutes:
 
 
 def _to_torch_symbol(value: Any) -> Any:
-    """Returns the plain torch number, because torch's methods take a `float` for a constant."""
+    """Returns torch's own class of a symbolic number, which torch's methods need."""
     torchs = _OF_TORCH.get(type(value))
     return value if torchs is None else torchs(value.node)
 
@@ -312,7 +306,7 @@ def _is_read_first(name: str) -> bool:
 
 
 def _has_value(number: Any) -> bool:
-    """True for a number whose value is known during capture; False for that of `.item()`."""
+    """True for a number whose value is known during capture; False for the result of `.item()`."""
     return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
 
 
@@ -332,7 +326,10 @@ def _number_of(value: Any) -> Any:
 
 
 def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns operands with values for symbolic divisors and shifts, for which Python may raise."""
+    """Returns operands in which symbolic divisors and shifts are replaced by their values.
+
+    Python may raise an error for some of these values, which a graph could not do.
+    """
     by_self = name in _MAY_RAISE_BY_SELF
     if type(self) is not SymbolicInt or not (by_self or name in _MAY_RAISE):
         return self, *others
@@ -340,8 +337,7 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """Returns the value of a symbolic number without a hint (known value), if the capture can
-    supply one.
+    """Returns the value of a symbolic number that has no hint, if the capture can supply one.
 
     Otherwise returns `value` unchanged.
     """
@@ -351,7 +347,7 @@ def read_unknown(value: Any) -> Any:
 
 
 def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """Returns the zero of `x * 0` or `0 / x`, with the sign of x; None for other operations."""
+    """Returns the result of `x * 0` or `0 / x`: a zero with the sign of x; otherwise None."""
     if name not in _ZERO_WITH_ZERO or type(self) is not SymbolicFloat or not _has_value(self):
         return None
     if type(others[0]) not in (int, float) or others[0] != 0:
@@ -360,12 +356,12 @@ def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
 
 
 def _value_at_capture(number: Any) -> Any:
-    """Returns the value at capture, without a condition on it."""
+    """Returns the value that a symbolic number has at capture. It does not become a condition."""
     return number.node.hint if is_symbolic(number) else number
 
 
 def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """Returns the power of a base that is not positive, which may be complex; otherwise None."""
+    """Returns `x ** y` for an x that is not positive, which may be complex; otherwise None."""
     if name not in ("__pow__", "__rpow__") or len(others) != 1:
         return None
     base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
@@ -419,9 +415,7 @@ _DIVMOD = {
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """True for a string that was made by printing a fake tensor. In eager code the string would
-    differ.
-    """
+    """True for a string that was printed from a fake tensor, and would differ in eager code."""
     return issubclass(type(value), str) and "FakeTensor(" in value
 
 
@@ -452,7 +446,7 @@ def _make_array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
 
 
 def _is_true(self: Any) -> bool:
-    """Returns `bool(x)` by a comparison: torch's own would read a float's value."""
+    """Returns `bool(x)`, computed by a comparison; torch's own would read the value of a float."""
     return bool(self != 0)
 
 
@@ -476,9 +470,7 @@ for _ours, _torchs in _OF_TORCH.items():
 
 
 class FakeDTensor(DTensor, FakeTensor):
-    """The fake of a DTensor during capture. A FakeTensor gets this class by assignment of
-    `__class__`.
-    """
+    """The fake of a DTensor during capture. A FakeTensor gets it as its `__class__`."""
 
     __torch_dispatch__ = FakeTensor.__torch_dispatch__
     device = FakeTensor.device
@@ -492,8 +484,7 @@ let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each 
 
 
 def fake_mode() -> FakeTensorMode:
-    """Returns a FakeTensorMode with static shapes, whose results have the strides that real kernels
-    return.
+    """Returns a FakeTensorMode with static shapes, and with the strides that real kernels return.
 
     Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
     """

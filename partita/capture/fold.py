@@ -188,7 +188,10 @@ class StepBlocks:
                 run.describe()
 
     def _find_shared_numbers(self, runs: Sequence[_BlockRun]) -> list[int]:
-        """Returns the positions of calls that compute one number in all blocks from step counts."""
+        """Returns the positions of calls that all blocks can share.
+
+        They compute numbers from step counts, and have the same result in all blocks.
+        """
         first, memory = runs[0], self._memory
         operands = zip(*(run.outside_inputs for run in runs), strict=True)
         other = {nodes[0] for nodes in operands if len({*nodes}) > 1}  # which differ between blocks
@@ -227,7 +230,11 @@ class StepBlocks:
         return found if all(are_own) else []
 
     def _is_one_count(self, operand: int, runs: Sequence[_BlockRun]) -> bool:
-        """True if an operand (an index) is one number in all blocks that only its block writes."""
+        """True if an operand is the same number in all blocks, and only the block itself writes it.
+
+        Args:
+            operand: the index of the operand in `_BlockRun.outside_inputs`.
+        """
         groups = set[int | None]()
         for run in runs:
             given = run.outside_inputs[operand]
@@ -239,7 +246,7 @@ class StepBlocks:
     # -- which can be folded -----------------------------------------------------------------------
 
     def _plan_groups(self) -> list[_EqualRuns]:
-        """Returns the groups of equal blocks to replace; other blocks get the reason why not."""
+        """Returns the groups of equal blocks to replace. Each other block gets a reason."""
         sharing = self._find_sharing_neighbours()
         regions = self._find_split(lambda note: note.region)
         moves = self._find_split(lambda note: note.move)
@@ -263,7 +270,7 @@ class StepBlocks:
         return [group for group in groups if group.runs]
 
     def _make_group(self, runs: list[_BlockRun]) -> _EqualRuns | None:
-        """Returns equal blocks and their subgraph; None if a subgraph cannot replace them."""
+        """Returns a group of equal blocks with its subgraph; None if no subgraph fits all."""
         reason = "no equal call is used in the same way"
         if len(runs) > 1:
             varying = _find_varying_floats(runs)
@@ -276,9 +283,9 @@ class StepBlocks:
         return None
 
     def _drop_overlapping(self, groups: Sequence[_EqualRuns]) -> None:
-        """Leave a block flat if its nodes alternate with another block's nodes to replace.
+        """Leave a block flat if its nodes alternate with the nodes of another block that is folded.
 
-        Either alone could be one call, but each may need a part of the other.
+        One call cannot come before the other, because each may need results of the other.
         """
         spans = [
             (self._places[nodes[0]], self._places[nodes[-1]], run)
@@ -301,7 +308,10 @@ class StepBlocks:
                 group.runs.pop().reason = "the calls that equal it were left flat"
 
     def _find_sharing_neighbours(self) -> set[_BlockRun]:
-        """Returns blocks that gather one weight near each other, or keep it gathered."""
+        """Returns blocks that gather the same weight as a block shortly before or after them.
+
+        Blocks that gather the same weight and keep it gathered are included at any distance.
+        """
         found: set[_BlockRun] = set()
         last: dict[fx.Node, int] = {}
         for i, run in enumerate(self._runs):
@@ -313,10 +323,10 @@ class StepBlocks:
         return found
 
     def _find_split(self, number_of: Callable[[Note], int]) -> set[int]:
-        """Returns the regions or moves with nodes of several blocks, or of a block and of none.
+        """Returns the regions or moves whose nodes do not all belong to one block.
 
         Args:
-            number_of: a function that returns the number of a note's region or move, or 0.
+            number_of: a function that returns the number of a note's region or move; 0 for none.
         """
         holders: defaultdict[int, set[Any]] = defaultdict(set)
         for node in self.graph.nodes:
@@ -354,9 +364,9 @@ class StepBlocks:
         return ""
 
     def _is_last_to_use(self, run: _BlockRun, memory: int) -> bool:
-        """True if `memory` is an input's, and nothing but the block uses it after the block begins.
+        """True if `memory` is an input's, and only the block uses it after the block's start.
 
-        False for a block with a backward, which is two calls: either might write.
+        False for a block with a backward. It becomes two calls, and either might write.
         """
         shown = [n for n in run.outside_inputs if self._memory.get(n) == memory]
         start = self._places[run.forward[0]]
@@ -383,7 +393,7 @@ class StepBlocks:
         """Returns the subgraph of a block.
 
         Args:
-            varying: the positions of its floats that become inputs.
+            varying: the positions (in `_BlockRun.floats`) of floats that become inputs.
 
         Raises:
             UnsureOfWrites: no separate graph computes the same.
@@ -473,7 +483,7 @@ class StepBlocks:
     ) -> None:
         """Replace the results of `nodes`, at the indices `read`, by items of `call`.
 
-        The nodes `later` are moved behind these items.
+        The nodes in `later` are moved behind these items.
         """
         last = call
         made = [nodes[place] for place in read]
@@ -491,7 +501,7 @@ class StepBlocks:
             last = node
 
     def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Returns the outside nodes between a block's `nodes` that have to come after the block.
+        """Returns the nodes between `nodes`, but outside the block, that must come after the block.
 
         Raises:
             _OrderMatters: the block needs one of them, or their order changes what is computed.
@@ -565,7 +575,7 @@ class _EqualRuns:
     """Equal blocks, and the subgraph that replaces them.
 
     Attributes:
-        varying: the positions of their floats that are inputs of the subgraph.
+        varying: the positions (in `_BlockRun.floats`) of floats that become inputs of the subgraph.
     """
 
     runs: list[_BlockRun]
@@ -585,9 +595,10 @@ class _BlockRun:
         forward, backward: its nodes, in order; the nodes of an update are in `forward`.
         own: all of them, with their positions.
         outside_inputs: the nodes outside the block that it reads, in the order of first use.
-        early_count: the number of these that forward reads. Only backward reads the others.
+        early_count: the number of `outside_inputs` that forward reads. Only backward reads the
+            rest.
         floats: the numbers among its operands that may vary, in order.
-        homes: for each of these, the node that has it as an operand.
+        homes: for each of `floats`, the node that has it as an operand.
         labels: the distinct labels of its redistributions.
         moves, regions: map the number in the step's notes to the number within the block.
         key: equal for blocks that compute the same, except for labels and floats.
@@ -613,9 +624,7 @@ class _BlockRun:
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The positions of the nodes that nodes outside the block read: those of forward, and those
-        of backward.
-        """
+        """The positions of nodes that are read outside the block: in forward, and in backward."""
         early, late = (
             tuple(i for i, n in enumerate(nodes) if any(u not in self.own for u in n.users))
             for nodes in (self.forward, self.backward)
@@ -623,9 +632,7 @@ class _BlockRun:
         return early, late
 
     def add_intermediate_nodes(self) -> None:
-        """Adds nodes to the block that lie between two of its nodes, but were recorded for no
-        block.
-        """
+        """Adds nodes to the block that lie between two of its nodes, but have no block."""
         self.own = dict.fromkeys((*self.forward, *self.backward), 0)
         for nodes in (self.forward, self.backward):
             if len(nodes) < 2:
@@ -648,9 +655,7 @@ class _BlockRun:
         self.own = {n: i for i, n in enumerate((*self.forward, *self.backward))}
 
     def find_gathered(self) -> Iterator[tuple[fx.Node, bool]]:
-        """Yields each ZeRO shard that forward gathers, and True if the gathered weight is kept
-        (`persistent`).
-        """
+        """Yields each ZeRO shard that forward gathers, and True if its gathered value is kept."""
         for node in self.forward:
             reason = note_of(node).reason
             if is_collective(node) and reason in ("gather", "persistent"):
@@ -662,8 +667,8 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Computes a key that is equal for blocks that can share a subgraph, and lists what differs
-        between these.
+        """Computes `key`, equal for blocks that can share a subgraph, and lists operands and
+        floats.
         """
         self.floats, self.homes, self.moves, self.regions = [], [], {}, {}
         self._numbers: dict[fx.Node, int] = {}
@@ -731,8 +736,8 @@ _FLOAT = ("a float",)
 def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
     """True if an operand is a number that may differ in another block and become a tensor.
 
-    Not zero, infinity or NaN, which torch treats specially. An int only if torch computes with it
-    as a float.
+    Zero, infinity and NaN may not vary, because torch treats them specially. An int may vary only
+    if torch computes with it as a float.
     """
     if type(value) is float:
         return value != 0 and math.isfinite(value)
@@ -765,7 +770,10 @@ def _describe_metadata(value: Any) -> Any:
 
 
 def _is_comparable(value: Any) -> bool:
-    """True if the metadata of two such operands decide whether one subgraph takes both."""
+    """True if two such operands with equal metadata can be passed to one subgraph.
+
+    False for a sparse tensor, for example.
+    """
     if isinstance(value, torch.Tensor):
         return value.layout is torch.strided
     return is_symbolic(value)
@@ -779,9 +787,9 @@ def _name_of(kinds: Sequence[type]) -> str:
 def _find_runs(
     graph: fx.Graph, kinds: Sequence[tuple[type, ...]], coordinates: Collection[fx.Node]
 ) -> tuple[list[_BlockRun], list[_BlockRun]]:
-    """Returns the block calls that can be compared, and the others with a reason, in order.
+    """Returns the block calls that can be compared, and the others, which have a `reason`.
 
-    The former have a forward before their backward, and no other nodes.
+    All nodes of the former belong to forward, or to a backward after it.
     """
     _release_shared(graph, coordinates)
     runs = {number: _BlockRun(of) for number, of in enumerate(kinds)}
@@ -806,7 +814,7 @@ def _find_runs(
 
 
 def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
-    """Assign nodes that blocks share to none: numbers, values of constants and coordinates."""
+    """Remove nodes that several blocks use from their block: numbers, constants and coordinates."""
     constant: set[fx.Node] = {*coordinates, *graph.find_nodes(op="get_attr")}
     shared: list[fx.Node] = []
     for node in graph.nodes:

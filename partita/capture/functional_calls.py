@@ -39,9 +39,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Scalar:
-    """A Python number that the graph computes. It is held as a 0-d tensor: float64, int64 or
-    bool.
-    """
+    """A Python number that the graph computes, as a 0-d tensor: float64, int64 or bool."""
 
     tensor: torch.Tensor
 
@@ -50,8 +48,7 @@ class Scalar:
 
 
 def replace_symbolic_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a call, with values in place of symbolic numbers if `func` needs
-    values.
+    """Returns the arguments of a call, with values for symbolic numbers if `func` needs them.
 
     Each value becomes a condition of the program. If a number has no value yet, this raises an
     error.
@@ -64,7 +61,7 @@ def replace_symbolic_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, An
 
 
 def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tuple[Any, Any]:
-    """Returns the arguments of an optimizer's call, with scalar tensors as exact as Python floats.
+    """Returns the arguments of an optimizer's call, with float64 in place of float32 scalars.
 
     A scalar tensor that the call makes becomes float64. A scalar that the optimizer keeps in
     float32 is converted to float64 when it is read, as `.item()` does. Values written into it are
@@ -161,7 +158,11 @@ def _is_float(value: Any) -> bool:
 def _make_scalar_tensor(
     value: Any, dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Returns a number, or a `Scalar`, as a 0-d tensor; on its own device if `device` is None."""
+    """Returns a number or a `Scalar` as a 0-d tensor.
+
+    Args:
+        device: where to put it; None for the tensor's own device.
+    """
     if isinstance(value, Scalar):
         return value.tensor.to(device=device, dtype=dtype)
     return torch.full((), value, dtype=dtype, device=device)
@@ -183,9 +184,7 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if the call of `node` gives the same bits with a 0-d tensor in place of a Python
-    number.
-    """
+    """True if a call gives the same bits with a 0-d tensor in place of a Python number."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -218,7 +217,7 @@ def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], li
 
 
 def _promote_scalar(value: Any, *others: Any) -> Any:
-    """Returns a scalar as a tensor that promotes dtypes of `others` no more than a number does."""
+    """Returns a `Scalar` as a tensor that promotes dtypes of `others` as a Python number does."""
     if not isinstance(value, Scalar):
         return value
     t = value.tensor
@@ -242,7 +241,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def _as_kernels(*values: Any) -> tuple[Any, ...]:
-    """Returns operands of reduced precision as float32: a kernel rounds once, at its end."""
+    """Returns operands of reduced precision as float32, as kernels do, which round at their end."""
     return tuple(v.float() if _is_reduced(v) else v for v in values)
 
 
@@ -375,7 +374,8 @@ class Pattern:
     Attributes:
         operands: the input nodes for the tensor operands of the original call, in order.
         calls: the nodes of the replacing calls.
-        gives: what the original call returns: a tree of nodes, and of `Scalar`s that contain nodes.
+        gives: the result of the original call: a tree of nodes, and of `Scalar`s that contain
+            nodes.
         writes: for each operand that the original call writes, the node of its new value, by the
             operand's index.
     """
@@ -615,8 +615,7 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns the fake tensor that represents an input when a graph is traced without in-place
-    writes.
+    """Returns the fake tensor of an input, to trace a graph without in-place writes.
 
     A Python number becomes a 0-d float64 tensor.
     """

@@ -40,8 +40,7 @@ _aten = torch.ops.aten
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Returns the calls that allocate memory which several results share, and which is written
-    later.
+    """Returns the calls that allocate memory which several results share and a node writes.
 
     Args:
         memory: for each node whose memory some node writes, a number. Nodes with the same number
@@ -464,7 +463,7 @@ def _only_moves(node: fx.Node) -> bool:
 
 
 def _is_cut_from(write: fx.Node, made: fx.Node, memory: Mapping[fx.Node, fx.Node]) -> bool:
-    """True if a call writes to a parameter a shard of its own gathered value `made`."""
+    """True if a call writes a shard of the gathered value `made` into the parameter."""
     if write.target is not _aten.copy_.default:
         return False
     value: Any = write.args[1]
@@ -474,7 +473,11 @@ def _is_cut_from(write: fx.Node, made: fx.Node, memory: Mapping[fx.Node, fx.Node
 
 
 def _gather_again(graph: fx.Graph, value: fx.Node, phase: str) -> None:
-    """Write the parameter's current value into its gathered value, in `phase`."""
+    """Write the parameter's current value into its gathered value.
+
+    Args:
+        phase: the phase of the added nodes.
+    """
     moves, waiting = {value}, [value]
     while waiting:
         found = [n for n in waiting.pop().all_input_nodes if _only_moves(n) and n not in moves]

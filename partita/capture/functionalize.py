@@ -150,8 +150,7 @@ def _remove_redundant_nodes(graph: fx.Graph) -> None:
 def trace_without_writes(
     graph: fx.GraphModule, makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """Returns the graph without in-place writes, by tracing it again under torch's
-    functionalization.
+    """Returns the graph without writes: traces it again under torch's functionalization.
 
     Notes of nodes are kept.
 
@@ -255,7 +254,10 @@ def _without_views_in_place(graph: fx.Graph) -> None:
 
 
 def _safe_view_of(target: Any) -> Any:
-    """Returns, for `unsafe_split` and similar ops, the op whose schema declares views."""
+    """Returns the op that computes the same as `target` and declares its results as views.
+
+    For ops other than `unsafe_split` and similar ones, returns `target`.
+    """
     if not target._opname.startswith("unsafe_"):
         return target
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)

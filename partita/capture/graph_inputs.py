@@ -122,8 +122,7 @@ class GraphInputs:
             self.identities.add(id(fake))
 
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
-        """Adds the input nodes to the graph that is being traced, before any other node. Returns
-        them.
+        """Adds the input nodes to the empty graph that is traced, and returns them.
 
         Each node gets the metadata that the input has before the trace. (The trace may write the
         input's fake.)
@@ -152,7 +151,7 @@ class GraphInputs:
         self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
-        """Adds an input that is no leaf of the call: a number, or the gradient of a result."""
+        """Adds an input that is not a leaf of the call: a number, or the gradient of a result."""
         self.all.append(given)
         self.fakes.append(given.tensor)
 
@@ -198,21 +197,15 @@ class GraphInputs:
     # -- tensors and their fakes -------------------------------------------------------------------
 
     def stand_in(self, value: Any) -> Any:
-        """Returns the fake that replaces `value` during capture, or `value` itself if it is no
-        input.
-        """
+        """Returns the fake that replaces `value`; `value` itself if it is not an input."""
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """Returns the input that a fake replaces; None if it replaces no tensor of the state or
-        arguments.
-        """
+        """Returns the input that a fake replaces; None if the fake was made in the step."""
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns fake tensors of this rank's coordinates, for mesh axes with more than
-        one rank.
-        """
+        """Returns fakes of this rank's coordinates, for mesh axes with more than one rank."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:
@@ -245,9 +238,7 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Handles a step's reads of an input's properties (such as `is_leaf`): makes them conditions of
-    the program.
-    """
+    """Makes the properties of inputs that a step reads (such as `is_leaf`) conditions."""
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
@@ -263,14 +254,14 @@ class TensorFacts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """Returns `(value,)` if a torch function call reads a property of an input; () for other
-        calls.
+        """Returns `(value,)` if a call reads a property of an input; () for other calls.
 
         Args:
             caller: the frame that calls the function.
 
         Raises:
-            CaptureError: the property differs from call to call.
+            CaptureError: the property is an address or a version counter, which differs in each
+                call.
         """
         if not is_fact(func) or not args or not _is_asked_by_user(caller):
             return ()

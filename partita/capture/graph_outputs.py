@@ -180,9 +180,7 @@ class GraphOutputs:
         return ViewOf(source, place, view if equal else None, graded)
 
     def add_left_gradients(self) -> None:
-        """Adds the `.grad` that tensors have after the step to the outputs: inputs, and tensors
-        that the step made.
-        """
+        """Adds the `.grad` that inputs, and tensors made in the step, have after the step."""
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
             if is_first and self._inputs.input_of(self.values[i]) is None:
@@ -207,8 +205,7 @@ class GraphOutputs:
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
-        """Traces the backward of results that require grad, and adds the gradients of inputs to the
-        outputs.
+        """Traces the backward of results that require grad; adds gradients of inputs as outputs.
 
         Such a gradient is a "cotangent" output. None is added if the step has freed the results'
         autograd history.
@@ -217,9 +214,14 @@ class GraphOutputs:
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
-        unheard = {n for part in parts for n in part.unheard}
+        hooks_miss_gradient = {n for part in parts for n in part.hooks_miss_gradient}
         outputs = [
-            replace(o, part=part_of.get(o.number, 0), unheard=o.number in unheard) for o in self.all
+            replace(
+                o,
+                part=part_of.get(o.number, 0),
+                hooks_miss_gradient=o.number in hooks_miss_gradient,
+            )
+            for o in self.all
         ]
         found: list[tuple[Output, torch.Tensor]] = []
         seeds: list[Seed] = []
@@ -247,8 +249,8 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def _refuse_made_leaves(self, recorder: Recorder) -> None:
-        """Raise CaptureError if a backward of the caller would have to give a gradient to a leaf
-        that the step makes and returns.
+        """Raise CaptureError if a returned leaf would need a gradient from the caller's
+        backward.
         """
         outputs = {id(t) for t in self.values}
         leaves = [t for t in find_leaves(self.differentiable) if id(t) in outputs]
@@ -304,7 +306,10 @@ class GraphOutputs:
 
 
 def _read_again(value: Any) -> Any:
-    """Returns what the user would read of `value` after the step, with its gradient."""
+    """Returns the tensor that the user would get by reading `value` after the step.
+
+    A DTensor is brought up to date, with its history.
+    """
     if not isinstance(value, DTensor):
         return value
     with torch.enable_grad():
@@ -499,7 +504,7 @@ def _updated_by_gradients(
 
 
 def _without_memory(given: Input, inputs: GraphInputs) -> Input:
-    """Returns an input with a fake for a tensor that belongs to the captured call alone."""
+    """Returns an input that keeps no tensor of the captured call alive, but a fake of it."""
     if given.kind != "argument" and given.tensor.is_leaf:
         return given
     with local_ops(), torch.no_grad():
@@ -508,9 +513,9 @@ def _without_memory(given: Input, inputs: GraphInputs) -> Input:
 
 
 def _find_compared(value: fx.Node) -> fx.Node:
-    """Returns the node to compare for an "admitted" output: the one that it is a copy of.
+    """Returns the node to compare for an "admitted" output, which is a copy: the copied node.
 
-    If a subgraph made the copy, it is the copy itself.
+    If a subgraph computes the copied value, the copy itself is compared.
     """
     made: Any = value.args[0]
     return value if subgraph_of(made) is not None else made

@@ -117,9 +117,7 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if two tuples of strides are equal for a tensor of `shape`. Dimensions of size 1 are
-    ignored.
-    """
+    """True if two tuples of strides are equal, except in dimensions of size 1."""
     return 0 in shape or all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 
 
@@ -147,7 +145,7 @@ _results: dict[Any, list[_Result]] = {}
 
 
 def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list[Order | None]:
-    """Returns the order of each result; None if it is unknown."""
+    """Returns the order in memory of each result's dimensions; None where it is unknown."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for size_of in _smaller_sizes([t for t in leaves if isinstance(t, torch.Tensor)]):
         try:
@@ -167,7 +165,7 @@ def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list
 
 
 def _smaller_sizes(operands: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """Yields dicts that replace sizes: by small ones first, then none, if operands are small."""
+    """Yields maps from sizes to smaller sizes; last an empty map, if the operands are small."""
     large = sorted({n for t in operands for n in t.shape if n > _LARGEST_KEPT})
     yield {n: _LARGEST_KEPT + 1 + i for i, n in enumerate(large)}
     if large and sum(t.numel() for t in operands) <= _MOST_ELEMENTS:
@@ -179,7 +177,11 @@ def _sizes_of(t: Any, size_of: dict[int, int]) -> tuple[int, ...] | None:
 
 
 def _twin_of(leaf: Any, size_of: dict[int, int]) -> Any:
-    """Returns the replacement of an argument in the call. Raises ValueError if there is none."""
+    """Returns the small operand that replaces an argument in the trial call of a kernel.
+
+    Raises:
+        ValueError: there is none.
+    """
     if isinstance(leaf, torch.Tensor):
         shape = _sizes_of(leaf, size_of)
         assert shape is not None

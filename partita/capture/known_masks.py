@@ -126,7 +126,7 @@ def _bind(
     is_causal: Any = False,
     **more: Any,
 ) -> Any:
-    """Returns query, key, value, mask and the other arguments; None for a call whose mask stays.
+    """Returns (query, key, value, mask, other arguments) of a call; None if the mask stays.
 
     A call with dropout keeps its mask, because the kernel decides which weights are dropped.
     """
@@ -145,7 +145,7 @@ def _shape_of(x: Any) -> tuple[int, ...]:
 
 
 def _is_of_scores(mask: torch.Tensor, query: Any, scores: tuple[int, ...]) -> bool:
-    """True for a mask that attention accepts for scores of this shape without broadcasting them."""
+    """True if a mask can be broadcast to scores of this shape, and attention accepts its dtype."""
     with DisableTorchFunction():
         shape, dtype = tuple(mask.shape), mask.dtype
         kinds = (torch.bool, query.dtype)
@@ -248,15 +248,11 @@ class KnownNode:
 
     @property
     def large_count(self) -> int:
-        """The number of nodes that are too large to be computed at once; they are computed block by
-        block.
-        """
+        """The number of nodes that are too large to be computed in one piece."""
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Computes the values of all nodes that are small enough, in order, and stores those that
-        are still needed.
-        """
+        """Computes the values of all nodes that are small enough; keeps those needed later."""
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}
         needed, large = {self._end}, set[fx.Node]()
@@ -421,9 +417,7 @@ def _writes_first(target: Any) -> bool:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Makes torch compute real values inside the `with` block: no tracing, modes, autocast or
-    gradients.
-    """
+    """Makes torch compute real values inside the `with` block, without tracing or modes."""
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
     with _disable_current_modes(), DisableTorchFunction(), torch.no_grad(), casts_off:
         yield

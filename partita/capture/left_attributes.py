@@ -30,8 +30,7 @@ HOMES_OF_SLOTS = ("_parameters", "_buffers", "_modules")
 def attributes_restored(
     homes: Sequence[dict[str, Any]], contains_fake: Callable[[Any], bool]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Restores attributes at the end of the `with` block, if fake tensors were stored in them
-    inside.
+    """Restores attributes in which the `with` block has stored fake tensors, at its end.
 
     Lists and dictionaries that are attributes get their old items back.
 
@@ -94,8 +93,7 @@ def is_list_of_parameters(value: Any, before: Any) -> bool:
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Removes fake tensors from module attributes at the end of the `with` block, and raises an
-    error.
+    """Removes fakes that the `with` block has stored in modules, then raises an error.
 
     Raises:
         CaptureError: there were such attributes, and the block itself has raised nothing.

@@ -170,8 +170,8 @@ def _make_state(optimizer: Optimizer, only_with_gradient: bool = False) -> MadeS
 def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Returns the group with `fused` off if its parameters are meta tensors.
 
-    A fused optimizer refuses those, although making its state needs no kernel. A capturable one
-    counts its steps in a tensor beside each parameter, as a fused one does.
+    A fused optimizer refuses meta tensors, although making its state needs no kernel. It is made
+    "capturable", which keeps the step count on the parameter's device, as "fused" does.
     """
     if not group.get("fused") or not all(p.is_meta for p in params):
         return group
@@ -181,7 +181,7 @@ def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dic
 def _make_momentum(optimizer: Optimizer) -> MadeState:
     """Give SGD momentum buffers of zeros, to which its first step adds the first gradient.
 
-    Not with dampening, which does not apply to the first gradient.
+    Groups with dampening get none, because dampening does not apply to the first gradient.
     """
     found: MadeState = []
     for group in optimizer.param_groups:
@@ -196,8 +196,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete optimizer state that `make_optimizer_state` created and the captured step does not
-    use.
+    """Delete state that `make_optimizer_state` has created and the step does not use.
 
     Args:
         made_state: the result of `make_optimizer_state`.
@@ -217,9 +216,7 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
 
 
 class CapturedOptimizers:
-    """The optimizers of a step during its capture, while fakes replace their parameters and
-    floats.
-    """
+    """The optimizers of a step in its capture. Fakes replace their parameters and floats."""
 
     def __init__(self, optimizers: dict[str, Optimizer]):
         self.optimizers = optimizers
@@ -237,8 +234,7 @@ class CapturedOptimizers:
         recorder: Recorder,
         updates: BlockUpdates,
     ) -> Iterator[None]:
-        """Puts fakes in place of the parameters and floats in the optimizers' groups, inside the
-        `with` block.
+        """Replaces parameters and floats in optimizers' groups by fakes, inside the `with` block.
 
         Optimizer steps inside the block are set up to be captured. The tensors of the optimizers'
         state are replaced elsewhere.
@@ -278,7 +274,7 @@ class CapturedOptimizers:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)
 
         def begin_rest(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            """Widen the counts, unless partita's own hook has stepped in blocks before."""
+            """Widen the counts, unless partita's own hook has updated the blocks before."""
             if HERE.trace is recorder and updates.has_blocks and optimizer not in self._stepped:
                 self._counts += widen_counts(optimizer.state.values(), self._kept)
 
@@ -358,7 +354,7 @@ class CapturedOptimizers:
         return {key: stand_in_for(value, key) for key, value in group.items()}
 
     def _set_up_groups(self, optimizer: Optimizer) -> None:
-        """Set an optimizer to update as it is captured, until `_restore_settings`."""
+        """Set an optimizer's options (such as `foreach`) for capture, until `_restore_settings`."""
         for group in optimizer.param_groups:
             own = {name: group[name] for name in _CAPTURED if name in group}
             self._settings.append((group, own))
@@ -372,9 +368,9 @@ class CapturedOptimizers:
     def list_new_state(
         self, find_slot: Callable[[torch.Tensor], Slot | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
-        """Returns the tensors that the optimizers have added to their state in the step.
+        """Returns (slot, tensor) for each tensor that the step has added to an optimizer's state.
 
-        Each comes with a slot: the place of the state.
+        The slot is the place in the optimizer's `state`.
 
         Args:
             find_slot: a function that returns the slot of the input that a fake replaces.

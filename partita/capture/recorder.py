@@ -119,7 +119,7 @@ def _shape_of_value(value: Any) -> Any:
 
 
 def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if the output shape of this call is known, although it may depend on data for `func`."""
+    """True if this call has an output of known shape, although other calls of `func` do not."""
     if func is _aten.index.Tensor:  # masks select a data-dependent count, integers do not
         given = [i for i in args[1] if i is not None]
         return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
@@ -305,7 +305,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def _call_for_count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns the value of a call whose output shape depends on data.
 
-        The call's integers must decide it: the count of true elements, or the sum of repeats.
+        The shape must follow from integers in the step's arguments: it is the count of true
+        elements, or the sum of repeats.
         """
         call = _COUNTED.get(func)
         if call is None:
@@ -355,8 +356,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Returns a context manager. Nodes that are added inside are noted as parts of a
-        redistribution.
+        """Returns a context manager. Notes of nodes that are added inside name a redistribution.
 
         Args:
             move: the redistribution.
@@ -376,12 +376,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def _noting(self, **fields: Any) -> AbstractContextManager[None]:
-        """Set fields in the notes of nodes that are made inside the `with` block."""
+        """Returns a context manager. Nodes added inside get these fields in their notes."""
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager. Nodes that are added inside are noted as parts of a remat
-        region.
+        """Returns a context manager. Nodes that are added inside belong to a new remat region.
 
         Within nested regions, they belong to the outermost one.
         """
@@ -412,9 +411,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Marks the nodes that computed the memory of `x`, so that backward gets it from forward.
+        """Marks the nodes that computed the memory of `x`: their values are saved for backward.
 
-        A remat region then does not recompute it.
+        A remat region then does not recompute them.
         """
         with local_ops():
             wanted = x.untyped_storage()._cdata
@@ -493,9 +492,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._note
 
     def note_made(self, *nodes: fx.Node) -> None:
-        """Write notes (user's line, phase) on nodes that were added to the graph without a traced
-        call.
-        """
+        """Write notes (user's line, phase) on nodes that were added without a traced call."""
         self._note_nodes(nodes, unprofiled(self._make_note))
         self._note_new_nodes()
 
@@ -516,9 +513,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._made.append((made, out))
 
     def add_alias(self, made: torch.Tensor) -> fx.Node:
-        """Adds a node that is an alias of the fake tensor `made`. Later reads of `made` use the new
-        node.
-        """
+        """Adds a node that is an alias of a fake tensor. Later reads of `made` use this node."""
         shown = node_of(made)
         assert shown is not None
         node = add_call(self.graph, DETACH, (shown,))
@@ -588,7 +583,7 @@ class _Traced:
     """A redistribution that was traced.
 
     Attributes:
-        move: kept alive, since the key has its id.
+        move: kept, so that its id stays unique: the key contains the id.
         given, made: the nodes of its operand and of its result.
         nodes: the nodes of the redistribution, in order.
         like: the fake value of its result.
@@ -602,9 +597,7 @@ class _Traced:
 
 
 class RepeatedMoves:
-    """The redistributions that a capture has traced. The nodes of an equal one are copied, not
-    traced again.
-    """
+    """The redistributions that a capture has traced. An equal one copies their nodes."""
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode):
         self._recorder, self._mode = recorder, mode
@@ -613,8 +606,7 @@ class RepeatedMoves:
     def carry(
         self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns `x` redistributed by `move`. If an equal redistribution was traced before, its
-        nodes are copied.
+        """Returns `x` redistributed by `move`: traced, or copied from an equal redistribution.
 
         Args:
             run: traces the redistribution. It is called if there was no equal one.
@@ -666,8 +658,7 @@ _READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
 
 class StepFunctionMode(TorchFunctionMode):
-    """A torch-function mode that intercepts the functions that a step calls on tensors during its
-    trace.
+    """A torch-function mode that intercepts the functions that a traced step calls.
 
     Args:
         inputs: the inputs of the graph.
@@ -756,9 +747,7 @@ class StepFunctionMode(TorchFunctionMode):
                 self._taken[x.untyped_storage()._cdata] = before
 
     def copy_back(self) -> None:
-        """Write values that the step has assigned to `x.data` into inputs. Called at the end of the
-        trace.
-        """
+        """Write the values assigned to `x.data` into inputs. Called at the end of the trace."""
         with local_ops(), torch.no_grad():
             copies = []
             for x, before in self._written.values():
@@ -770,13 +759,11 @@ class StepFunctionMode(TorchFunctionMode):
                 before.copy_(value)
 
     def is_given_memory(self, fake: torch.Tensor) -> bool:
-        """True if the step has assigned to `.data` of this input, so that the input has other
-        memory now.
-        """
+        """True if the step has assigned to `.data` of this input, which changes its memory."""
         return id(fake) in self._written
 
     def separate_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor to return from the graph, for a tensor that the step returns or
+        """Returns the tensor that the graph must return for a tensor that the step returns or
         stores.
 
         It may be another tensor if the step has assigned `x.data = y`. In eager code x then shares
@@ -893,8 +880,7 @@ def _list_views(node: fx.Node | None) -> list[fx.Node]:
 
 
 def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureError]]) -> None:
-    """Raises CaptureError if the shape of a tensor was changed in place, and forward reads a view
-    of it later.
+    """Raises an error if forward reads a view of a tensor whose shape was changed in place.
 
     Args:
         changed: (last node before the change, views of the tensor, the error) for each change.
@@ -907,7 +893,7 @@ def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureE
 
 
 def _check_function(func: Any) -> None:
-    """Raise CaptureError if the user has replaced a function of torch by one that calls it.
+    """Raise CaptureError if the user has replaced a torch function by one that calls it.
 
     Torch dispatches its own function under the replacement's name, so the replacement would run
     twice.

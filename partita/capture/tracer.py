@@ -91,7 +91,7 @@ def capture(
       it.
     - If the function stores a tensor in an attribute of a module, the tensor is removed and an
       error is raised. The same holds for new state of an optimizer that was not made at capture.
-    - A tensor that replaces one of the state is an output of the kind "slot".
+    - If the function replaces a tensor of the state by another one, that is a "slot" output.
 
     `program.run_graph(leaves)` runs the program and returns this rank's values of its outputs,
     without a history. They include results that are inputs. The program writes state in place. The
@@ -128,7 +128,7 @@ def _capture(
     slots: Sequence[Slot],
     blocks: BlockChoice,
 ) -> tuple[Program, set[int]]:
-    """Returns `capture` over the current state, and the ids of the tensors in the program."""
+    """Does the work of `capture`, and also returns the ids of the tensors in the program."""
     places = [*list_slots(modules, [*optimizers.values()]), *slots]
     given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     leaves = [*(slot.value for slot in places), *given]
@@ -186,9 +186,7 @@ def _capture(
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
-    """Returns where each parameter, buffer and optimizer state tensor is stored, as slots
-    (`home[key]`).
-    """
+    """Returns a slot for each parameter, buffer and tensor of an optimizer's state."""
     found = []
     for i, module in enumerate(modules):
         for prefix, part in module.named_modules():
@@ -408,9 +406,7 @@ class Tracer:
         return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
 
     def finish_outputs(self) -> None:
-        """Adds outputs: gradients of inputs, if results require grad, and values that ranks
-        compare.
-        """
+        """Adds outputs: gradients of inputs for the caller's backward, and compared values."""
         self.outputs.find_bases()
         if self.outputs.differentiable:
             for hook in self._hooks:  # the real tensors' hooks get the gradients of backward
@@ -422,9 +418,7 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raises CaptureError if the graph would not do what the run has done. Removes unused
-        nodes, too.
-        """
+        """Raises CaptureError if the graph would not do what the run did. Drops unused nodes."""
         _check_constants(made.graph)
         _check_operators(made.graph)
         self.inputs.drop_unread_marks(made.graph)
@@ -486,8 +480,7 @@ class Tracer:
         return places_of_equal(self.inputs.all, self.equal_counts)
 
     def make_program(self, made: fx.GraphModule) -> tuple[Program, list[Any]]:
-        """Makes the program of a traced graph. Also returns values that ranks compare before it
-        runs.
+        """Makes the program of a traced graph. Also returns the values that ranks must compare.
 
         Raises:
             UnsureOfWrites: calls of folded blocks in the graph must be inlined first.
@@ -531,7 +524,7 @@ def _noting_blocks(
 
 
 def _keep_dead_code(graph: fx.Graph) -> None:
-    """Skip the search of `make_fx` for dead code, a fortieth of a capture's time."""
+    """Make `make_fx` skip its search for dead code, which takes a fortieth of a capture's time."""
     graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
 
 

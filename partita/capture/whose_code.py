@@ -1,4 +1,4 @@
-"""Tells, by file name, code of the user, which a capture follows, from code of libraries."""
+"""Distinguishes the user's code, which a capture follows, from code of libraries, by file name."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def is_recorded(filename: str) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """True if a capture follows the code of a module: it is not torch's, partita's or
-    Python's own.
-    """
+    """True if a capture follows a module's code: not torch's, partita's or Python's own."""
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names

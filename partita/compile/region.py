@@ -225,11 +225,13 @@ class Region(CapturedProgram):
                 given = _RegionPart.apply(part, values, [saved[n] for n in part.saved], *takes)
                 for i, result in zip(part.results, given, strict=True):
                     results[i] = result
-                unheard = [
-                    weakref.ref(results[i]) for i in part.results if self.forward_outputs[i].unheard
+                hooks_miss_gradient = [
+                    weakref.ref(results[i])
+                    for i in part.results
+                    if self.forward_outputs[i].hooks_miss_gradient
                 ]
-                if unheard and given[0].grad_fn is not None:
-                    given[0].grad_fn.unheard = unheard
+                if hooks_miss_gradient and given[0].grad_fn is not None:
+                    given[0].grad_fn.hooks_miss_gradient = hooks_miss_gradient
         return results
 
 
@@ -254,9 +256,9 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
     return region
 
 
-def _check_unheard(ctx: Any) -> None:
-    """Raise LayoutError if the user reads the gradient of an `unheard` result."""
-    for known in getattr(ctx, "unheard", ()):
+def _check_hooks(ctx: Any) -> None:
+    """Raise LayoutError if the user reads the gradient of an `hooks_miss_gradient` result."""
+    for known in getattr(ctx, "hooks_miss_gradient", ()):
         result = known()
         if result is not None and (result.retains_grad or result._backward_hooks):
             raise LayoutError(
@@ -297,7 +299,7 @@ class _RegionPart(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _check_unheard(ctx)
+        _check_hooks(ctx)
         part: _BackwardPart = ctx.part
         saved = dict(zip(part.saved, ctx.saved_tensors, strict=True))
         if part.backward.scope is not None and part.backward.scope.busy:

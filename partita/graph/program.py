@@ -242,8 +242,8 @@ class Output:
             cotangent it is the number of the result whose gradient it is. Otherwise -1.
         part: for a value with a history, the part of backward that takes its gradient. For a
             cotangent, the part that returns it.
-        unheard: for a result, True if other results of its part are computed from it. Its hooks
-            then miss the gradient that flows through those results.
+        hooks_miss_gradient: for a result, True if other results of its part are computed from it.
+            Its hooks then miss the gradient that flows through those.
         scalar: True if the step returns or stores the output as a Python number.
         tensor: a number that is equal for outputs that are one tensor object in the step.
         asks_gradient: True if the output requires grad but has no history, such as a view of a
@@ -261,7 +261,7 @@ class Output:
     index: int = -1
     number: int = -1
     part: int = 0
-    unheard: bool = False
+    hooks_miss_gradient: bool = False
     scalar: bool = False
     tensor: int = -1
     asks_gradient: bool = False

@@ -64,8 +64,7 @@ class PlainNumbers:
 
 
 class CapturedNumbers:
-    """The Python floats that a step reads in one capture run. They become inputs or constants of
-    the graph.
+    """The Python floats that a step reads in one run. They become graph inputs or constants.
 
     Args:
         env: the shape environment of the fake tensors.
@@ -82,11 +81,10 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns what the step gets in place of a float: a symbolic float, or `value` if it is a
-        constant.
+        """Returns a symbolic float for a float of the step; `value` itself if it is a constant.
 
         Args:
-            given: the graph input that the float becomes.
+            given: the graph input for the float.
         """
         self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.named):
@@ -105,8 +103,7 @@ class CapturedNumbers:
         return found
 
     def make_read_zeros_constant(self) -> bool:
-        """Makes float inputs with the value zero constants of the program, if the step has read or
-        compared them.
+        """Makes float inputs that are zero constants, if the step has read or compared them.
 
         The reason: code often tests `if weight_decay != 0`. Returns True if there are such floats:
         the step must then run again, without them as inputs.
@@ -184,10 +181,10 @@ def _make_finite_condition(numbers: list[Input], values: list[float]) -> Conditi
 
 
 def _is_traceable(value: float, given: Input, plain: Container[str]) -> bool:
-    """True if a float can be traced. Not NaN, infinities and -0.0, which symbolic numbers lack.
+    """True if a float can be traced. Symbolic numbers have no NaN, infinity or -0.0.
 
-    Also not a zero among an optimizer's settings, except the learning rate, because the optimizer
-    branches on those.
+    A zero among an optimizer's settings is not traced either, except a learning rate, because the
+    optimizer branches on it.
     """
     if given.name in plain:
         return False
@@ -198,7 +195,7 @@ def _is_traceable(value: float, given: Input, plain: Container[str]) -> bool:
 
 
 def _is_value(expr: Any) -> bool:
-    """True for a condition that one number has one value."""
+    """True for a condition such as `lr == 0.1`, that a number has one fixed value."""
     return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
 
 
@@ -250,9 +247,7 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Converts a node of torch's shape environment to the number class that users get, like
-    `torch.SymInt`.
-    """
+    """Converts a node of torch's shape environment to a `torch.SymInt` or similar number."""
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
@@ -261,8 +256,8 @@ def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
 class Guesses:
     """Assumed results of branches on tensor values, in the order of the branches.
 
-    A capture continues after a branch with the assumed result (answer). For branches after the last
-    of these, `PredictedValues` predicts the answer.
+    A capture continues after a branch with the assumed result (answer). `PredictedValues` predicts
+    the answers of later branches.
 
     Attributes:
         values: the assumed answers (results of branches).
@@ -292,8 +287,7 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """The result of running a program whose assumed answers (results of branches) are wrong for the
-    call.
+    """The result of a run in which assumed answers (results of branches) were wrong.
 
     The run has changed nothing, so the call can run another program instead.
 
@@ -318,22 +312,17 @@ class OtherAnswers:
 
     @property
     def guesses(self) -> Guesses:
-        """The answers that the graph has computed, as assumptions for another capture of the
-        step.
-        """
+        """The answers that the graph has computed, as assumptions for another capture."""
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
-        """True if a program that assumes `answers` fits this call, as far as the true answers are
-        known.
-        """
+        """True if `answers` are right for this call, as far as the true answers are known."""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The results of branches on tensor values that a program assumes, to compare with the true
-    ones.
+    """The results of branches on tensor values that a program assumes.
 
     Attributes:
         values: the answers, in the order of the questions.
@@ -349,9 +338,9 @@ class Answers:
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Compares only the answers that are numbers. Returns what `compare` returns.
+        """Like `compare`, but for the answers that are numbers. A small graph has computed them.
 
-        A small graph computes these before the program runs, because they decide shapes.
+        They are compared before the program runs, because they decide shapes.
 
         Args:
             found: the computed numbers.
@@ -470,8 +459,7 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Returns guesses with another answer, for another capture after the step has raised an
-        error.
+        """Returns guesses with another answer, to capture again after the step raised an error.
 
         None if all were tried.
         """
@@ -515,7 +503,7 @@ def _compares_with_bad(node: fx.Node) -> bool:
 
 
 def _finds_bad(node: fx.Node) -> bool:
-    """True if a node finds values that are not finite."""
+    """True for a node such as `isnan(x)`, which is normally False."""
     return guess_by_kind(node) is False
 
 

@@ -100,8 +100,7 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 
 
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
-    """Returns rebuilt arguments in which a container that the call passes twice is again one
-    object.
+    """Returns rebuilt arguments in which a container that was passed twice is one object.
 
     `unflatten_call` makes two lists of a list that is passed twice. But code that writes one of
     them must see the change in the other.
@@ -181,7 +180,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Same:
-    """Another occurrence of the object with this number."""
+    """A further occurrence of an object in the arguments, by the number of its `_Parts`."""
 
     number: int
 

@@ -49,9 +49,7 @@ def global_names(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Returns the chains of attributes that code reads, such as ("torch", "relu") for
-    `torch.relu`.
-    """
+    """Returns the attribute chains in code, such as ("torch", "relu") for `torch.relu`."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for i in _instructions_of(code):
@@ -226,7 +224,7 @@ name is a constant."""
 
 
 def _merge_calls(jumped: _Calls, fallen: _Calls) -> _Calls:
-    """Returns the unfinished calls at a label, reached by a jump or from the line above."""
+    """Returns the unfinished calls at a label, to which both a jump and the line above may lead."""
     if len(jumped) != len(fallen):
         return jumped
     return tuple((at, a and b) for (at, a), (_, b) in zip(jumped, fallen, strict=True))

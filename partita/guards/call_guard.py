@@ -73,7 +73,7 @@ class CallGuard:
                 and len(set(new)) == len(new)
                 and self._ids.isdisjoint(new)
                 and all(t.is_leaf for t in self._held)
-                and (program.guards is None or program.guards.reads_only(count))
+                and (program.guards is None or program.guards.holds_no_arguments(count))
             )
         if not self.usable:
             self._held = []
@@ -142,7 +142,7 @@ class CallGuard:
     def _has_met_conditions(self, tensors: list[Any]) -> bool:
         """True if the program's conditions hold.
 
-        Those on numbers are evaluated only if a number object has changed.
+        Conditions on numbers are evaluated only if a number object has changed.
         """
         numbers = [given.number(tensors) for given in self._asked]
         if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
@@ -167,7 +167,7 @@ class CallGuard:
         return found
 
     def _as_before(self, call: Any) -> bool:
-        """True if guards, training flags, optimizers and state tensors are as in this call."""
+        """True if Python values, training flags, optimizers and state are as in the last call."""
         assert self.program.guards is not None
         if not self.program.guards.hold(self._held, call, are_the_same=True):
             return False

@@ -138,8 +138,8 @@ def _kind_of(frame: FrameType) -> str:
     """Returns how calls of a frame's code are handled.
 
     "recorded" is the user's code; "special" may have to be refused; "setting" reads a setting of
-    torch or the process; "hash" is that of tensors; "stdlib" is Python's own library; "library" is
-    ignored.
+    torch or the process; "hash" is `__hash__` of a tensor; "stdlib" is Python's own library;
+    "library" is ignored.
     """
     code = frame.f_code
     if is_recorded(code.co_filename) and not _is_made_by_library(frame):
@@ -205,9 +205,7 @@ class Calls:
 
     @contextmanager
     def listening(self, enabled: bool) -> Iterator[None]:
-        """Watches the function calls of this thread inside the `with` block. Does nothing unless
-        `enabled`.
-        """
+        """Watches this thread's function calls inside the `with` block, if `enabled`."""
         if not enabled:
             yield
             return
@@ -221,8 +219,7 @@ class Calls:
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
-        """Ignore calls made by the garbage collector (finalizers, callbacks) inside the `with`
-        block.
+        """Ignore the garbage collector's calls (finalizers, callbacks) inside the `with` block.
 
         It runs at any time, in whichever thread allocates, and is not part of the step.
         """
@@ -335,7 +332,7 @@ class Calls:
             _refuse(self._record, _DRAWS, f"numpy.random.{name}")
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
-        """Handle a C function that Python's library calls, if it does so for the user."""
+        """Handle a C function that Python's library calls. Only calls made for the user matter."""
         if function.__name__ in _WHOLE_READS:  # as copies and pickles do
             self._record.read_all_attributes(function.__self__)
         name, is_setting = _name_of_external_function(function), _is_setting_of_c(function)

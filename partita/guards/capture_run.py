@@ -115,8 +115,7 @@ class CaptureRequest:
         step, args, kwargs: the step, and the arguments of the call.
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on tensor values.
-        values: the values of the call's tensors that are known, from which such answers are
-            computed.
+        values: known values of the call's tensors, from which such answers are computed.
         blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
         counts_apart: True if the parameters of one optimizer may have different step counts.
     """
@@ -237,7 +236,8 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> bool:
     """Give a program its guards, made from the state before the step, and its writes.
 
     Returns:
-        False if code may compare a traced float by `is`: it is plain from the next run on.
+        False if code may compare a traced float by `is`. Another run is needed, in which the float
+        is a constant.
     """
     run.undo()
     program.guards = run.guards()
@@ -374,7 +374,8 @@ class CaptureRun:
         """Returns the program of a traced graph; None if the step has read marks.
 
         Raises:
-            UnsureOfWrites: blocks that are calls in it must be inlined.
+            UnsureOfWrites: it is unclear what calls of folded blocks write, so they must be
+                inlined.
         """
         tracer, inputs = self.tracer, self.inputs
         read = tracer.list_read_inputs(made)
@@ -502,10 +503,11 @@ class CaptureRun:
     def _follows_from_data(self, number: Any, only_integers: bool = False) -> bool:
         """True if a number depends only on arguments and similar inputs, not on what steps update.
 
-        The latter would be another number, and need another program, in each call.
+        A number that depends on updated state would differ in each call, and need another program.
 
         Args:
-            only_integers: True requires integers or bools, as labels and masks are.
+            only_integers: if True, the arguments must be integers or bools, such as labels and
+                masks.
         """
         ahead, done = [self._node_of_number(number)], set()
         while ahead:
@@ -568,9 +570,7 @@ class CaptureRun:
 
     @contextmanager
     def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
-        """Put symbolic floats into variables inside the `with` block; yields (slot, symbolic
-        float).
-        """
+        """Put symbolic floats into variables inside the `with` block; yields (slot, float)."""
         found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
         try:
             held = []
@@ -648,7 +648,7 @@ class CaptureRun:
             )
 
     def _list_compared_tensors(self) -> list[tuple[torch.Tensor, str]]:
-        """Returns those of `_find_other_tensors` that code may compare by identity.
+        """Returns the real tensors (of `_find_other_tensors`) that code may compare by identity.
 
         Code does so by `is`, `id`, and lookups in sets and dictionaries. `==`, and `in` of a list,
         call an operator unless both are one object, and the operator refuses a tensor that is not
@@ -783,8 +783,7 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
 
 
 def check_arguments(call: Any, record: ReadRecord) -> None:
-    """Raise CaptureError if the step may compare an argument by `is` with an object that it
-    reaches.
+    """Raise CaptureError if the step may compare an argument with an object by `is`.
 
     Capture rebuilds containers and objects among the arguments, so the comparison would be wrong.
 

@@ -85,9 +85,7 @@ class CapturedProgram(Program):
 
     @cached_property
     def changes(self) -> list[Any]:
-        """What each pass changed in the graph, as `Change`s. Takes seconds: it runs the passes
-        again.
-        """
+        """What each pass changed in the graph, as `Change`s. Takes seconds: passes run again."""
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
@@ -97,16 +95,13 @@ class CapturedProgram(Program):
         return function_of(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Restores the Python objects that the capture has changed, unless a run has changed them
-        since.
-        """
+        """Restores the Python objects that capture has changed, unless a run has changed them."""
         for write in reversed(self.writes) if self.holds_writes else ():
             write.undo()
         self.holds_writes = False
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Compare across ranks the values that must be equal on all of them; raise on all if they
-        differ.
+        """Raise on all ranks if values that must be equal on all ranks differ.
 
         These are Python numbers, and plain tensors that are used with DTensors.
 
@@ -129,8 +124,7 @@ class CapturedProgram(Program):
             )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Adapts the program to the memory that the state has now. Call it after a tensor's storage
-        changed.
+        """Adapts the program to the storages of the state. Call it after a storage has changed.
 
         Uneven shards get room for their padding, and `overlap_check` records the new storages.
         """
@@ -143,7 +137,7 @@ class CapturedProgram(Program):
     def _give_own_memory(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None
     ) -> bool:
-        """Give memory of their own to inputs that the step gives other memory in eager.
+        """Give new memory to inputs whose memory the step replaces, as by `x.data = y`.
 
         The graph writes into the memory that it finds, which tensors outside of the step may share.
 
@@ -151,7 +145,7 @@ class CapturedProgram(Program):
             inputs: the local values of the inputs, which share their memory, too.
 
         Returns:
-            True if an input has other memory now.
+            True if an input has new memory now.
         """
         moved = False
         for i, given in enumerate(self.inputs):
@@ -298,8 +292,7 @@ class ReplicatedInputCheck:
     wires: list[Wire]
 
     def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
-        """Raise on all ranks if a plain tensor that the step mixes with DTensors differs between
-        ranks.
+        """Raise on all ranks if a plain tensor that is used with DTensors differs on a rank.
 
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
@@ -377,8 +370,7 @@ def extract_values(
 
 
 def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> PrecomputeGraph:
-    """Returns a graph that computes some of a program's answers (results of branches) before it
-    runs.
+    """Returns a graph that computes some answers (results of branches) before the program.
 
     Args:
         numbers: the indices of the answers.
@@ -401,9 +393,7 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """Returns the ledger's records for one run of a program: a record for each collective, in
-    order.
-    """
+    """Returns a ledger record for each collective of one run of a program, in order."""
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
         given = program.inputs[i]

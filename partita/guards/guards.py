@@ -187,17 +187,16 @@ class Guards:
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of the expected values. `History` uses it to recognize a repeated
-        capture.
-        """
+        """Returns a hash of the expected values, by which `History` finds repeated captures."""
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
-    def reads_only(self, count: int) -> bool:
+    def holds_no_arguments(self, count: int) -> bool:
         """True if no argument of a call is also read from a Python object, such as a global.
 
-        The first `count` leaves of a call are its state, and the others are its arguments. So this
-        is True if all tensors that the step has read from Python objects are among the first
-        `count` leaves.
+        So this is True if all tensors that were read from Python objects are in the state.
+
+        Args:
+            count: the number of leaves that are the state. The leaves after them are the arguments.
         """
         return self._last_leaf < count
 
@@ -248,10 +247,11 @@ class Guards:
         return walk
 
     def _list_beside(self, call: Any) -> Iterator[tuple[Any, bool]]:
-        """Yields (object, True if the step reads it) of objects beside the places.
+        """Yields (object, True if the step reads it) for objects that are not values of places.
 
-        These are the number inputs of slots and optimizers, and the containers and objects of the
-        call. Numbers and text of the call are no objects here: equal ones need not be one object.
+        These are the number inputs of slots and optimizers, and the containers and objects in the
+        call's arguments. Numbers and strings in the arguments are left out, because equal ones need
+        not be one object.
         """
         for given, read in self._numbers:
             try:
@@ -266,10 +266,11 @@ class Guards:
                 yield value, True
 
     def _find_shared_beside(self, call: Any) -> list[int]:
-        """Returns for each object of `_list_beside` what else is the same Python object.
+        """Returns, for each object of `_list_beside`, a number that says with what it is identical.
 
-        The result is an object's number in `_find_sharing`. It is -2 - i for the object i of the
-        list, if the step reads both. It is -1 if there is no such object.
+        Returns:
+            The number of the object in `_find_sharing`, if a place contains it. -2 - i, if the step
+            reads it and it is identical with an earlier object i of the list. Otherwise -1.
         """
         first: dict[int, int] = {}
         found = []
@@ -286,13 +287,13 @@ class Guards:
     def _find_sharing(
         self, found: Mapping[int, PlaceContent]
     ) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
-        """Returns for each place the numbers of its objects: equal numbers for one object.
+        """Numbers the objects in all places; an object that is in several places has one number.
 
         Args:
             found: the new contents of some places; others have their stored contents.
 
         Returns:
-            The numbers by place; and the number of each object by id.
+            The numbers of the objects in each place; and the number of each object, by its id.
         """
         first: dict[int, int] = {}
         met = {**self._met, **{at: content.met for at, content in found.items()}}
@@ -356,8 +357,7 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if none of these tensors is also in a place, such as a global, that guards compare
-        by identity.
+        """True if none of these tensors is also in a guarded place, such as a global.
 
         `CallGuard` uses it for the tensors among a call's arguments. A tensor that is in such a
         place needs the full check.
@@ -455,7 +455,8 @@ class Guards:
 
         Args:
             found: the contents of the places that `walk` has compared.
-            moving: those of these places that become "moving".
+            moving: the places whose containers have changed. They are watched apart from the
+                others, because they are likely to change again.
         """
         for at, content in found.items():
             self._others.pop(at, None)
@@ -494,14 +495,13 @@ class PlaceContent(NamedTuple):
 
 
 def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str]:
-    """Returns the names of variables, if they are among those that were read (None for all)."""
+    """Returns the keys of `held` that were read; all keys if `names` is None."""
     return {*held} if names is None else names & held.keys()
 
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """The values that a step reads and that are inputs of its graph, so that guards do not compare
-    them.
+    """The values that a step reads and that are graph inputs. Guards do not compare them.
 
     Attributes:
         leaves: maps the id of each tensor to its first index among the leaves (tensors and numbers)
@@ -517,9 +517,7 @@ class ReadInputs:
     written: frozenset[int] = frozenset()
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
-        """Returns the index of each number that is a graph input, by the identity of the number's
-        place.
-        """
+        """Returns the index of each number among the inputs, by the identity of its place."""
         found = {}
         for i, given in enumerate(self.numbers):
             with suppress(LookupError):  # an optimizer may have fewer groups now
@@ -606,7 +604,7 @@ class WatchedItems:
 
 
 class _BaseItems:
-    """The items of a container, read past overrides of a user's class."""
+    """The items of a container, read without calling overrides in a user's class."""
 
     def __init__(self, container: Any, base: Any):
         self._container = container
@@ -620,7 +618,10 @@ class _BaseItems:
 
 
 class _ItemsWithInputs:
-    """The items of a container that are no number inputs, then the types of those that are."""
+    """The items of a container, then the types of those items that are number inputs.
+
+    Only the items that are not number inputs are listed themselves.
+    """
 
     def __init__(self, items: Any, key: ContainerKey):
         self._items = items
@@ -694,7 +695,7 @@ _DICT_CONTEXTS: dict[Any, Callable[[Any], Any]] = {
 
 
 def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
-    """Returns what to compare each dictionary key in the arguments by, in a later call.
+    """Returns a comparison key for each dictionary key in a call's arguments, except strings.
 
     `flatten_call` compares keys by `==`, which does not distinguish 1 from True.
     """
@@ -754,9 +755,7 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 
 
 def enters_padded(t: torch.Tensor) -> bool:
-    """True if ranks hold shards of `t` of different sizes, which are padded before a graph gets
-    them.
-    """
+    """True if ranks hold shards of `t` of different sizes, so that a graph gets them padded."""
     spec = t.__dict__.get("_spec")
     return spec is not None and spec.is_uneven
 

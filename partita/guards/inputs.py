@@ -100,8 +100,7 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Searches places that a run has read for modules, optimizers and tensors that are not
-        known yet.
+        """Searches places that a run has read for new modules, optimizers and tensors.
 
         Returns the exception with which the capture starts again, if there are any; otherwise None.
         """
@@ -127,22 +126,17 @@ class State:
         return names
 
     def identities_found(self) -> set[Any]:
-        """Returns the identities of all slots, modules and optimizers of the state, to compare two
-        searches.
-        """
+        """Returns the identities of all slots, modules and optimizers, to compare two searches."""
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
     def ids_searched(self) -> set[int]:
-        """Returns the ids of the modules, optimizers and containers in which the search has
-        looked.
-        """
+        """Returns the ids of the modules, optimizers and containers that were searched."""
         held = (v for _, _, v in self.links)
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if a call's arguments contain the same modules and optimizers as when this state was
-        found.
+        """True if a call's arguments contain the modules and optimizers of this state.
 
         Otherwise the search for the step's state must be repeated.
         """
@@ -150,9 +144,7 @@ class State:
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def has_changed(self) -> bool:
-        """True if an object of the state was replaced or moved, so that the search must be
-        repeated.
-        """
+        """True if an object of the state was replaced or moved: the search must be repeated."""
         try:
             collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
             if any(home[key] is not value for home, key, value in self.links):
@@ -177,8 +169,7 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yields `(name, value)` of settings of modules and optimizers that are part of a call's
-        signature.
+        """Yields `(name, value)` of module and optimizer settings that are part of a signature.
 
         Examples are `training` of modules and the number of parameters of an optimizer.
         """
@@ -204,9 +195,7 @@ class State:
         return any("parametrizations" in part._modules for part in self.parts)
 
     def refuse_cached_values(self) -> None:
-        """Raise CaptureError if the call is inside `parametrize.cached()`, which cannot be
-        captured.
-        """
+        """Raise CaptureError if the call is inside `parametrize.cached()`."""
         if self.has_parametrizations() and parametrize._cache_enabled:
             raise not_captured(
                 "the step runs within parametrize.cached()",
@@ -235,10 +224,9 @@ def _modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves (tensors and numbers) of a call: the values of the state's slots, then the
-    leaves of the arguments.
+    """Returns the leaves of a call: the values of the state's slots, then of the arguments.
 
-    Inputs of a graph refer to these leaves by index.
+    Leaves are tensors and numbers. Inputs of a graph refer to them by index.
     """
     found: list[Any] = []
     for slot in slots:
@@ -281,8 +269,7 @@ def find_state(
     reached: Sequence[Place] = (),
     before: State | None = None,
 ) -> State:
-    """Searches for the modules, optimizers and tensors that a step can reach, in an order equal on
-    ranks.
+    """Finds all modules, optimizers and tensors of a step, in the same order on all ranks.
 
     Args:
         given: the objects that the user has passed as `state=`.
@@ -444,9 +431,7 @@ class _Search:
                 self.state.reached.append(place)
 
     def name_parameters_of_optimizers(self) -> None:
-        """Move the slots of optimizers' lists to the end, so that parameters are named by their
-        modules.
-        """
+        """Move optimizers' slots to the end, so that parameters are named by their modules."""
         slots = self._of_optimizers
         self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
 
@@ -642,9 +627,7 @@ def _holds_state(value: Any) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """True if the search looks into `value`. Reads of functions and classes are seen at run time
-    instead.
-    """
+    """True if the search looks into `value`. It does not look into functions and classes."""
     if has_type(value, (*_SIMPLE, type, types.ModuleType)):
         return False
     return has_type(value, (nn.Module, functools.partial)) or not callable(value)

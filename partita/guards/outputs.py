@@ -55,8 +55,9 @@ _MOST_OBJECTS = 10_000  # that one search visits
 
 
 class ModuleAttributes:
-    """The attributes of a step's modules, except parameters and buffers, to find out which of them
-    the step sets.
+    """The attributes of modules before the step, to find out which of them it sets.
+
+    Parameters and buffers are not included.
     """
 
     def __init__(self, state: State):
@@ -79,8 +80,7 @@ class ModuleAttributes:
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """Returns the error for a step that stores a tensor or number where a program could not
-        store it.
+        """Returns the error for a step that stores a tensor or number where a program cannot.
 
         Args:
             place: where the step stores it.
@@ -100,8 +100,7 @@ class ModuleAttributes:
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """Returns a slot (object and key) for each module attribute in which the step has stored a
-        tensor.
+        """Returns a slot for each module attribute in which the step has stored a tensor.
 
         Call it inside `restored`, before the attributes are restored.
 
@@ -175,8 +174,7 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raise CaptureError if an object in a result contains a tensor, or a string formatted from
-    one.
+    """Raise CaptureError if an object in a result contains a tensor, or text made from one.
 
     Args:
         known: the same as for `contains_new_fake`.
@@ -200,8 +198,7 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def has_only_known_fakes(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True if `value` is a container whose fake tensors are all in places that are inputs of the
-    graph.
+    """True for a container whose fake tensors are all in places that are graph inputs.
 
     The program already writes such places.
 
@@ -230,9 +227,7 @@ _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
 def contains_fake(value: Any) -> bool:
-    """True if `value` is or contains a fake tensor or symbolic number, which no program could
-    store.
-    """
+    """True if `value` is or contains a fake tensor or symbolic number."""
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # true of nearly all attributes of modules
@@ -328,8 +323,7 @@ def make_left_error(name: str, value: Any = None) -> Exception:
 
 
 def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
-    """Returns the error for a change of a Python object that a program could not repeat in each
-    call.
+    """Returns the error for a change of a Python object that a program cannot repeat.
 
     Args:
         codes: the code of the functions that ran.

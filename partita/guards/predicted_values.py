@@ -59,8 +59,7 @@ class ValuesOfCall:
 def gather_small_integers(
     inputs: Iterable[Input], tensors: Sequence[Any], wires: Iterable[Wire]
 ) -> ValuesOfCall:
-    """Gathers a call's small integer tensors, so that each rank can predict branches on their
-    values.
+    """Gathers a call's small integer tensors, from which ranks predict branches.
 
     All ranks must call it.
 
@@ -95,8 +94,7 @@ def _is_small_integer(given: Input) -> bool:
 
 
 class PredictedValues:
-    """Computes values of graph nodes on the CPU during capture, if they depend on known inputs
-    only.
+    """Computes values of graph nodes on the CPU during capture, from known inputs.
 
     Args:
         graph: the graph that is being traced.

@@ -132,7 +132,7 @@ class _ReachedObject:
     Attributes:
         attributes: its `__dict__` as it was when it was reached.
         slots: the descriptors of its `__slots__`.
-        names: the attributes that were read; True if the user's code has read it.
+        names: the attributes that were read. The value is True if the user's code has read it.
     """
 
     value: Any
@@ -233,16 +233,12 @@ class ReadRecord(PlaceRecord):
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if the step has reached this object, so that reads of its attributes must be
-        recorded.
-        """
+        """True if the step has reached this object: reads of its attributes must be recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
     def reaches_optimizers(self) -> bool:
-        """True if the step has reached an optimizer that the search before the run had not
-        found.
-        """
+        """True if the step has reached an optimizer that the search before it had not found."""
         owners = [known.value for known in self._objects.values()]
         return any(
             has_type(o, torch.optim.Optimizer) for o in owners if id(o) not in self._given_names
@@ -250,8 +246,7 @@ class ReadRecord(PlaceRecord):
 
     @property
     def sees_calls(self) -> bool:
-        """True if a function is recorded when it runs. If False, it is recorded as soon as the step
-        could call it.
+        """True if a function is recorded when it runs; False if as soon as it may be called.
 
         It is False if another profiler was active when recording began, because calls cannot be
         watched then.
@@ -324,9 +319,7 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Copies rebuilt arguments of the call, to find out later what the step has written to
-        them.
-        """
+        """Copies rebuilt arguments of the call, to find what the step writes to them."""
         before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
         self._made_anew |= self._reached.keys() - before
@@ -334,9 +327,7 @@ class ReadRecord(PlaceRecord):
     # -- attributes --------------------------------------------------------------------------------
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that an attribute of an object was read. Later reads of it are not recorded
-        again.
-        """
+        """Record that an attribute was read. Later reads of it are not recorded again."""
         if self._is_paused:
             return
         if id(owner) not in self._objects:
@@ -594,7 +585,7 @@ class ReadRecord(PlaceRecord):
     def _reach_by_names(self, value: Any, name: str) -> None:
         """Record the attributes of an object by the names that code may read.
 
-        Not of partita's own objects, which no step reads.
+        partita's own objects are skipped, because no step reads them.
         """
         if type(value).__module__.split(".")[0] == "partita":
             return
@@ -609,9 +600,7 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Registers a function that the step may call, so that the names in its code are recorded
-        when it runs.
-        """
+        """Registers a function, so that the names in its code are recorded when it runs."""
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
             self._unread_methods[id(f)] = f
@@ -663,7 +652,7 @@ class ReadRecord(PlaceRecord):
                             self._by_operators[id(f.__code__)] = (base, key)
 
     def _reach_method(self, f: types.FunctionType, name: str) -> None:
-        """Store a function in a class; its attributes are recorded only if it is read itself."""
+        """Record a method. Its own attributes are recorded only if it is read itself."""
         before, self._reads_methods = self._reads_methods, True
         try:
             self.reach_value(f, name)
@@ -678,7 +667,7 @@ class ReadRecord(PlaceRecord):
                 self._read_libraries(f.__code__, {"F": f.__globals__.get("F")})
 
     def _reach_cached_function(self, f: Any, name: str) -> None:
-        """Enter a cached function at once: results in its cache depend on what it reads."""
+        """Record at once what an `lru_cache` function reads: a call may return a cached result."""
         self.reach_value(f, name)
         for waiting in self._waiting.pop(id(getattr(f, "__code__", None)), ()):
             self._enter_function(*waiting)
@@ -691,9 +680,7 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Records those variables of a module, class or function whose names occur in code that
-        runs.
-        """
+        """Record the variables of a module, class or function that are named in code that runs."""
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)
@@ -708,9 +695,7 @@ class ReadRecord(PlaceRecord):
     # -- what runs ---------------------------------------------------------------------------------
 
     def enter_frame(self, frame: FrameType) -> None:
-        """Record the globals, closure cells and attributes that a function names, when it first
-        runs.
-        """
+        """Record the globals, cells and attributes that a function names, when it first runs."""
         code = frame.f_code
         back = frame.f_back
         if code.co_name == "<module>" and back and "importlib" in back.f_code.co_filename:
@@ -779,8 +764,7 @@ class ReadRecord(PlaceRecord):
         self.record_attribute_names(attribute_names_in(code))
 
     def record_attribute_names(self, names: set[str]) -> None:
-        """Record the attributes with these names, of all objects, classes and modules that are
-        reached.
+        """Record the attributes with these names of all objects and classes that are reached.
 
         These names occur in code that ran. From which object the code reads them is unknown.
         """
@@ -1004,9 +988,9 @@ _SPECIAL_ATTRIBUTES = _BASES.union(
 
 @cached_by_type
 def _names_in_c(kind: type) -> frozenset[str]:
-    """Returns the attributes of the instances of a class that are in no dictionary.
+    """Returns the names of attributes that instances of a class have outside any dictionary.
 
-    For other C types than these, code sets no attributes.
+    Only functions, classes and exceptions have such attributes that code may set.
     """
     if issubclass(kind, (type, types.FunctionType)):
         return _SPECIAL_ATTRIBUTES

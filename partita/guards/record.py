@@ -116,8 +116,7 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Returns a context manager. Values that are recorded inside count as "reached only by
-        name".
+        """Returns a context manager. Values recorded inside count as "reached only by name".
 
         Code contains the names of such values, but may never read them. So they raise no error,
         even if no guard can cover them.
@@ -204,8 +203,7 @@ class PlaceRecord:
         self.reach_by_kind(value, name)
 
     def note_unread(self, value: Any) -> bool:
-        """Returns True if `value` is recorded only because code contains its name ("reached by
-        name").
+        """True if `value` is recorded only because code contains its name ("reached by name").
 
         The step may never read it, so no error is raised now. If the step reads it later, the error
         is raised then.
@@ -241,9 +239,9 @@ class PlaceRecord:
 
 @cached_by_type
 def _is_of_threads(kind: type) -> bool:
-    """True for a thread, and for what threads share: an event, a queue, a pool.
+    """True for a thread, and for an object that threads share: an event, a queue, a pool.
 
-    Its state changes whenever another thread runs, as that of a progress bar's monitor.
+    Its state changes whenever another thread runs, like that of a progress bar's monitor.
     """
     if issubclass(kind, threading.local):
         return False
@@ -290,9 +288,7 @@ class Write:
         self.place.write(self.before)
 
     def redo(self) -> None:
-        """Makes the step's change of the Python object again. Each call that runs the program does
-        this.
-        """
+        """Makes the step's change again. Each call that runs the program does this."""
         self.place.write(self.after)
 
 
@@ -459,9 +455,7 @@ class Snapshots:
                 self.snapshot_new(v, f"{name}[{key!r}]", known)
 
     def snapshot_raw(self, value: Any, name: str) -> None:
-        """Copy the content of an object implemented in C (an array, a buffer), to detect
-        changes.
-        """
+        """Copy the content of an array, a buffer or a similar object, to detect changes."""
         copy = copy_raw_content(value)
         place = Place(name, value, None, None, lambda _: restore_raw_content(value, copy))
         self._raw.append((place, read_raw_content(value)))
@@ -526,7 +520,7 @@ class Snapshots:
 def _is_of_user(space: Any) -> bool:
     """True if a class, module, function or dictionary of globals is the user's.
 
-    Also for another builtin object, as an exception: only user code sets attributes on it.
+    Other builtin objects, such as exceptions, count too: only user code sets attributes on them.
     """
     if type(space) is dict:
         return is_user_module(space.get("__name__"))
@@ -542,7 +536,7 @@ _CACHES = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary)
 
 
 def _list_held(cache: Any) -> list[Any]:
-    """Returns the results that a cache keeps, among other objects."""
+    """Returns the results that a cache keeps, and other objects to which it refers."""
     if has_type(cache, weakref.WeakKeyDictionary):
         return [*cache.values()]
     held = [v for v in gc.get_referents(cache) if v is not vars(cache)]
@@ -703,9 +697,7 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """Returns the number of attributes of a class, to detect new ones. Those of partita do not
-    count.
-    """
+    """Returns the number of attributes of a class, except partita's, to detect new ones."""
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added - sum(key.startswith(KEPT_IN_CLASS) for key in held)
@@ -724,9 +716,7 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 
 
 def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
-    """Returns a context manager: attributes that this thread reads inside are recorded in
-    `record`.
-    """
+    """Returns a context manager. This thread's reads of attributes inside go to `record`."""
     return attribute_set(_recording, "record", record)
 
 

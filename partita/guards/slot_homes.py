@@ -92,9 +92,7 @@ class PlaceAsItem(SlotHome):
 
 
 class Attributes(SlotHome):
-    """Wraps an object, so that `[name]` reads and writes its attributes, in `__slots__` or
-    `__dict__`.
-    """
+    """Wraps an object, so that `[name]` reads and writes its attributes."""
 
     def __getitem__(self, name: str) -> Any:
         return object.__getattribute__(self.owner, name)

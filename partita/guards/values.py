@@ -138,9 +138,7 @@ class ContainerKey(NamedTuple):
 
 
 class EntriesKey:
-    """The comparison key of a huge container: its entries are compared by identity or bits, not
-    deeply.
-    """
+    """The comparison key of a huge container: its entries are compared by identity or bits."""
 
     def __init__(self, value: Any):
         self.kind = type(value)
@@ -171,8 +169,7 @@ def _key_of_entry(value: Any) -> Any:
 
 
 def key_of_member(key: Any, is_whole: bool = False) -> Any:
-    """Returns the comparison key of a dictionary's key or a set's member, without calling its
-    `__eq__`.
+    """Returns the comparison key of a dictionary's key or a set's member; calls no `__eq__`.
 
     Args:
         is_whole: the same as for `ContentWalk`.
@@ -207,8 +204,7 @@ def _keys_of_members(kind: type, keys: list[Any] | None, is_whole: bool = False)
 
 
 def argument_key(value: Any) -> Any:
-    """Returns the comparison key of an argument that is not a tensor. For a float it is only the
-    type.
+    """Returns the comparison key of a non-tensor argument. For a float it is only the type.
 
     Floats are inputs of the graph, so their values do not matter.
     """
@@ -395,9 +391,7 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index (among a call's leaves) of the tensors in a comparison key; -1 if
-    it has none.
-    """
+    """Returns the highest index of a leaf (tensor of the call) in a comparison key; else -1."""
     if isinstance(key, LeafKey):
         return key.number
     return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
@@ -414,9 +408,7 @@ def is_deeply_immutable(value: Any) -> bool:
 
 
 def has_type(value: Any, kinds: Any) -> bool:
-    """Like `isinstance`, but runs no code of the user: `isinstance` may read a `__class__`
-    property.
-    """
+    """Like `isinstance`, which may run code of the user: a `__class__` property."""
     return issubclass(type(value), kinds)
 
 
@@ -430,9 +422,7 @@ def base_of_container(value: Any) -> Any:
 
 
 def reads_like_base(value: Any) -> bool:
-    """True if a container's class does not override how its builtin base (such as dict) reads
-    items.
-    """
+    """True if a container's class reads items as its builtin base (such as dict) does."""
     kind: type = type(value)
     return _find_base(kind)[1]
 
@@ -495,9 +485,7 @@ def count_items(value: Any) -> int:
 
 
 def is_container(value: Any) -> bool:
-    """True if `value` is a container (a list, dict, set, ...), which guards compare by its
-    contents.
-    """
+    """True if guards compare `value` by its contents: a list, dict, set or similar object."""
     kind: type = type(value)
     return _sort_of_type(kind) == "container"
 
@@ -824,9 +812,7 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the `Place` of an attribute that a class, module or function defines itself (not
-    inherited).
-    """
+    """Returns the `Place` of a class's, module's or function's own attribute (not inherited)."""
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else dict_of(space)
@@ -872,8 +858,7 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
 
 
 def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
-    """Returns the `Place` of a setting that only a function returns. Its value is the function's
-    result.
+    """Returns the `Place` of a setting whose value is the result of a function.
 
     Args:
         about: an object that identifies the place. By default the function does.
@@ -1019,9 +1004,7 @@ _NAMES_OF_CLASSES = weakref.WeakKeyDictionary[type, tuple[list[int], frozenset[s
 
 
 def functions_of_descriptor(value: Any) -> list[Any]:
-    """Returns the functions that a descriptor (property, classmethod, ...) calls; [] for other
-    values.
-    """
+    """Returns the functions that a descriptor, such as a property, calls; [] for others."""
     for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
         if has_type(value, kind):
             return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
@@ -1044,9 +1027,7 @@ def variables_of(space: Any) -> dict[str, Any]:
 
 
 def dict_of(value: Any) -> Any:
-    """Returns an object's `__dict__` without calling a user's `__getattribute__`; None if it has
-    none.
-    """
+    """Returns an object's `__dict__`, or None, without calling a user's `__getattribute__`."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a `threading.local` has one dictionary for each thread
@@ -1079,9 +1060,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """True if an instance attribute of the same name would take precedence over the class attribute
-    `found`.
-    """
+    """True if an instance attribute of this name would hide the class attribute `found`."""
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first

@@ -249,9 +249,7 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def _refuse_made_leaves(self, recorder: Recorder) -> None:
-        """Raise CaptureError if a returned leaf would need a gradient from the caller's
-        backward.
-        """
+        """Raise CaptureError if the caller's backward would have to reach a returned leaf."""
         outputs = {id(t) for t in self.values}
         leaves = [t for t in find_leaves(self.differentiable) if id(t) in outputs]
         made = [t for t in leaves if self._inputs.input_of(t) is None]

@@ -85,7 +85,7 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclass
 class _OldObjects:
-    """The objects that pauses moved to the oldest generation since the last full collection.
+    """Counts the objects that `_collector_paused` moves to the collector's oldest generation.
 
     Python collects the oldest generation when a quarter of its objects is new there. It does not
     count objects that were moved, so dropped programs would stay in memory.
@@ -96,14 +96,14 @@ class _OldObjects:
     """The number of full collections when `moved` was 0."""
 
     def count_moved(self, count: int) -> None:
-        """Adds objects that are going to be moved, after a full collection from 0 on."""
+        """Adds to the count of moved objects. A full collection has set it back to 0."""
         done = gc.get_stats()[2]["collections"]
         if done != self.collections:
             self.moved, self.collections = 0, done
         self.moved += count
 
     def collect_if_due(self) -> None:
-        """Makes a full collection if a quarter of the oldest generation was moved there."""
+        """Makes a full collection if over a quarter of the oldest generation was moved there."""
         self.count_moved(0)
         if self.moved > _MANY and self.moved > len(gc.get_objects(2)) / 4:
             gc.collect()
@@ -147,9 +147,7 @@ def kept_within(
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
-    """Returns the peak of a program when it runs (for a region: of its graph), the largest of all
-    ranks.
-    """
+    """Returns the highest peak of all ranks when a program runs (for a region: of its graph)."""
     taken = peak_of(program) if program.built is None else scheduled(program).peak
     for wire in program.wires:
         taken = max(n for (n,) in wire.gather_ints((taken,), "peaks of memory"))
@@ -195,7 +193,10 @@ def _finish_program(
 
 
 def _digest_stages(captured: CapturedForms | None) -> list[tuple[str, int]]:
-    """Returns (name, digest of the program afterwards) of capture and each pass that works."""
+    """Returns (name, digest of the program) after capture and after each pass that runs.
+
+    A pass that raises an error is the end of the list.
+    """
     if captured is None:
         return []
     found = [("capture", digest_of(canonical(captured.inlined())))]

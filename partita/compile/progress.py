@@ -39,9 +39,7 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Calls the functions that `phase_listener` has registered, because a phase of a call
-    begins.
-    """
+    """Calls the functions that `phase_listener` has registered, when a phase begins."""
     for tell in _listeners:
         tell(name)
 

@@ -68,8 +68,7 @@ class _Entrance:
     border: PaddingBoundary | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
-        """Returns the tensor `x` as the graph expects this input: padded, with its strides and
-        layout.
+        """Returns `x` as the graph expects this input: padded, with its strides and dtype.
 
         None becomes zeros.
         """
@@ -97,10 +96,11 @@ class _BackwardPart:
         backward: its program.
         results: positions of the results among the outputs of the region.
         numbers: the `Output.number` of these results.
-        ancestors: positions of results from which these are computed; it returns their gradients.
-        graded: indices of the leaves of a call whose gradients it returns after those.
-        saved: positions of what it reads, among the tensors that the region saves.
-        entrances: one for each of its inputs.
+        ancestors: positions of the results from which `results` are computed. Their gradients are
+            the part's first outputs.
+        graded: indices of the leaves of a call whose gradients are the part's next outputs.
+        saved: the positions, among the tensors that the region saves, of those that the part reads.
+        entrances: an `_Entrance` for each input of `backward`.
         reached: for each gradient that the part returns, the numbers of the cotangents on which it
             depends. If all of these are None, the gradient is None, as in eager.
     """
@@ -124,8 +124,7 @@ class _BackwardPart:
     def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Runs this part of backward. Returns the gradients of earlier results, then those of
-        leaves.
+        """Runs this part. Returns the gradients of `ancestors`, then those of leaves (`graded`).
 
         Args:
             cotangents: the gradients of its results, by number.
@@ -257,7 +256,7 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
 
 
 def _check_hooks(ctx: Any) -> None:
-    """Raise LayoutError if the user reads the gradient of an `hooks_miss_gradient` result."""
+    """Raise LayoutError if a hook would get an incomplete gradient (`hooks_miss_gradient`)."""
     for known in getattr(ctx, "hooks_miss_gradient", ()):
         result = known()
         if result is not None and (result.retains_grad or result._backward_hooks):

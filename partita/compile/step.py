@@ -188,15 +188,11 @@ class _StepCall:
 
     @property
     def slots(self) -> list[Slot]:
-        """The slots of the state: where each parameter, buffer, tensor and optimizer state is
-        stored now.
-        """
+        """The slots of the state: where each parameter, buffer and other tensor is stored now."""
         return [*self.state.slots, *self.state.optimizer_slots()]
 
     def list_leaves(self) -> list[Any]:
-        """Returns the tensors and numbers of the state and the arguments (see
-        `tensors_of_call`).
-        """
+        """Returns the tensors and numbers of the state and the arguments (`tensors_of_call`)."""
         return tensors_of_call(self.slots, self.args, self.kwargs)
 
     def find_signature(self, leaves: list[Any]) -> tuple[Any, ...]:
@@ -211,9 +207,7 @@ class _StepCall:
 
 
 class CompiledStep:
-    """A compiled training step, or a compiled part of a model. `pt.compile` returns it. Call it
-    like the original.
-    """
+    """A compiled training step, or part of a model, from `pt.compile`. Call it like the step."""
 
     def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
         functools.update_wrapper(self, step)
@@ -275,9 +269,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
-        """The captured programs that are kept, at most `keep`. The one that ran last is at the
-        end.
-        """
+        """The kept programs, at most `keep`. The one that ran last is at the end."""
         return tuple(self._programs.values())
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
@@ -361,8 +353,7 @@ class CompiledStep:
 
     @property
     def memory(self) -> Memory:
-        """The memory schedule of the program that ran last: the lifetime of each buffer, and the
-        peak.
+        """The memory schedule of the program that ran last: lifetimes of buffers, and the peak.
 
         A region has the schedule of its forward, followed by that of its backward.
 
@@ -373,8 +364,7 @@ class CompiledStep:
 
     @property
     def artifact(self) -> Built | None:
-        """The compiled code of the program that ran last; None if the graph runs without being
-        compiled.
+        """The compiled code of the program that ran last; None if its graph is not compiled.
 
         It prints as "compiled in 10.3 s" or "loaded in 0.4 s". For a region, `artifact.sections`
         has the results for the forward and for each part of the backward.

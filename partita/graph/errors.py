@@ -58,9 +58,7 @@ class RefusedCall:
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
-        """Stores the current Python values after an eager run of the step, to compare the next call
-        with them.
-        """
+        """Stores the Python values after an eager run, to compare the next call with them."""
         if self._guards is not None and not self._guards.hold():
             self._guards = self._guards.as_of_now()
 
@@ -154,9 +152,7 @@ _NUMBERS += [
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if C code raised `error` because it got a symbolic number of a capture in place of a
-    Python number.
-    """
+    """True if C code raised `error` because it got a symbolic number instead of a number."""
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
 
@@ -290,9 +286,7 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error for a step that uses a tensor which is not an argument and was not
-    found.
-    """
+    """Returns the error for a step that uses a tensor which was not found."""
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(

@@ -27,16 +27,12 @@ _META = torch.device("meta")
 
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
-    """Returns the FakeTensorMode of a graph's inputs; a new one if none of them is a fake
-    tensor.
-    """
+    """Returns the FakeTensorMode of a graph's inputs; a new one if no input is a fake."""
     return fake_mode_in(inputs) or FakeTensorMode()
 
 
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
-    """Returns the FakeTensorMode of the first fake tensor in nested lists and dictionaries, or
-    None.
-    """
+    """Returns the mode of the first fake tensor in nested lists and dictionaries, or None."""
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode  # type: ignore[no-any-return]
@@ -98,9 +94,7 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Disable all torch modes inside the `with` block, so that they do not intercept the creation
-    of fakes.
-    """
+    """Disable all torch modes inside the `with` block, because they could intercept new fakes."""
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         yield
 

@@ -158,7 +158,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a module that computes the values `gives`, with copies of the given `nodes`.
+    """Returns a module with copies of `nodes`, which computes the values of the nodes `gives`.
 
     Inputs that are not needed are left out.
     """
@@ -190,18 +190,14 @@ def key_of_operands(value: Any) -> Any:
 
 
 def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """Returns `fx.GraphModule(root, graph)`, but it generates its Python code only when it is
-    called.
-    """
+    """Like `fx.GraphModule(root, graph)`, but generates its Python code only when called."""
     # Private torch: its own class for this, which Inductor and Dynamo use.
     made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
     return made
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Returns a context manager in which modules made by `make_fx` generate their code only when
-    called.
-    """
+    """Returns a context manager in which `make_fx` makes modules like `lazy_graph_module`."""
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
 
@@ -217,9 +213,7 @@ def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the operands that a node writes: `copy_` writes one, a call of a subgraph may write
-    some.
-    """
+    """Yields the operands that a `copy_` or a call of a subgraph writes."""
     if node.target is _COPY:
         yield node.args[0]  # type: ignore[misc]
     elif (part := subgraph_of(node)) is not None and part.written:
@@ -304,9 +298,7 @@ def _sends(target: Any) -> bool:
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """Returns the `Request` (kind, operand, ranks) with which a wire runs the collective of
-    a node.
-    """
+    """Returns the `Request` (kind, operand, ranks) of a collective's node to a wire."""
     args: Any = node.args
     operand, *given, name = args
     x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
@@ -431,16 +423,12 @@ class Subgraph:
         return end.args[0]  # type: ignore[return-value]
 
     def inputs_of(self, is_late: bool) -> list[fx.Node]:
-        """Returns the inputs that belong to the backward of a block if `is_late`, else to its
-        forward.
-        """
+        """Returns the inputs of a block's backward if `is_late`, else of its forward."""
         inputs = self.graph.graph.find_nodes(op="placeholder")
         return inputs[self.forward_input_count :] if is_late else inputs[: self.forward_input_count]
 
     def outputs_of(self, is_late: bool) -> list[Any]:
-        """Returns the outputs that belong to the backward of a block if `is_late`, else to its
-        forward.
-        """
+        """Returns the outputs of a block's backward if `is_late`, else of its forward."""
         count = self.forward_output_count
         return self.outputs[count:] if is_late else self.outputs[:count]
 
@@ -451,11 +439,7 @@ class Subgraph:
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of a block's backward: those of the phase "backward", and all nodes that depend
-        on them.
-
-        Nodes that depend on the inputs of backward are included, too.
-        """
+        """The nodes of a block's backward: by phase, or because they depend on such nodes."""
         if self.forward_input_count is None:
             return set()
         late = set(self.inputs_of(True))

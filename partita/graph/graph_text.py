@@ -109,14 +109,18 @@ _LEAST_LINES = 8
 
 
 def _signature_of_row(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
-    """Returns a key equal for corresponding lines of repeats, which differ in names' numbers."""
+    """Returns a key of a printed line. It is equal for the same line of another repeat."""
     others = fx.node.map_arg((node.args, node.kwargs), lambda _: None)
     called = "" if node.op == "placeholder" else f"{node.target}{others}"
     return called, *row[2:4], re.sub(r"\d+", "", row[4]), row[5]
 
 
 def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
-    """Returns the lines, repeated parts printed once; `alike` has equal numbers for equal lines."""
+    """Returns lines of text in which repeated parts are printed once, with a count.
+
+    Args:
+        alike: a number for each line, equal for equal lines.
+    """
     if len(lines) < 2 * _LEAST_LINES or (found := repeats_of(alike, _LEAST_LINES)) is None:
         return lines
     part, period = found
@@ -292,9 +296,7 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 
 
 def versions() -> list[str]:
-    """Returns the versions on which a program's key depends, as lines: torch, partita, machine
-    type.
-    """
+    """Returns the versions on which a program's key depends, as lines of text."""
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 
@@ -314,8 +316,7 @@ def agree_on_program(
     wire: Wire,
     stages: Callable[[], Sequence[tuple[str, int]]] = tuple,
 ) -> None:
-    """Checks that all ranks of `wire` have captured the same program. Otherwise raises an error on
-    all.
+    """Checks that all ranks of `wire` have the same program. Otherwise raises an error on all.
 
     Args:
         lines: the program of this rank.

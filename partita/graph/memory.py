@@ -102,14 +102,11 @@ class Memory:
 
     @cached_property
     def live(self) -> list[int]:
-        """The bytes that the step has allocated while each node (or line of code) runs, inputs
-        excluded.
-        """
+        """The bytes that are allocated while each node (or line of code) runs, except inputs."""
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns the bytes that chosen buffers have allocated while each node (or line of code)
-        runs.
+        """Returns the bytes of chosen buffers while each node (or line of code) runs.
 
         Args:
             counts: a predicate: True for a buffer that counts.
@@ -146,8 +143,7 @@ class Memory:
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """Returns the buffers that are allocated while a node (or line of code) runs, largest
-        first.
+        """Returns the buffers that exist while a node (or line of code) runs, largest first.
 
         Args:
             place: the index of the node or line in `places`.
@@ -236,8 +232,7 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """Returns the numbers of the storages that can be freed after a node, because it reads them
-        last.
+        """Returns the numbers of the storages that a node is the last to read.
 
         Storages of inputs are not included.
         """
@@ -372,7 +367,7 @@ def _peak_of_call(
 ) -> int:
     """Returns the most bytes that a call of a section adds to those allocated before it.
 
-    The section itself frees those inputs among `freed`, after its last read.
+    The section frees its inputs that are in `freed` after its last read of them.
     """
     schedule = _schedule_of_section(section)
     frees = [0] * (len(schedule.live) + 2)
@@ -389,8 +384,7 @@ def _peak_of_call(
 
 
 def held_inputs(program: Program) -> Iterator[HeldInput]:
-    """Yields the program's inputs whose memory exists between calls, such as parameters, with
-    bytes.
+    """Yields the inputs whose memory exists between calls, such as parameters, with bytes.
 
     A shared storage counts once.
     """

@@ -154,9 +154,7 @@ class Input:
 
     @property
     def padding(self) -> PaddingBoundary | None:
-        """How this rank's shard is padded to the largest shard; None if all ranks have equal
-        shapes.
-        """
+        """How this rank's shard is padded to the largest; None if all ranks have equal shapes."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -362,8 +360,7 @@ class Program:
 
     @property
     def wires(self) -> list[Wire]:
-        """The wires (connections to the ranks of a mesh) of the program's inputs, outputs and
-        collectives.
+        """The wires (connections to a mesh's ranks) of inputs, outputs and collectives.
 
         Their order is the same on all ranks.
         """
@@ -383,9 +380,7 @@ class Program:
 
     @cached_property
     def returned_inputs(self) -> dict[int, int]:
-        """The outputs that are inputs, unchanged: maps the output's position to the input's
-        position.
-        """
+        """The outputs that are unchanged inputs: maps an output's position to the input's."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
@@ -404,9 +399,7 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The global ranks that take part in the program's collectives, for which a call
-        may wait.
-        """
+        """The global ranks of the program's collectives, for which a call may wait."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @cached_property
@@ -440,9 +433,7 @@ class Program:
         return self.built
 
     def flat(self) -> Program:
-        """Returns this program with separately compiled sections inlined; itself if there
-        are none.
-        """
+        """Returns this program with sections inlined; the program itself if there are none."""
         graph = flatten_module(self.graph)
         if graph is self.graph:
             return self
@@ -540,13 +531,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Lender:
-    """From which rank a rank with an empty shard of a dimension gets elements.
-
-    Attributes:
-        axes: the mesh axes that split the dimension.
-        members: the number of ranks along them.
-        place: for an empty rank, the position in the group of the rank before it; None for others.
-    """
+    """How a rank with an empty shard of a dimension gets elements from another rank."""
 
     axes: tuple[str, ...]
     members: int
@@ -588,9 +573,7 @@ class PaddingBoundary:
         return self.behind and self.persistent
 
     def pad_input(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the padded, contiguous local tensor: in its own storage if there is room, else a
-        copy.
-        """
+        """Returns the padded, contiguous local tensor: in its own storage, or a copy."""
         local = local.data  # so that padding does not count as a write
         whole = local.contiguous() if self.true == self.padded else None
         if whole is None and self.in_place:

@@ -144,9 +144,7 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Returns a tensor's shape, strides, offset and dtype: the part of its storage that it
-    covers.
-    """
+    """Returns the part of its storage that a tensor covers: shape, strides, offset, dtype."""
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
@@ -165,8 +163,9 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of outputs that share elements, and the pairs of an output and an input of
-    which it is a view.
+    """Returns the pairs of outputs that share elements, or of an output and its input.
+
+    An output and an input are a pair if the output is a view of the input.
     """
     return frozenset(_find_overlapping_pairs(graph))
 
@@ -201,8 +200,7 @@ def _find_overlaps_within(
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
-    """Copies outputs that share memory because of a pass, so that they have memory of their own
-    again.
+    """Copies outputs that only share memory because of a pass.
 
     Args:
         before: the result of `overlapping_results` before the pass.

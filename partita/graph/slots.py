@@ -33,9 +33,7 @@ class SlotHome:
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Returns an identity of the place `home[key]`. Two homes that lead to the same place
-        return equal ones.
-        """
+        """Returns an identity of the place `home[key]`, equal for homes of the same place."""
         return id(self.owner), key
 
 

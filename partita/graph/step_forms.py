@@ -48,8 +48,7 @@ from .subgraphs import inline_subgraphs
 
 @dataclass(frozen=True)
 class StepForm:
-    """One variant of a captured step: how much it recomputes, and whether it calls blocks or has
-    them inline.
+    """A variant of a captured step: how much it recomputes, and whether blocks are calls.
 
     Attributes:
         level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
@@ -105,9 +104,7 @@ class CapturedForms:
         return program
 
     def inlined(self) -> Program:
-        """Returns a new copy of the captured program in the chosen form, but without calls of
-        blocks.
-        """
+        """Returns a new copy of the captured program in the chosen form, with blocks inlined."""
         return self.program(replace(self.form, in_blocks=False))
 
     def _rebuild_program(self) -> Program:
@@ -237,9 +234,7 @@ class _Lowering:
         self._lowered: dict[Subgraph, Subgraph] = {}
 
     def lower(self, node: fx.Node) -> Subgraph:
-        """Returns the block that a node calls, rewritten as a graph of collectives and calls of
-        sections.
-        """
+        """Returns the block that a node calls, as a graph of collectives and section calls."""
         block: Any = node.args[0]
         if block not in self._lowered:
             self._lowered[block] = self._rewrite_and_cut(block)

@@ -100,9 +100,7 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
 
 
 def facts_of_layouts(program: Program) -> list[list[Any]]:
-    """Returns data for a report: name, layout, mesh and bytes of each DTensor parameter of a
-    program.
-    """
+    """Returns data for a report: `facts_of_parameter` for each DTensor parameter."""
     return [
         facts_of_parameter(given.name, given.tensor)
         for given in program.inputs

@@ -50,8 +50,7 @@ from .executor import (
 def memory_of_code(
     sources: Mapping[Any, Sequence[str]], program: Program, cut: Sections | None
 ) -> Memory:
-    """Returns the memory schedule (buffers, lifetimes, peak) of a program that Inductor has
-    compiled.
+    """Returns the memory schedule (buffers, lifetimes, peak) of Inductor's generated code.
 
     Args:
         sources: the generated code of the program, or of each different section. Each has one text,
@@ -103,8 +102,7 @@ class _GeneratedCode:
         return self.lines[line - 1].strip().split(" ", 1)[0]
 
     def note_at(self, line: int) -> Note:
-        """Returns the note (user's line and phase) of the graph node that a generated line comes
-        from.
+        """Returns the note (user's line, phase) of the node from which a line was generated.
 
         Inductor's comments name the nodes. The last node of the nearest comment is taken.
         """
@@ -146,9 +144,7 @@ class _FakeRun(TorchDispatchMode):
     def schedule_of(
         self, call: Callable[[Sequence[Any]], Any], constants: Sequence[torch.Tensor]
     ) -> Memory:
-        """Run `call` over fake inputs and constants of the program, and return the memory
-        schedule.
-        """
+        """Runs `call` over fake inputs and constants. Returns the memory schedule."""
         examples = self.program.example()
         mode = fake_mode_of(examples)
         inputs = [*examples, *map(mode.from_tensor, constants)]
@@ -190,9 +186,7 @@ class _FakeRun(TorchDispatchMode):
     def make_outer_call(
         self, sections: Sections, calls: Mapping[Any, SectionCall]
     ) -> Callable[[Sequence[Any]], Any]:
-        """Returns a function that runs a graph which calls sections. It takes inputs, then
-        constants.
-        """
+        """Returns a function of inputs, then constants, that runs a graph which calls sections."""
         names = names_of_constants(sections.outer)
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -261,9 +255,7 @@ class _FakeRun(TorchDispatchMode):
             self.done.append(replace(found, death=max(self._find_position()[2], found.birth)))
 
     def _make_buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
-        """Returns a buffer that is made now. Until its end is known, it counts as freed at the next
-        place.
-        """
+        """Returns a buffer that is made now. Its end is the next place, until it is known."""
         what, line, at = self._find_position()
         if isinstance(what, fx.Node):
             name, note = what.name, note_of(what)

@@ -214,10 +214,10 @@ class HostSplit:
         return copy_node(self._graph, node, self._values.__getitem__)
 
     def _add_widened(self, node: fx.Node) -> fx.Node:
-        """Returns a call in half precision that reads a number, as one in float32.
+        """Add a half-precision call that reads a number, computed in float32 and then rounded.
 
-        A kernel computes so by itself with a number of the host. But a number on the device would
-        be rounded to half precision first: a rate of 0.001 by 0.2 %.
+        A kernel computes in float32 by itself if the number is on the host. But a number on the
+        device would first be rounded to half precision: a rate of 0.001 by 0.2 %.
         """
 
         def widen(read: fx.Node) -> fx.Node:
@@ -262,10 +262,10 @@ class _RecordedProgram:
     """A recording, and the memory that it reads and writes.
 
     Attributes:
-        copies: the tensor from which the recording reads each copied input, by position.
-        crossing: likewise, for each value that crosses.
+        copies: for each copied input, by position: the tensor that the recording reads.
+        crossing: for each value that the host computes: the tensor that the recording reads.
         addresses: the addresses of the other inputs during the recording, by position.
-        results: make the results of a call, of its inputs.
+        results: makes the results of a call from its inputs and the recording's memory.
     """
 
     recording: KernelRecording
@@ -276,8 +276,7 @@ class _RecordedProgram:
 
 
 class ReplayedProgram:
-    """A function that runs a program with CUDA graphs: it records its second call, and replays the
-    recording in later calls.
+    """Runs a program with CUDA graphs: records the second call, and replays it in later calls.
 
     The first call runs normally, because kernels are compiled and tuned in it.
 
@@ -416,13 +415,13 @@ class _View:
 
 
 class _ReplayResults:
-    """Makes the results of calls from the results of a recording.
+    """Makes the results of each call from the memory of a recording.
 
-    They share memory with each other, and with the call's inputs, as those of the program do.
+    If results of the program share memory with each other or with inputs, these do so, too.
 
     Args:
         values: results of the recording, in memory that the next replay writes.
-        held: the inputs that it read.
+        held: the inputs that the recording read.
     """
 
     def __init__(self, values: Sequence[torch.Tensor], held: Sequence[torch.Tensor]):

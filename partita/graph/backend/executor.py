@@ -133,8 +133,7 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """Returns the Python code that runs a node, and then deletes values that no later node
-        reads.
+        """Returns the Python code that runs a node, and then deletes the values `dropped`.
 
         Args:
             dropped: the nodes whose values no later node reads.
@@ -201,8 +200,9 @@ class GraphWriter:
         return partial(_run_into_new, wire, axes, request, node.meta["val"].shape)
 
     def _find_last_reads(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
-        """Returns for each node the values that it reads last, without inputs; itself if it is
-        unused.
+        """Returns for each node the values to delete after it: those that no later node reads.
+
+        Inputs are included only if `drops_inputs` is True.
         """
         found: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
@@ -231,9 +231,7 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Makes an object, such as a constant, available to the generated code. Returns its name
-        there.
-        """
+        """Gives an object, such as a constant, a name in the generated code. Returns the name."""
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"
@@ -306,8 +304,7 @@ def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tenso
 
 @dataclass(frozen=True, eq=False)
 class Sections:
-    """A graph cut into parts that are compiled separately (sections), and the graph that calls
-    them.
+    """A graph cut into sections (separately compiled parts), and the graph that calls them.
 
     Attributes:
         outer: a graph with the same inputs and outputs. It contains collectives, views, and a
@@ -358,9 +355,7 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """Wraps compiled code whose constants became inputs (`constants_as_inputs`): adds them to each
-    call.
-    """
+    """Returns a function that calls `call` with the graph's constants as further inputs."""
     constants = constants_of(graph)
     return (lambda *inputs: call(*inputs, *constants)) if constants else call
 

@@ -70,8 +70,7 @@ from .store import Artifact, Store, Untrusted, check_folder, default_store
 def build(
     program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
 ) -> Built:
-    """Compiles a program with Inductor, or loads it from the store. All ranks of `wires` must call
-    this.
+    """Compiles a program with Inductor, or loads it. All ranks of `wires` must call this.
 
     Args:
         program: the program, which is the same on all ranks and has its key.
@@ -176,10 +175,10 @@ def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> l
 
 
 def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
-    """Returns for each program this rank's turn among the ranks of its host that lack it; -1 if it
-    has it.
+    """Returns this rank's turn for each program, among the ranks of the host that lack it.
 
-    Turn 0 compiles. It rotates from program to program, so that each rank compiles equally many.
+    The turn is -1 if this rank has the program. The rank with turn 0 compiles it. Turns rotate from
+    program to program, so that ranks compile equally many.
     """
     keys = " ".join(program.key for program in wanted)
     place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
@@ -247,8 +246,7 @@ class _BuildRequest:
         return self.built is None and self.error is None
 
     def attempt(self, do: Callable[[], None]) -> None:
-        """Calls `do` if the program is still to be built, and stores an error instead of raising
-        it.
+        """Calls `do` if the program is still missing; stores an error instead of raising it.
 
         Other ranks wait for this one, so all ranks raise the error later, together.
         """
@@ -419,8 +417,7 @@ def _has_checked_inputs(program: Program | Subgraph) -> bool:
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
-    """Returns the compiled function in a payload of `compile_program`, possibly from another
-    process.
+    """Returns the compiled function in a payload that `compile_program` has made.
 
     The payload is executed, so it must come from a file that only this user can write.
 
@@ -452,8 +449,7 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
 
 
 def digest_of_compiler(devices: set[torch.device]) -> str:
-    """Returns a digest (16 hex digits) of everything that affects generated code, except the
-    program.
+    """Returns a digest (16 hex digits) of all that affects generated code besides the program.
 
     It covers the machine and its processor, versions, Inductor's settings, and a GPU's index, but
     not the number of threads, paths or the host's name.
@@ -483,9 +479,7 @@ def _digest_of_file(name: str) -> str:
 
 
 def _find_cpu_features() -> str:
-    """Returns the processor's features. C++ code is compiled for all of them, not only for vector
-    units.
-    """
+    """Returns the processor's features, for which C++ code is compiled."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.lower().startswith(("flags", "features")):
@@ -499,8 +493,7 @@ def _find_cpu_features() -> str:
 
 
 def use_private_cache() -> None:
-    """Make Inductor cache its files in a folder that only this user can write, because it executes
-    them.
+    """Make Inductor keep its files, which it executes, in a folder that only this user can write.
 
     The default is a folder with a known name in /tmp, which another user may have made.
     """
@@ -558,8 +551,10 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
 
 
 def _record_libraries(stack: ExitStack) -> Callable[[], dict[str, bytes]]:
-    """Keep libraries that are compiled from now on. Returns a function that gives their bytes by
-    name.
+    """Record compiled libraries. Returns a function that returns their bytes, by name.
+
+    Args:
+        stack: records until this stack is closed.
     """
     from torch._inductor.async_compile import AsyncCompile
 
@@ -579,7 +574,7 @@ def _record_libraries(stack: ExitStack) -> Callable[[], dict[str, bytes]]:
 
 
 def _provide_libraries(stack: ExitStack, libraries: dict[str, bytes]) -> None:
-    """From now on these libraries are loaded instead of compiled."""
+    """Make Inductor load these libraries instead of compiling them, until `stack` is closed."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -651,8 +646,8 @@ def remove_input_checks(saved: bytes) -> bytes:
 def _runs_by_itself(saved: bytes) -> bool:
     """True if generated code can be called directly, without torch's runtime around it.
 
-    That is so if no output is an input or a view of one, and no write of an input is left to the
-    runtime. Private torch: the metadata of its runtime.
+    The runtime is needed if an output is an input or a view of one, or if it must write an input.
+    Private torch: the metadata of its runtime.
     """
     entry, *_ = pickle.loads(saved)
     known = entry.runtime_metadata
@@ -671,11 +666,10 @@ def _runs_by_itself(saved: bytes) -> bool:
 
 
 def _keep_compiler_away(stack: ExitStack) -> list[Any]:
-    """From now on results are loaded without importing the compiler; the list to which the
-    `CompiledFxGraph` of each is added.
+    """Make results load without an import of the compiler, until `stack` is closed.
 
-    Torch imports it when a cached result is loaded, for its own tests of the cache; with Triton's
-    kernels it is needed anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
+    Returns a list to which each loaded `CompiledFxGraph` is added. Results with Triton kernels need
+    the compiler anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
     """
     import torch._inductor.debug  # noqa: F401  each call of a result reads its trace settings
     from torch._inductor.codecache import FxGraphCache
@@ -697,7 +691,7 @@ def _keep_compiler_away(stack: ExitStack) -> list[Any]:
 
 
 class _ExternKernels:
-    """Torch's functions as kernels; others are looked up in the compiler, imported then."""
+    """Torch's functions that generated code calls. Rare ones are imported from the compiler."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
@@ -776,9 +770,7 @@ def _delete_incomplete(folder: Path, marker: Path) -> None:
 
 
 def _is_complete(library: Path) -> bool:
-    """True if a library is complete: the table of sections, which its header locates, is written
-    last.
-    """
+    """True if a library is complete: its table of sections, which is written last, exists."""
     with library.open("rb") as file:
         header = file.read(64)
     if not header.startswith(b"\x7fELF"):  # nor is one of zeros, which a killed linker may leave

@@ -185,7 +185,7 @@ def lowering_buckets() -> Iterator[None]:
 
 @register_lowering(all_gather_pieces, type_promotion_kind=None)
 def _lower_all_gather_pieces(x: TensorBox, *given: Any) -> TensorBox:
-    """Lower a collective of ours as torch's own, whose operand is read until it is waited for."""
+    """Lower partita's collective like torch's: the operand is kept until the wait for it."""
     begun: Any = _CollectiveKernel.create_out_of_place(all_gather_pieces, x, *given)
     return TensorBox.create(begun)
 
@@ -233,10 +233,10 @@ class InOrder(_Pass):  # type: ignore[misc]
 
 
 def _combine_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
-    """Returns the order, in which updates that follow each other on a GPU are one node.
+    """Returns an order of kernels in which neighbouring updates on a GPU become one node.
 
-    Torch's own combination groups by depth in the graph, whatever lives longer for it, and sorts
-    anew. Here only neighbours are combined.
+    Torch's own combination sorts all kernels by depth in the graph, which makes buffers live
+    longer.
     """
     if not any(node.is_gpu() for node in order):
         return order
@@ -272,9 +272,9 @@ def _combine_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
 
 
 def _delay_updates(order: list[Any], needs: dict[Any, list[Any]], parts: set[str]) -> list[Any]:
-    """Returns the order in which updates wait for later ones, where that does not raise the peak.
+    """Returns an order in which updates run with later updates, if that does not raise the peak.
 
-    The gradients that they read wait with them.
+    The gradients that they read live until then.
 
     Args:
         parts: the same as for `_can_combine`.
@@ -318,7 +318,7 @@ def _list_live_bytes(order: list[Any]) -> list[int]:
 
 
 def _list_arguments(node: Any) -> set[str]:
-    """Returns the names of the buffers that a kernel reads or leaves, without those within it."""
+    """Returns the names of the buffers that a kernel reads or writes, except its temporaries."""
     made = node.get_buffer_names()
     removed = node.scheduler.can_buffer_be_removed_through_fusion
     inside = {b for b in made if removed(b, node.get_operation_names())}
@@ -327,7 +327,7 @@ def _list_arguments(node: Any) -> set[str]:
 
 
 def _one_launch(kernels: list[Any]) -> Any:
-    """Returns updates that do not need each other as one node, as for a `torch._foreach_*` call.
+    """Returns one node for independent updates, like that of a `torch._foreach_*` call.
 
     Private torch: its combo kernels.
     """
@@ -342,10 +342,10 @@ def _one_launch(kernels: list[Any]) -> Any:
 
 
 def _can_combine(node: Any, parts: set[str]) -> bool:
-    """True if Inductor can launch it together with others: an update's code for a GPU.
+    """True for the kernel of an update, on a GPU, that Inductor can launch together with others.
 
     Args:
-        parts: partial sums, whose reader Inductor drops: torch adds them up.
+        parts: the names of buffers of partial sums. Kernels that use them are not combined.
     """
     if not node.is_gpu() or parts.intersection(node.used_buffer_names()):
         return False
@@ -353,14 +353,12 @@ def _can_combine(node: Any, parts: set[str]) -> bool:
 
 
 def _is_update(node: Any) -> bool:
-    """True for an optimizer's kernel that computes each element by itself, and writes the
-    result.
-    """
+    """True for an element-wise kernel of an optimizer that writes its result into an input."""
     return _writes_input(node) and not node.is_reduction()
 
 
 def _find_allocated(node: Any) -> dict[str, int]:
-    """Returns the bytes of its results that others read, by name, without those in older memory."""
+    """Returns the bytes of each new buffer that a kernel makes for other kernels, by name."""
     there = MutationLayoutSHOULDREMOVE, NonOwningLayout
     inside = node.get_operation_names()
     is_inside = node.scheduler.can_buffer_be_removed_through_fusion
@@ -371,9 +369,7 @@ def _find_allocated(node: Any) -> dict[str, int]:
 
 
 def _as_in_graph(nodes: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
-    """Returns the kernels in the order of the last graph node of each, as far as dependencies
-    allow.
-    """
+    """Returns kernels in the order of their last graph nodes, as far as dependencies allow."""
     graph: Any = V.graph.module.graph
     index = {node: i for i, node in enumerate(graph.nodes)}
     place = {n: max((index.get(o, -1) for o in _list_origins(n)), default=-1) for n in nodes}
@@ -391,9 +387,7 @@ def _writes_input(node: Any) -> bool:
 
 
 def _find_late_kernels(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
-    """Returns the kernels that write into inputs, and those whose results only such kernels
-    read.
-    """
+    """Returns the kernels that write into inputs, and those that only such kernels read."""
     users: dict[Any, list[Any]] = {}
     for node in nodes:
         for need in needs[node]:

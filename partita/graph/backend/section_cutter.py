@@ -162,7 +162,7 @@ class _GraphCutter:
     def _split_into_parts(self) -> Iterator[list[fx.Node]]:
         """Returns the parts of the graph between collectives and calls of sections.
 
-        Parts of a block are cut further where it packs and unpacks the values that it gathers.
+        In a block, nodes that pack or unpack gathered values are parts of their own.
         """
         stretches = groupby(self.order, lambda n: (_stands_between(n), n in self.late))
         runs = [[*nodes] for (stands_between, _), nodes in stretches if not stands_between]
@@ -176,9 +176,7 @@ class _GraphCutter:
         yield from runs
 
     def _with_packing_first(self, order: Sequence[fx.Node]) -> list[fx.Node]:
-        """Returns an order in which nodes that pack for gathers come first between two
-        collectives.
-        """
+        """Returns an order in which nodes that pack for a gather come first between collectives."""
         found: list[fx.Node] = []
         last = len(self._packs)
         for _, nodes in groupby(order, _stands_between):
@@ -186,10 +184,10 @@ class _GraphCutter:
         return found
 
     def _split_unpacking(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        """Yields a stretch of calls, cut behind those that unpack what was gathered before it.
+        """Yields the first calls of `run`, which unpack gathered values, and then the others.
 
-        Then the packed parameters are freed, and the next block's gather begins, before what
-        computes with the parameters.
+        So the packed parameters are freed, and the next block's gather begins, before the calls
+        that compute with the parameters.
         """
         moves = 0
         for node in run:
@@ -203,9 +201,7 @@ class _GraphCutter:
     # -- views -------------------------------------------------------------------------------------
 
     def _is_remakeable_view(self, node: fx.Node) -> bool:
-        """True for a view that can be made again where it is read, unlike an item of a call's new
-        result.
-        """
+        """True for a view that can be made again by its readers; False for an item of a result."""
         if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
         if node.target is operator.getitem:
@@ -213,9 +209,7 @@ class _GraphCutter:
         return not self.storages.made_by(node) and not has_effect(node)
 
     def _find_owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Returns the nodes that own the memory of a value: its node, or the bases of which it is a
-        view.
-        """
+        """Yields the nodes that own a value's memory: the node, or the bases of a view."""
         if self._is_remakeable_view(node):
             for read in node.all_input_nodes:
                 yield from self._find_owners(read)
@@ -237,7 +231,7 @@ class _GraphCutter:
     # -- the outer graph ---------------------------------------------------------------------------
 
     def _have_operands(self, node: fx.Node) -> None:
-        """Make the views that a call of the outer graph reads, in the outer graph."""
+        """Add to the outer graph the views that a call of the outer graph reads."""
         for read in node.all_input_nodes:
             self._ensure_value(read)
 
@@ -248,7 +242,7 @@ class _GraphCutter:
             self._values[node] = _copy_with_note(self._outer, node, self._values)
 
     def _check_owned(self, outputs: Sequence[fx.Node]) -> None:
-        """Raise UnsureOfSections where a part returns a view of an input or of another result."""
+        """Raise UnsureOfSections if a part returns a view of an input or of another result."""
         shown = [s for node in outputs for s in self.storages.of[node]]
         parts = {self.of.get(self.storages.maker[s]) for s in shown}
         if len(set(shown)) < len(shown) or not parts <= {self.of[n] for n in outputs}:
@@ -315,10 +309,10 @@ class _SectionGraph:
                 self._of[read] = self._add_placeholder(read)
 
     def _pieces_of_more(self, part: Sequence[fx.Node]) -> set[fx.Node]:
-        """Returns views of others' values that are passed to the part in place of the values.
+        """Returns views of outside values that are inputs of the part, in place of the values.
 
         This is done if a part reads little of a value, such as its piece of a bucket of gradients.
-        Otherwise the view would be in its text, with an offset that differs between equal parts.
+        A view inside the part would have an offset, and equal parts would have different texts.
         """
         pieces: dict[fx.Node, set[fx.Node]] = {}
         seen: set[fx.Node] = set()
@@ -355,9 +349,7 @@ class _SectionGraph:
         return given
 
     def key(self) -> str:
-        """Returns a hash of the section's text. Sections that compute the same have equal
-        hashes.
-        """
+        """A hash of the section's text. Sections that compute the same have equal hashes."""
         number: dict[fx.Node, str] = {}
         lines = []
         for node in self.graph.nodes:

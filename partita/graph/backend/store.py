@@ -214,7 +214,7 @@ def read_limit(text: str) -> int:
 
 
 class _Unusable(Exception):
-    """A file is no valid artifact; the message says why."""
+    """Raised if a file is not a valid artifact; the message says why."""
 
 
 def _digest_artifact(key: str, metadata: bytes, payload: bytes) -> str:

@@ -68,9 +68,7 @@ def backend_ways(program: Program) -> str:
 
 
 def _find_read_late(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the collectives whose result is first read after other collectives, as for a total
-    norm.
-    """
+    """Returns the collectives whose result is first read after other collectives."""
     number, count = {}, 0
     for node in graph.nodes:
         count += is_collective(node)

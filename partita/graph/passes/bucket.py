@@ -105,8 +105,8 @@ def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
 def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
     """Split members into parts that can be one collective: none needs the result of another.
 
-    A part of gathers runs where its first does, a part of reductions where its last does. What an
-    optimizer's step reduces and gathers is cut into parts of `least` bytes.
+    Joined gathers run in the place of the first, joined reductions in the place of the last.
+    Collectives of an optimizer's step are cut into parts of `least` bytes.
     """
     parts = [members]
     if note_of(members[0]).reason in ("settle", "update"):
@@ -132,9 +132,7 @@ def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
 def _split_where(
     members: Iterable[fx.Node], joins: Callable[[fx.Node, list[fx.Node]], bool]
 ) -> list[list[fx.Node]]:
-    """Split members, in order, into parts. A member is added to the last part if `joins(member,
-    part)`.
-    """
+    """Split members, in order, into parts; `joins(member, part)` extends the last part."""
     parts: list[list[fx.Node]] = []
     for node in members:
         if parts and joins(node, parts[-1]):
@@ -150,19 +148,19 @@ def _is_ready_before_part(gather: fx.Node, part: list[fx.Node]) -> bool:
 
 
 def _is_independent_of(node: fx.Node, part: list[fx.Node]) -> bool:
-    """True if no member of a part (the last first) depends on an earlier one.
+    """True if a reduction can be joined with the reductions `part`, which come after it.
 
-    Nor may backward work wait for it: after joining, that work would wait for the last member.
+    No reduction in `part` may depend on it. Nor may work of backward depend on it, because after
+    joining that work would wait for the last member of the part.
     """
     waiting = _find_dependents([node], part[0])
     return waiting.isdisjoint(part) and not any(map(_is_backward_work, waiting))
 
 
 def _is_backward_work(node: fx.Node) -> bool:
-    """True if backward continues with the node. Sums, scales and moves only complete a gradient.
+    """True for a node that computes in backward, except sums, scales and moves of gradients.
 
-    It may be the backward of another micro-batch, or of another use of a module. All that it saved
-    would be kept until the reduction that it waits for has its last operand.
+    If such a node waited for a joined reduction, all values saved for it would be kept longer.
     """
     if note_of(node).phase != "backward" or is_collective(node) or node.target is WAIT:
         return False
@@ -259,10 +257,10 @@ _JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: 
 
 
 def _even_first(members: list[fx.Node], pieces: list[fx.Node]) -> list[fx.Node]:
-    """The members in the order in which their pieces lie in a bucket: even sizes come first.
+    """Returns the members of a bucket, those with an even number of elements first.
 
-    The numbers of a complex tensor are an even count of reals, and `view_as_complex` takes them
-    from an even place alone.
+    The real view of a complex tensor has an even number of elements, and `view_as_complex` requires
+    an even offset.
     """
     odd = {m: piece.meta["val"].numel() % 2 for m, piece in zip(members, pieces, strict=True)}
     return sorted(members, key=odd.__getitem__)
@@ -275,9 +273,7 @@ def _joint_note(members: list[fx.Node], one: fx.Node) -> Note:
 
 
 def _skip_packing_copy(node: fx.Node) -> fx.Node:
-    """Returns the operand of a reduction, without a copy before it: concatenation copies it
-    anyway.
-    """
+    """Returns the operand of a reduction, or what it is a copy of: concatenation copies, too."""
     operand = _operand_of_collective(node)
     if operand.target is _aten.clone.default and len(operand.users) == 1:
         (operand,) = operand.all_input_nodes
@@ -295,7 +291,8 @@ def _replace_members(
 
     Args:
         dim: the dimension along which the pieces are in `whole`, end to end.
-        shown: for each piece the node with as many elements, and its shape; None for flat.
+        shown: for each piece, a node with the same number of elements, and the piece's shape; None
+            for a flat piece.
     """
     at, pieces = 0, []
     for like, shape in shown:

@@ -103,8 +103,7 @@ class _Values:
             self._kept.add(owner)
 
     def find_free_calls(self, value: fx.Node) -> set[fx.Node]:
-        """Returns the calls that backward would repeat if `value` were not kept; none if it must be
-        kept.
+        """Returns the calls that backward repeats if `value` is not kept; none if it must be kept.
 
         Ask for values in the order of the graph, because a decision depends on earlier ones.
         """
@@ -130,11 +129,14 @@ class _Values:
         return bisect.bisect(self._kernels, place)
 
     def _is_read_among(self, source: fx.Node, kernels: int) -> bool:
-        """True if backward reads a source between two kernels, of which `kernels` are before it."""
+        """True if backward reads a source while exactly `kernels` of its kernels have run."""
         return any(self._count_kernels_before(p) == kernels for p in self.late_reads[source])
 
     def _trace_to_sources(self, value: fx.Node) -> tuple[set[fx.Node], set[fx.Node]] | None:
-        """Returns the calls that make a value from its sources, and these; None if it has none."""
+        """Returns the calls that compute a value from its sources, and the sources.
+
+        Returns None if it cannot be computed from values that backward reads anyway, in few calls.
+        """
         calls, sources, waiting = {value}, set[fx.Node](), [value]
         while waiting:
             for read in waiting.pop().all_input_nodes:
@@ -160,7 +162,7 @@ class _Values:
         return (calls, sources) if many <= _MOST_CALLS else None
 
     def _views_between(self, owner: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
-        """Yields the views through which `node` shows its owner, but those that backward reads."""
+        """Yields the view calls that make `node` from its owner, up to one that backward reads."""
         while node is not owner and (owner in self._free or node not in self._read[owner]):
             yield node
             shown, _ = shown_operand(node)

@@ -59,9 +59,7 @@ def lifetime(program: Program) -> str:
 
 
 def _find_prerequisites(node: fx.Node, written: Sequence[fx.Node]) -> list[fx.Node]:
-    """Returns the nodes that must run before `node`: its operands, and readers of inputs that it
-    writes.
-    """
+    """Returns the nodes before `node`: its operands, and readers of the inputs that it writes."""
     found = list(node.all_input_nodes)
     waiting = [*written]
     while waiting:
@@ -81,7 +79,7 @@ def _find_ready_places(
 ) -> dict[fx.Node, int]:
     """Returns for each late node the position of the last other node that must run before it.
 
-    For each other node it is its own position.
+    The result also has the own position of each node that is not late.
     """
     ready = {**place, **dict.fromkeys(late, floor)}
     # A reader of an input may stand behind writes of other inputs: repeat until nothing changes.

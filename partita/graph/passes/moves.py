@@ -119,7 +119,7 @@ def cast(program: Program) -> str:
 
 
 def _operands_moved_by(node: fx.Node, dtype: torch.dtype) -> set[fx.Node]:
-    """Returns the operands of a node, without tensors of indices."""
+    """Returns the operands of a node that have this dtype, so not tensors of indices."""
     values = {n: n.meta.get("val") for n in node.all_input_nodes}
     return {n for n, x in values.items() if not isinstance(x, torch.Tensor) or x.dtype == dtype}
 
@@ -187,7 +187,8 @@ def merge_views(program: Program) -> str:
 def _try_show(shown: fx.Node, node: fx.Node) -> bool:
     """Give the view `shown` the shape of its view `node`, unless strides would then differ.
 
-    `shown` keeps its place in the graph: a reshape that copies frees what it copied there.
+    `shown` keeps its place in the graph, because it may be a copy, after which its operand is
+    freed.
     """
     if shown.target not in (_VIEW, _RESHAPE):
         return False

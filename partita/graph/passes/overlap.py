@@ -95,9 +95,10 @@ class _Order:
     def _simulate_memory(
         self, nodes: Sequence[fx.Node], live: int, last: Mapping[int, fx.Node]
     ) -> tuple[list[int], int]:
-        """The bytes allocated before each of `nodes`, `live` before the first; and the peak.
+        """Returns the bytes that are allocated before each of `nodes`, and the peak.
 
         Args:
+            live: the bytes that are allocated before the first of them.
             last: for each storage that one of them reads, its last reader.
         """
         found, nbytes = self._storages, self._storages.nbytes
@@ -113,8 +114,7 @@ class _Order:
         return before, most
 
     def try_behind(self, some: set[fx.Node], behind: fx.Node, limit: float) -> bool:
-        """Moves some nodes directly behind the node `behind`, unless the predicted peak then
-        exceeds a limit.
+        """Moves nodes directly behind the node `behind`, if the predicted peak stays in a limit.
 
         Args:
             some: the nodes; they keep their order.
@@ -240,8 +240,9 @@ def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _made_late(order: _Order, wait: fx.Node, behind: fx.Node) -> set[fx.Node] | None:
-    """Returns the nodes that must move after another node with `wait`; None if impossible or not
-    needed.
+    """Returns the nodes that must move behind a node with `wait`; None if that is impossible.
+
+    Returns None also if `wait` is behind that node already.
     """
     place = order.place
     late, reads = {wait}, order.reads[wait]

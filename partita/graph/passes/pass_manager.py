@@ -100,8 +100,7 @@ def order_passes(options: StepOptions) -> dict[str, Pass]:
 
 
 def run_passes(program: Program) -> None:
-    """Run all passes on a program: partita's, except those that the options exclude, and the
-    user's.
+    """Run all passes on a program: partita's and the user's, as the options say.
 
     Raises:
         ValueError: see `order_passes`.
@@ -203,8 +202,7 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raise IllegalGraph if a pass has changed what this contract fixes, such as the program's
-        outputs.
+        """Raise IllegalGraph if a pass has changed a property that this contract fixes.
 
         Args:
             name: the name of the pass, for the error.
@@ -241,8 +239,7 @@ def _describe_value(node: Any) -> str:
 
 
 def _recompute_metadata(program: Program, name: str) -> None:
-    """Compute the fake value of each call again, and make a note for nodes without one, so that a
-    user's pass need not.
+    """Complete the metadata of nodes after a user's pass: fake values and notes.
 
     Args:
         name: the name of the pass that has run.
@@ -268,9 +265,7 @@ def _recompute_metadata(program: Program, name: str) -> None:
 
 
 def _make_note(program: Program, node: fx.Node, name: str) -> Note:
-    """Returns the note of a new node: source and phase of its operands; for a collective also its
-    cost.
-    """
+    """Returns the note of a new node: the source and phase of its operands, and its cost."""
     read = [note_of(n) for n in node.all_input_nodes]
     phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])
     source = next((note.source for note in reversed(read) if note.source), "")
@@ -322,9 +317,7 @@ class Change:
         return self.text()
 
     def text(self, *more: str) -> str:
-        """Returns the change as text: figures, the lines `more`, and the first lines of the
-        diff.
-        """
+        """Returns the change as text: figures, the lines `more`, and a part of the diff."""
         said = [f"{self.name}: {self.promise}", f"  {self.did}"]
         for what, label in _LABELS.items():
             before, after = (format_figure(what, value) for value in getattr(self, what))

@@ -139,8 +139,7 @@ class GatheredParameter:
 
 
 class UseRuns:
-    """A graph cut into *runs*: parts that use one block each, and the gathered parameters that they
-    read.
+    """A graph cut into *runs*: parts that use one block each. Lists the gathered parameters.
 
     Attributes:
         found: the gathered parameters, in order of their gathers.
@@ -234,8 +233,7 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Returns the nodes that prepare the operand of a collective without computing: pads, views,
-    copies, casts.
+    """Returns the nodes that pad, view, copy or cast the operand of a collective.
 
     Returns:
         A pair: the collective with these nodes, and the nodes that they read.

@@ -144,9 +144,10 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
 def _close_over_inputs(
     graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
 ) -> set[fx.Node]:
-    """Returns the nodes that must run again in backward if some storages are dropped.
+    """Returns the nodes that must run again in backward if the storages `dropped` are not saved.
 
-    These are all nodes whose results are in these storages, and what they need that is not held.
+    These are the nodes whose results are in these storages, and the operands that they need, as far
+    as those are not in storages of `held`.
     """
     chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
     chosen = {n for n in chosen if storages.of[n]}
@@ -196,9 +197,10 @@ def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
 
 
 def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
-    """True if forward reads `node` outside its region or, for a kept call, outside that call.
+    """True if forward must save a node of a region for `user`, which reads the node.
 
-    A view that a kept call makes only for its own kernels is not kept with it.
+    This is so if `user` is outside the region. For a kept node it is so if `user` is not kept: of a
+    kept call, which is several nodes, only the values that other calls read are saved.
     """
     if user.op == "output":
         return True
@@ -277,9 +279,7 @@ _flops: dict[Any, Callable[..., int]] = flop_registry
 
 
 def flops_of(node: fx.Node) -> int:
-    """Returns the floating-point operations of a node, by torch's flop counter; 0 if it counts
-    none.
-    """
+    """Returns the floating-point operations of a node, by torch's flop counter."""
     count = _flops.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
@@ -288,8 +288,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
-    """Returns the floating-point operations and bytes of all calls that a graph recomputes in
-    backward.
+    """Returns the floating-point operations and bytes of all recomputed calls of a graph.
 
     Calls in sections are included. Parameters that are gathered again do not count (see
     `regather`), nor does what `free_remat` computes again in the kernels that read it.

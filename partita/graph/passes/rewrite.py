@@ -19,8 +19,7 @@ from ..verify import IllegalGraph
 
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
-    """Returns the call nodes of a graph that match, as a list, so that the graph may be changed
-    meanwhile.
+    """Returns a list of the call nodes of a graph that match. The graph may then be changed.
 
     Args:
         targets: operators: `torch.ops.aten.mul.Tensor`, or `torch.ops.aten.mul` for all overloads;
@@ -93,8 +92,6 @@ class NodeBuilder:
 
 
 def fake_value_of(node: fx.Node) -> Any:
-    """Returns the fake value (shape, dtype, strides) of a node, computed from those of its
-    operands.
-    """
+    """Returns a node's fake value (shape, dtype, strides), computed from its operands'."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return call_without_memory(node.target, args, kwargs).value

@@ -242,7 +242,7 @@ def _without_views_in_place(graph: fx.Graph) -> None:
     for node, i in place.items():
         if node.op != "call_function":
             continue
-        if facts_of(node.target).shows_unsaid:
+        if facts_of(node.target).is_undeclared_view:
             node.target = _safe_view_of(node.target)
         if torch.Tag.inplace_view not in getattr(node.target, "tags", ()):
             continue

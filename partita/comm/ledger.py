@@ -231,7 +231,7 @@ class Scope:
             for reference in self.listeners.valuerefs():  # a list: another thread may add one
                 listener = reference()
                 if listener is not None:
-                    listener.listen(not was_recorded)
+                    listener.count_flops(not was_recorded)
 
     @property
     def work_ledgers(self) -> tuple[Ledger, ...]:
@@ -243,15 +243,15 @@ class Scope:
         return self.ledgers if self.captured is None else (self.captured,)
 
     def add_listener(self, listener: Any) -> None:
-        """Registers an object whose `listen` method is called when recording starts and stops.
+        """Registers an object whose `count_flops` method is called when recording starts and stops.
 
-        `listener.listen(True)` is called when the first ledger opens, or now if one is open.
-        `listener.listen(False)` is called when the last one closes. The scope keeps only a weak
-        reference to the listener.
+        `listener.count_flops(True)` is called when the first ledger opens, or now if one is open,
+        and `listener.count_flops(False)` when the last one closes. The scope keeps only a weak
+        reference.
         """
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
-            listener.listen(True)
+            listener.count_flops(True)
 
     def copy_from(self, other: Scope) -> None:
         self.set(ledgers=other.ledgers, strict=other.strict, check=other.check)

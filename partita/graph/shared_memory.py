@@ -66,7 +66,7 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
         assert isinstance(whole, fx.Node) and isinstance(place, int)
         first = len(tensors_in(_value_of(whole)[:place]))
         return [(whole, first + i) for i, _ in enumerate(made)]
-    if facts.shows_unsaid:
+    if facts.is_undeclared_view:
         return [(node.all_input_nodes[0], 0) for _ in made]
     if schema is None:
         known = {  # private: a number for each storage
@@ -97,7 +97,7 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
         whole: Any = node.args[0]
         source, is_written = shown_operand(whole)
         return (whole if source is not None else None), is_written
-    if facts_of(node.target).shows_unsaid:
+    if facts_of(node.target).is_undeclared_view:
         return node.all_input_nodes[0], False
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:

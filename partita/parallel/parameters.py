@@ -153,7 +153,7 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
     for home in held.homes:
         setattr(home.owner, home.attr, new)
     held.tensor = new
-    own_state(old).given_up = (held.name, by)
+    own_state(old).replaced_in_model = (held.name, by)
 
 
 def allocate_tensor(
@@ -174,7 +174,7 @@ def allocate_tensor(
     replace_tensor(held, new, by=by)
 
 
-def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
+def refuse_replaced(params: Iterable[torch.Tensor]) -> None:
     """Raises an error if an optimizer has parameters that are no longer in their model.
 
     They were replaced there (by `materialize`, for example), so the optimizer's steps would change
@@ -183,7 +183,7 @@ def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
     Raises:
         LayoutError: names the first of them.
     """
-    lost = [found for p in params if (found := state_of(p).given_up) is not None]
+    lost = [found for p in params if (found := state_of(p).replaced_in_model) is not None]
     if lost:
         name, by = lost[0]
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

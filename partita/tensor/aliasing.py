@@ -138,10 +138,10 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
 
 
 def _before_overlap(copy: DTensor, copied: CopiedView) -> CopiedView:
-    """Returns `copied`, or if elements of its source share memory on one device (`expand`,
-    `unfold`), the same part as a view of the first base.
+    """Returns `copied`, or the same part as a view of the first base if its source overlaps itself.
 
-    A write to one of these elements also changes the others.
+    On one device the elements of a source made by `expand` or `unfold` share memory. So a write to
+    one of them also changes the others.
     """
     source = copied.source
     if state_of(source).copied_view is None:
@@ -178,9 +178,11 @@ def _refuse_repeated_write(write: Function, copy: DTensor) -> None:
 
 
 def _refuse_overlapping_pieces(copy: DTensor) -> None:
-    """Raise LayoutError if a write to a view copy cannot reach all elements that it would change.
+    """Raise LayoutError if a write to a view copy would have to change elements that it does not
+    reach.
 
-    That is so if elements of a piece of the first base share memory, and more than one is written.
+    These exist if elements of this rank's piece of the first base share memory, and more than one
+    of them is written.
     """
     part, base, is_item = copy, copy, False
     while (copied := state_of(base).copied_view) is not None:
@@ -358,8 +360,7 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
 
 
 def _has_short_pieces(spec: Spec) -> bool:
-    """True if some ranks' pieces have fewer than two elements in a dimension where others have
-    more.
+    """True if pieces of some ranks, but not of all, have fewer than two elements in a dimension.
 
     The strides of such pieces may show another order in memory.
     """
@@ -420,8 +421,10 @@ def copy_as_on_one_device(
 
 
 def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
-    """Returns the arguments of a call of `to` or `type` with result `out`, for a tensor that stays
-    on "meta".
+    """Returns the arguments of a call of `to` or `type`, for a tensor that stays on "meta".
+
+    Args:
+        out: the result of the call.
     """
 
     def convert(value: Any) -> Any:
@@ -532,9 +535,7 @@ def make_meta_twin(x: DTensor, dense: bool = False) -> torch.Tensor:
 
 
 def _convert_to_meta(value: Any) -> Any:
-    """Returns the arguments of a call with each tensor replaced by a "meta" tensor of its global
-    shape.
-    """
+    """Returns arguments in which each tensor is a "meta" tensor of the same global shape."""
     return tree_map_only(torch.Tensor, _make_meta_of_shape, value)
 
 

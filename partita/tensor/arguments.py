@@ -118,9 +118,7 @@ class OpCall:
 
     @property
     def view_copies(self) -> tuple[Path, ...]:
-        """The paths of the arguments that are view copies, and so may be out of date (see
-        `aliasing`).
-        """
+        """The paths of the arguments that are view copies (see `aliasing`), maybe out of date."""
         found = self.tensors.items()
         return tuple(path for path, t in found if isinstance(t, DTensor) and t._spec.is_copy)
 
@@ -158,8 +156,7 @@ class OpCall:
         return away if all(map(_is_number, away.values())) else {}
 
     def read_numbers_of_other_meshes(self) -> OpCall:
-        """Returns the call with plain tensors in place of the DTensors of
-        `numbers_of_other_meshes`.
+        """Returns the call with plain tensors in place of the `numbers_of_other_meshes`.
 
         Partial ones are reduced first.
         """
@@ -213,9 +210,7 @@ class OpCall:
         return positional, named, tensors
 
     def make_changed_layout_error(self, x: DTensor) -> LayoutError:
-        """Returns the error for an in-place op that would have to change the layout of its operand
-        `x`.
-        """
+        """Returns the error for an in-place op that would have to change the layout of `x`."""
         name = self.form.name
         why = "a tensor that is written in place keeps its layout, for its other owners"
         return make_layout_error(
@@ -229,8 +224,7 @@ class OpCall:
 def normalize_call(
     form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs, torch.Tensor | None]:
-    """Returns arguments under the parameter names of the op's rule, and the `out=` tensor
-    separately.
+    """Returns arguments under the parameter names of the op's rule, and the `out=` tensor.
 
     Torch has other names for some parameters (`axis`, `input`, ...), which are replaced.
     """
@@ -341,7 +335,7 @@ _NUMBERS = _INTEGERS | frozenset(
 
 
 def may_have_numbers(args: Args, kwargs: Kwargs) -> bool:
-    """True if an argument may be a DTensor that stands for a Python number: it has one element.
+    """True if an argument is a DTensor with one element, which may be passed as a number.
 
     Slices and lists are searched, too.
     """
@@ -358,9 +352,7 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments with Python numbers for DTensors where torch expects a number (`k` of
-    `topk`).
-    """
+    """Returns arguments with numbers for DTensors where torch expects numbers (`k` of `topk`)."""
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
     sizes: Kinds = frozenset()
@@ -374,8 +366,10 @@ def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwar
 
 
 def _read_numbers_in(value: Any, kinds: Kinds) -> Any:
-    """`value` read where a tensor in its place would be a number; `kinds` are what may stand there
-    in one form of the op or another.
+    """Returns an argument in which DTensors are replaced by numbers if torch expects numbers.
+
+    Args:
+        kinds: the types of the argument in all overloads of the op.
     """
     if type(value) is slice:
         return slice(
@@ -413,9 +407,7 @@ def read_number(x: DTensor) -> Any:
 
 @cache
 def _kinds_of_arguments(func: Function) -> tuple[dict[int, Kinds], dict[str, Kinds]]:
-    """Returns the types that an op's arguments may have in any of its overloads, by position and by
-    name.
-    """
+    """Returns the types of an op's arguments in all overloads, by position and by name."""
     by_place: dict[int, Kinds] = defaultdict(frozenset)
     by_name: dict[str, Kinds] = defaultdict(frozenset)
     for arguments in _forms_of(func):
@@ -433,9 +425,7 @@ passed by position.
 
 
 def _forms_of(func: Function) -> list[Parameters]:
-    """Returns the parameters of an op's overloads: from their schemas, or from hints of a Python
-    function.
-    """
+    """Returns the parameters of an op's overloads: from schemas or from annotations."""
     forms = []
     for overload in overloads_of(getattr(torch.ops.aten, getattr(func, "__name__", ""), None)):
         arguments = [a for a in overload._schema.arguments if not a.is_out]
@@ -474,9 +464,7 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 
 
 def make_transform_error(name: str) -> LayoutError:
-    """Returns the error to raise if a transform of `torch.func` gets a DTensor and cannot support
-    it.
-    """
+    """Returns the error for a transform of `torch.func` that cannot support DTensors."""
     return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
         Fix("torch.autograd.grad(f(x), x)", "for gradients: it supports DTensors"),
@@ -577,9 +565,8 @@ WHOLE = "partita: a whole gradient"
 def _is_made_of_leaves(value: torch.Tensor) -> bool:
     """True if plain `value` depends only on plain leaves that are not parameters.
 
-    A model makes such tensors in forward, equal on all ranks. A parameter in its history was
-    forgotten when the others were distributed. A tensor computed from DTensors has its own
-    gradient.
+    A model makes such tensors in forward, equal on all ranks. False if a parameter is in the
+    history, because the user forgot to distribute it. False also if a DTensor is.
     """
     if value.grad_fn is None:
         return not isinstance(value, torch.nn.Parameter)
@@ -610,15 +597,12 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """Returns the spec (layout and wire) that a plain tensor would have as a DTensor that is
-    Invariant (equal on all ranks).
-    """
+    """Returns the spec of a plain tensor as a DTensor that is Invariant (equal on all ranks)."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
-    """Returns a plain tensor as a DTensor that is Invariant (equal on all ranks), in the same
-    memory.
+    """Returns a DTensor that is Invariant (equal on all ranks), in the memory of `x`.
 
     A write to the result changes `x`.
     """
@@ -627,10 +611,9 @@ def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Turns a plain tensor into a DTensor, because an in-place op has written a DTensor's values to
-    it.
+    """Turns a plain tensor into a DTensor, after an in-place op wrote DTensor values to it.
 
-    From then on the tensor has the autograd history of that op. If it is a view, its base becomes a
+    This happens only if the write gave it an autograd history. If it is a view, its base becomes a
     DTensor, too.
     """
     for t in (x, x._base if x._is_view() else None):

@@ -63,8 +63,7 @@ from .uneven_pieces import (
 
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns this rank's local tensor (a copy) of the global value `whole`, in the layout of
-    `spec`.
+    """Returns this rank's local tensor of the global value `whole`, as a copy.
 
     On a Partial axis the first rank gets the value and the others zeros.
     """
@@ -147,8 +146,7 @@ def distribute_tensor(
 
 
 def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> DTensor:
-    """Returns a new DTensor with the values of `tensor`, in the layout of `spec`, without
-    requires_grad.
+    """Returns a new DTensor of `spec` with the values of `tensor`, without requires_grad.
 
     Args:
         src_data_rank: the rank whose value is used, as in `distribute_tensor`.
@@ -230,8 +228,7 @@ buffer. Whether ranks communicate must not depend on whether another module has 
 
 
 def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:
-    """Make the value of parameter `key` a DTensor, in the parameter object that `part` had
-    `before`.
+    """Distribute the parameter `key`, but keep the object that `part` had `before`.
 
     Others, such as optimizers, refer to that object by identity.
     """
@@ -266,9 +263,10 @@ def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
 def _fill_pieces(
     make: Function, spec: Spec, dtype: Any, requires_grad: bool, as_shares: bool = False
 ) -> DTensor:
-    """Returns a DTensor of the pieces that `make` makes.
+    """Returns a DTensor whose local tensors `make` makes.
 
-    If it is Partial, the first rank keeps the value, or with `as_shares` every rank keeps its own.
+    If it is Partial, the first rank keeps its values, and the others get zeros. With `as_shares`
+    all ranks keep theirs.
     """
     local = with_room(make(spec.local_shape, dtype=dtype, device=spec.wire.device), spec)
     if not as_shares:
@@ -321,9 +319,7 @@ def full(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor filled with `fill_value`. `size` is global; ranks allocate only their
-    shards.
-    """
+    """Returns a DTensor filled with `fill_value`. `size` is global; a rank allocates its shard."""
     spec = spec_on_mesh(device_mesh, _normalize_size((size,)), placements)
     return _fill_pieces(partial(torch.full, fill_value=fill_value), spec, dtype, requires_grad)
 
@@ -398,8 +394,7 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
 
 
 def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
-    """Replaces the data of the parameter `p` by `value`, in place. Attributes and hooks of `p`
-    stay.
+    """Replaces the data of `p` by `value`, in place. Attributes and hooks of `p` stay.
 
     The object stays the same, so optimizers and modules that refer to `p` get the distributed
     value.
@@ -436,8 +431,7 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
 
 
 def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
-    """Redistributes the optimizer state of a parameter to the layout in which the optimizer updates
-    it.
+    """Redistributes a parameter's optimizer state to the layout of its updates.
 
     This is needed for state that was loaded, or made before `p` was distributed. The dict `state`
     changes in place.
@@ -461,9 +455,7 @@ def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
 
 
 def is_whole_state(p: DTensor, value: Any) -> bool:
-    """True if an entry of optimizer state is a plain tensor of p's global shape, not yet
-    distributed.
-    """
+    """True for optimizer state that is a plain tensor of p's global shape."""
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -483,8 +475,7 @@ def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
 
 
 def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
-    """Copies Python attributes that a forward has set or deleted on `whole` back to the parameter
-    `p`.
+    """Copies the attributes that a forward has set or deleted on `whole` back to `p`.
 
     During the forward, the gathered tensor `whole` replaces `p` in its module.
 
@@ -635,10 +626,9 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, operands: Operand
     """Returns a result of `func` as a DTensor.
 
     Args:
-        operands: where pieces may be uneven, the local tensors that `func` got and their autograd
-            nodes. The ranks then exchange the size of the result, and the operands in its graph.
-            On a rank without elements `func` may leave out operands that others have, or their
-            gradients. It gives them zeros there.
+        operands: if pieces may be uneven: (local tensor, autograd node) of each operand. Ranks then
+            exchange the result's shape, and which operands are in its autograd graph. Operands that
+            are missing in the graph of a rank without elements get gradients of zeros.
     """
     if placements is None or not isinstance(out, torch.Tensor):
         return out
@@ -695,9 +685,7 @@ def to_torch(x: DTensor) -> Any:
 
 
 def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
-    """Returns torch's placement for each axis of the mesh: its name, and its dimension, factor or
-    reduction.
-    """
+    """Returns torch's placement for each mesh axis: (name, dimension, factor or reduction)."""
     mesh, layout = spec.wire.mesh, spec.layout
     factors = split_factors(mesh, layout.shards)
     for size, axes in zip(layout.shape, layout.shards, strict=True):

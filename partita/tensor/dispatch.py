@@ -142,7 +142,7 @@ def _gather_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 def _run_operator(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     """Run one of torch's own operators.
 
-    Those of torch's formulas of backward, which a TorchDispatchMode may call, run on pieces.
+    If torch's own backward calls it (through a TorchDispatchMode), it runs on local tensors.
     """
     if in_formula_of_backward():
         return _run_locally(func, args, kwargs, op)
@@ -237,9 +237,7 @@ def op_of(func: Function) -> Op:
 
 
 def _relearn_ops() -> None:
-    """After a rule was registered, make each function with this rule drop its plans, and each
-    method its key.
-    """
+    """Updates the functions whose rule has changed: drops their plans and fast methods."""
     form_of.cache_clear()
     for func, op in OPS.items():
         form = form_of(func)
@@ -283,7 +281,7 @@ _installed: dict[str, Any] = {}
 
 
 def _install_fast_methods() -> None:
-    """Set fast methods of DTensor for ops whose key function is new."""
+    """Set fast methods of DTensor, in C, for ops whose key function has changed."""
     if IN_C is None:
         return
     for name in FREQUENT_METHODS:
@@ -433,14 +431,12 @@ def run_gathered(call: OpCall) -> Any:
 
 
 def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the op's result written into `out`, a tensor or a tuple of them, which is returned.
+    """Runs a call with `out=`, a tensor or a tuple of tensors, and returns `out`.
 
-    The op runs without it, and its result is moved into the layout of `out` and copied. The
-    refusals are torch's own: no gradient goes through `out`, and its dtype must be able to take the
-    result.
+    The op runs without `out`. Its result is redistributed to the layout of `out` and copied.
 
     Raises:
-        RuntimeError: a gradient is wanted, or `out` cannot hold the result's dtype.
+        RuntimeError: as in torch: a tensor requires grad, or `out` cannot hold the result's dtype.
         LayoutError: `out` has another shape than the result.
     """
     func = op.func if op.form.operator is None else op.form.operator.packet

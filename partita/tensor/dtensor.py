@@ -209,9 +209,7 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None,
         run_check: bool = False,
     ) -> Spec:
-        """Returns the spec of which each rank's local tensor is a piece. Arguments are
-        `from_local`'s.
-        """
+        """Returns the spec of the DTensor that `from_local` makes of the same arguments."""
         if isinstance(local_tensor, DTensor):
             raise make_layout_error(
                 "from_local of a DTensor: it has a layout already",
@@ -264,7 +262,7 @@ class DTensor(torch.Tensor):
             return _complete_gradient(x)
 
     def _piece(self) -> torch.Tensor:
-        """Like `to_local`, for code that computes on pieces: the gradient has the dual layout."""
+        """Like `to_local`, for code on local tensors: the gradient always has the dual layout."""
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with local_ops():
@@ -372,9 +370,7 @@ class DTensor(torch.Tensor):
         return repr(self)
 
     def _repr_html_(self) -> str:
-        """Returns HTML for a notebook: which rank holds what, and this rank's piece. Nothing is
-        sent.
-        """
+        """Returns HTML for a notebook: which rank holds what, and this rank's piece."""
         picture = html_of(draw(self.layout_over_mesh, self._spec.wire.mesh))
         with local_ops():
             piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
@@ -406,8 +402,7 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 
 def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
-    """Returns `x` redistributed to the layout of the spec (layout and wire) `after`.
-    Differentiable.
+    """Returns `x` redistributed to the spec (layout and wire) `after`. Differentiable.
 
     The ledger records the traffic as requested by the user ("explicit") in the op `op`.
     """
@@ -455,8 +450,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Runs the collectives of a redistribution on a local tensor, without autograd. Returns the
-    result.
+    """Runs the moves of a redistribution on a local tensor, without autograd.
 
     Args:
         moves: the redistribution, as a list of moves (each at most one collective).
@@ -512,9 +506,9 @@ def _move_with_gradient(
 
 
 def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Run the moves, with a result that may be written under autograd.
+    """Runs the moves of a redistribution; the result may be written in place under autograd.
 
-    A part of a gathered tensor is a view. Autograd refuses writes to a view that a Function
+    If the result is a view, it is detached: autograd refuses writes to a view that a Function
     returned, or that was made without gradients.
     """
     found = carry_all(moves, x, wire, op, reason)
@@ -523,10 +517,10 @@ def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: s
 
 
 def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns a view of local `x` for code of one rank, with zeros where it gives no gradient.
+    """Returns a view of the local tensor `x` whose missing gradient is replaced by zeros.
 
-    In such code an `autograd.Function` may give no gradient on one rank alone. All ranks together
-    move the gradients of the moves that `x` comes from, so that each rank needs them.
+    User code on a local tensor may return no gradient on one rank alone. If `x` is the result of a
+    redistribution, all ranks must redistribute the gradient together.
     """
     with local_ops():
         view = x.view_as(x)
@@ -543,7 +537,7 @@ def _complete_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def _may_be_moved(node: Any) -> bool:
-    """True if a move is behind an autograd node. Also True if that takes long to find out."""
+    """True if a redistribution is in the history of an autograd node, or if it is very long."""
     seen, ahead = {node}, [node]
     for one in ahead:
         if hasattr(one, "moves") or getattr(one, "on_gradient", None) is _move_gradient:
@@ -557,7 +551,7 @@ def _may_be_moved(node: Any) -> bool:
 
 
 class _ZerosForNone(torch.autograd.Function):
-    """The identity, whose gradient is zeros where there is none."""
+    """The identity. If its output gets no gradient, its input gets zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -569,10 +563,10 @@ class _ZerosForNone(torch.autograd.Function):
 
 
 def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
-    """Redistributes a local tensor from one spec (layout and wire) to another, and returns the new
-    local tensor.
+    """Redistributes a local tensor from one spec (layout and wire) to another.
 
-    Differentiable. If nothing changes, the result is an alias of `x`, never `x` itself.
+    Returns the new local tensor. Differentiable. If nothing changes, the result is an alias of `x`,
+    never `x` itself.
 
     Args:
         x: the local tensor of a DTensor with the spec `before`.
@@ -606,9 +600,7 @@ class _NoView(torch.autograd.Function):
 
 
 def alias_without_base(x: torch.Tensor) -> torch.Tensor:
-    """Returns an alias of `x` in the autograd graph that does not keep the tensor object `x`
-    alive.
-    """
+    """Returns an alias of `x`, with its history, that does not keep the object `x` alive."""
     alias: torch.Tensor = _NoView.apply(x)
     return alias
 
@@ -651,9 +643,7 @@ def _move_gradient(
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Returns the error for `grad_placements` that shard a gradient along another dimension than
-    the value.
-    """
+    """Returns the error for `grad_placements` that shard another dimension than the value."""
     return LayoutError(
         f"{op}: grad_placements shard the gradient differently from the value",
         place=line,
@@ -667,8 +657,7 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
 
 
 def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of a local tensor; backward raises if the layout of its gradient is
-    ambiguous.
+    """Returns an alias of a local tensor. Backward raises if the gradient is ambiguous.
 
     If `x` is Replicate, an arriving gradient may be this rank's part of a sum, or the whole value
     on every rank. partita's placements suggest the first, and torch.distributed.tensor assumes the
@@ -801,9 +790,10 @@ def _make_misfit_error(
 
 
 def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
-    """Compare the pieces' shapes and dtypes, unless earlier ones of the line predict them.
+    """Compare the ranks' shapes and dtypes, unless this line has compared the same before.
 
-    A rank whose piece differs from earlier ones compares alone, and the error names it.
+    If a piece differs from earlier ones on one rank alone, only this rank compares, and the error
+    names it.
 
     Raises:
         LayoutError: on every rank, if the pieces do not fit together. On this rank alone, if only
@@ -824,10 +814,10 @@ def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
 
 
 def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
-    """Compare shapes, dtypes, values and order in memory of the ranks' pieces of one tensor.
+    """Compare shapes, dtypes, values and memory order of the ranks' local tensors.
 
     Raises:
-        LayoutError: on all ranks alike, where they do not make up a tensor of `spec`.
+        LayoutError: on all ranks, if the local tensors do not form a tensor of `spec`.
     """
     wire, layout = spec.wire, spec.layout
     fits = local.shape == spec.local_shape
@@ -864,7 +854,7 @@ def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
 
 
 def _order_of_memory(local: torch.Tensor, spec: Spec) -> int:
-    """Returns 1 if the piece is contiguous, 2 if not, and 0 if a single row leaves it open."""
+    """Returns 1 if the piece is contiguous, 2 if not, and 0 if a single row does not show it."""
     if any(n < 2 <= whole for n, whole in zip(local.shape, spec.shape, strict=False)):
         return 0
     return 1 if local.is_contiguous() else 2
@@ -884,9 +874,7 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
 
 
 def make_memory_error(name: str) -> LayoutError:
-    """Returns the error for calling `name` (such as `set_`), which needs the global tensor's
-    memory.
-    """
+    """Returns the error for calling `name`, which needs the memory of the global tensor."""
     return make_layout_error(
         f"{name} cannot take a DTensor",
         Fix(f"x.to_local().{name}(...)", "on this rank's piece"),
@@ -895,8 +883,7 @@ def make_memory_error(name: str) -> LayoutError:
 
 
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
-    """Returns the error for a tensor `t` that cannot become a DTensor because it has no strides
-    (sparse tensors).
+    """Returns the error for a tensor `t` that has no strides, such as a sparse one.
 
     Args:
         what: the name of the function that gets or makes the tensor.

@@ -78,9 +78,9 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
 
 
 def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`grad` with the strides of `x` in dimensions of one element, where autograd leaves any.
+    """Returns `grad` with the strides of `x`, if they differ only in dimensions of one element.
 
-    Other ranks may have more elements there, and the strides of the whole follow from these.
+    Other ranks may have more elements there. The strides of the global tensor follow from these.
     """
     if grad.shape != x.shape:
         return grad
@@ -124,7 +124,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
 
 
 def _note_owner(grad: DTensor, x: DTensor) -> None:
-    """Note that `grad` is the gradient of `x`, maybe beside other tensors."""
+    """Record that `grad` is the gradient of `x`. It may be the gradient of other tensors, too."""
     state = own_state(grad)
     if not state.gradient_of:
         state.gradient_of = (weakref.ref(x),)
@@ -210,8 +210,7 @@ def _del_grad(x: DTensor) -> None:
 def _make_backward_seed(
     root: DTensor, gradient: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a plain alias of a root of backward, and the local gradient that backward starts
-    from.
+    """Returns a plain alias of a root of backward, and the local gradient of the root.
 
     For a Replicate root this gradient is Partial: the first rank has it, the others zeros. For a
     Partial root it is Replicate. Neither needs communication.
@@ -254,8 +253,11 @@ def _spec_of_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
 
 
 def _lay_out_as_dual(gradient: torch.Tensor, spec: Spec, op: str, giver: str = "") -> torch.Tensor:
-    """The local gradient of a value of `spec`, of one that a user's function gives: `giver`, where
-    it is not `op` itself.
+    """Returns the local gradient of a value of `spec`, redistributed to the dual layout.
+
+    Args:
+        gradient: the gradient that a user's function has returned: a DTensor, or a whole value.
+        op, giver: the op of the value, and that function (by default `op`), for errors.
     """
     before, wanted = _spec_of_gradient(gradient, spec, giver or op), spec.gradient
     local = move_local(gradient, before, wanted, op, "gradient")
@@ -300,9 +302,7 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 
 
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
-    """The roots of a backward pass as plain tensors, and the local gradient that each starts
-    from.
-    """
+    """Returns the roots of a backward pass as plain tensors, and their local gradients."""
     roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
     given += [None] * (len(roots) - len(given))
@@ -427,8 +427,7 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Wraps a user's post-accumulate-grad hook of the leaf `x`, so that it is called only with a
-    gradient.
+    """Wraps a user's post-accumulate-grad hook of the leaf `x`: no call without a gradient.
 
     The autograd engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The
     wrapper skips those calls.
@@ -448,10 +447,10 @@ def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[
 
 
 def _may_be_unused(leaf: Any) -> bool:
-    """True if a missing gradient of `leaf` may mean that the program has not used it.
+    """True if the engine may call hooks of `leaf` with None because the program did not use it.
 
-    In a process without ZeRO the engine calls hooks with None if a Function returned None, and does
-    not call them if the leaf was not used. Stage 3 has one node for all leaves, used or not.
+    Otherwise None means that a Function has returned None. Stage 3 of ZeRO has one autograd node
+    for all leaves, used or not.
     """
     layouts = state_of(leaf).zero_layouts if leaf is not None else None
     return layouts is not None and layouts.update is leaf._spec
@@ -459,9 +458,7 @@ def _may_be_unused(leaf: Any) -> bool:
 
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
-    """Makes `x` require grad inside the `with` block, because torch registers hooks only on such
-    tensors.
-    """
+    """Makes `x` require grad inside the `with` block, because hooks of tensors need it."""
     with local_ops():
         frozen = not _requires_grad(x)
         if frozen:
@@ -483,9 +480,7 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Returns those hooks of a tensor's dictionary of hooks that a user, not partita, has
-    registered.
-    """
+    """Returns those hooks in a tensor's dictionary of hooks that are not partita's."""
     if not hooks:
         return ()
     found = [
@@ -524,8 +519,7 @@ class NodeOfPieces:
         return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """Registers a hook on a leaf's AccumulateGrad node. It is called with `((), (gradient,))`
-        after it.
+        """Registers a hook that is called with `((), (gradient,))` after an AccumulateGrad node.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -539,8 +533,7 @@ class NodeOfPieces:
         return self.node.register_hook(call_typed_hook)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
-        """Registers a hook on a leaf's AccumulateGrad node. It is called with `(gradient,)` before
-        it.
+        """Registers a hook that is called with `(gradient,)` before an AccumulateGrad node.
 
         The hook may return a replacement.
 
@@ -591,7 +584,7 @@ _node = _base.grad_fn.__get__
 
 
 def _grad_fn_of(x: DTensor) -> Any:
-    """The autograd node that made this tensor, as in torch.
+    """Returns the autograd node that made this tensor, as in torch.
 
     User code gets a `NodeOfPieces`, whose hooks get DTensors; code of torch and partita gets the
     node itself, which computes on local tensors.
@@ -649,10 +642,10 @@ def store_gradient(x: DTensor, grad: DTensor) -> None:
 
 
 def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
-    """`grad` in a layout in which x may have it: pending, as autograd leaves it, or settled.
+    """Returns `grad` in a layout that `x.grad` may have: Partial as from autograd, or reduced.
 
     Raises:
-        LayoutError: another shape or mesh.
+        LayoutError: it has another shape or mesh than `x`.
     """
     spec = x._spec
     if grad._spec.wire is not spec.wire:
@@ -677,8 +670,7 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 
 def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
-    """Records that x's gradient is reduced, and registers a hook that undoes this in the next
-    backward.
+    """Records that x's gradient is reduced, until a hook undoes this in the next backward.
 
     The hook makes the gradient Partial again, before backward adds to it. If the same gradient
     object is the `.grad` of other tensors, this is recorded for them, too.
@@ -692,13 +684,13 @@ def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
         state = None if grad is None else grad.__dict__.get(_STATE)
         shared = state is not None and len(state.gradient_of) > 1
         for one in [x, *_find_owners(grad)] if shared else (x,):
-            watch = state_of(one).reopens
+            watch = state_of(one).restoring_hook
             if one._spec is one._spec.gradient and not refuses:
                 continue
             if watch is None:
                 if not (one.is_leaf and (one.is_floating_point() or one.is_complex())):
                     continue  # no backward pass adds to its gradient
-                watch = own_state(one).reopens = _register_restoring_hook(one)
+                watch = own_state(one).restoring_hook = _register_restoring_hook(one)
             # Private torch: registering a hook costs 3 microseconds for each parameter and step; a
             # hook that is called without need would cost 6.
             number, hook = watch
@@ -706,7 +698,7 @@ def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
 
 
 def _register_restoring_hook(x: DTensor) -> tuple[int, Any]:
-    """Returns the id and the hook, which makes the gradient of `x` Partial before backward adds."""
+    """Registers a hook of `x` that calls `restore_partial_gradient`; returns (id, hook)."""
     known = weakref.ref(x)
 
     def restore_before_adding(g: torch.Tensor | None) -> torch.Tensor | None:
@@ -722,7 +714,7 @@ def _register_restoring_hook(x: DTensor) -> tuple[int, Any]:
 
 def _unmark_settled(x: DTensor) -> None:
     """Remove the hook of `mark_gradient_reduced`: x has no reduced gradient any more."""
-    watch = state_of(x).reopens
+    watch = state_of(x).restoring_hook
     if watch is not None:
         number, _ = watch
         with local_ops():
@@ -734,7 +726,7 @@ def is_watched(x: torch.Tensor) -> bool:
 
     The hook makes the gradient Partial again. `mark_gradient_reduced` registers it.
     """
-    watch = state_of(x).reopens
+    watch = state_of(x).restoring_hook
     if watch is None:
         return False
     number, _ = watch
@@ -750,7 +742,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     """
     is_settled = is_watched(x)
     _unmark_settled(x)
-    own_state(x).reopens = None
+    own_state(x).restoring_hook = None
     with local_ops():
         # Torch warns if `.grad` of a non-leaf is read.
         grad = _grad.__get__(x) if x.is_leaf or x.retains_grad else None
@@ -817,8 +809,7 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
 
 
 def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) -> None:
-    """Raises an error if backward cannot add to a `.grad` that a user has set to a part of another
-    tensor.
+    """Raises an error if backward cannot add to a `.grad` that is a part of another tensor.
 
     In plain PyTorch the addition would change the other tensor, too. Here it cannot, if the part is
     a copy, or if the new gradient has another shape on some rank. The error is raised even if the
@@ -846,9 +837,7 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
 
 
 def read_gradient_objects(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns the object that autograd stores as the `.grad` of each tensor: a local tensor, or
-    None.
-    """
+    """Returns the object that autograd stores as each `.grad`: a local tensor, or None."""
     with DisableTorchFunction():
         return [_grad.__get__(x) for x in tensors]
 
@@ -872,9 +861,9 @@ def renew_gradient(held: Any, value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part_of_value(grad: DTensor) -> bool:
-    """True if `grad` is a view of a whole value, as of a buffer for all gradients.
+    """True if `grad` is a view of a DTensor that is not Partial, such as a buffer of gradients.
 
-    It stays whole then: the other view of its memory would not know of shares.
+    Such a gradient is not made Partial again, because the other tensor would stay as it is.
     """
     base = grad._base
     return isinstance(base, DTensor) and not base._spec.is_pending
@@ -952,8 +941,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
 
 
 def _agree_on_gradients(params: list[DTensor], pending: dict[DTensor, DTensor]) -> None:
-    """Raise on all ranks unless they have gradients of the same parameters: their buckets would
-    differ.
+    """Raise on all ranks unless all ranks have gradients of the same parameters.
 
     Ranks do not compare if earlier steps predict these parameters (`is_agreed`).
     """
@@ -1128,15 +1116,12 @@ def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
-    """Returns the spec (layout and wire) of each DTensor among `values`, and None for other
-    values.
-    """
+    """Returns the spec (layout and wire) of each DTensor in `values`; None for other values."""
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """Returns the local gradient of a value as a DTensor. Returns `grad` itself if an argument is
-    None.
+    """Returns the local gradient of a value as a DTensor; `grad` if an argument is None.
 
     Args:
         spec: the spec (layout and wire) of the value, whose dual is the gradient's.
@@ -1147,8 +1132,7 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
-    """Turns the local tensors that autograd had saved into DTensors, where they were DTensors
-    before.
+    """Turns local tensors that autograd had saved into DTensors again.
 
     Autograd returns a saved input as a DTensor, but a saved output as a local tensor.
 
@@ -1164,8 +1148,11 @@ def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[An
 
 
 def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
-    """Returns the local gradient of an input of `spec`, of the gradient that the user's backward
-    returned.
+    """Returns the local gradient of an input, from the gradient that a user's backward returned.
+
+    Args:
+        spec: the spec of the input; None for a plain tensor.
+        name: the name of the `autograd.Function`.
     """
     if not isinstance(grad, torch.Tensor):
         return grad

@@ -41,7 +41,7 @@ class _ListPlan:
 
     Attributes:
         wires: the wire of each position, if not all are on one mesh; None for plain tensors.
-        places: the plan of each position; None if the op is called as a user would call it.
+        places: the plan of each position; None if the op is called on DTensors.
         clean: True if the native kernel runs: nothing moves, and no position has its own kernel.
         specs: the specs of the results, set by the first call.
         hits: the number of calls that have used this plan.
@@ -112,9 +112,9 @@ _OWN_NAMES = frozenset(("alpha", "value", "dtype", "non_blocking"))
 
 
 def _place_arguments(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments with those in their places that are given by name: lists, and numbers to add.
+    """Returns arguments in which lists and numbers that were passed by name are positional.
 
-    The op for one place may have another name for them (`scalar`, `tensors1`, `weights`).
+    The op for one position may have other names for them (`scalar`, `tensors1`, `weights`).
     """
     packet = getattr(torch.ops.aten, func.__name__)
     for overload in packet.overloads():
@@ -179,9 +179,7 @@ def _kind_of_value(value: Any) -> Any:
 
 
 def _arguments_at_place(i: int, args: Sequence[Any]) -> list[Any]:
-    """Returns the op's arguments at position `i`: the i-th item of each list, and other arguments
-    as they are.
-    """
+    """Returns the op's arguments at position `i`: item i of each list, and the others."""
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
 
@@ -372,9 +370,7 @@ def _reduce_norms(
 def _foreach_norm(
     self: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> Sequence[torch.Tensor]:
-    """Runs torch._foreach_norm. If the tensors are on several meshes, the norms are plain
-    tensors.
-    """
+    """Runs torch._foreach_norm. For tensors on several meshes the norms are plain tensors."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in self):
         given = {} if dtype is None else {"dtype": dtype}
         return run_foreach(torch._foreach_norm, (self, ord), given, OPS[torch._foreach_norm])
@@ -403,8 +399,7 @@ def _reduce_partial(t: torch.Tensor) -> torch.Tensor:
 def _check_and_unscale(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    """A GradScaler's kernel: it unscales gradients, and finds on all ranks the infinities of
-    any."""
+    """Runs a GradScaler's kernel: unscales gradients, and finds infinities on all ranks."""
     reduce_pending_gradients(pending_gradients(grads))
     with local_ops():
         mine = torch.zeros_like(found_inf)

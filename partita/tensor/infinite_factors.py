@@ -56,7 +56,7 @@ def wrap_for_infinite_factors(
     factors = [
         path
         for (path, value), layout in zip(call.operands, choice.inputs, strict=True)
-        if path not in shares and _is_looked_at(value, layout, wire)
+        if path not in shares and _is_readable(value, layout, wire)
     ]
     divides = form.rule is form_of(torch.div).rule
     if not shares or not (factors or divides):
@@ -104,8 +104,8 @@ def wrap_for_infinite_factors(
     return run_on_shares
 
 
-def _is_looked_at(value: Any, layout: Layout | None, wire: Wire) -> bool:
-    """True if every rank reads the same value of a factor."""
+def _is_readable(value: Any, layout: Layout | None, wire: Wire) -> bool:
+    """True if a factor can be read on every rank with the same result: a number, or whole."""
     if not isinstance(value, torch.Tensor):
         return value is not None
     is_real = value.is_floating_point() or value.is_complex()
@@ -117,7 +117,7 @@ def _is_like_zero(number: complex) -> bool:
 
 
 def _is_infinite(factor: Any, divides: bool) -> bool:
-    """True if an element of a tensor, or the inverse of a divisor's, may be infinite."""
+    """True if a factor (or if it divides: its inverse) may have an infinite element."""
     if type(factor) not in _LOOKED_AT or factor.device != HOST:
         return False
     with torch.no_grad():

@@ -67,9 +67,7 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Returns the position or name of the written argument in a call; None if it is not
-        written.
-        """
+        """Returns the position or name of the argument in a call; None if it is not written."""
         if self.flag is not None:
             i, name = self.flag
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
@@ -97,7 +95,7 @@ class OpFacts:
         overwrites: its result does not depend on the values of its first operand, only on the
             metadata.
         checks: it returns nothing, and raises if its operands are not as required.
-        shows_unsaid: its results are views of its only operand, although its schema does not say
+        is_undeclared_view: its results are views of its only operand, but its schema does not say
             so.
         is_alias: it returns a view of the whole operand.
         lifts: it turns a Python value into a tensor.
@@ -122,7 +120,7 @@ class OpFacts:
     fills: bool = False
     overwrites: bool = False
     checks: bool = False
-    shows_unsaid: bool = False
+    is_undeclared_view: bool = False
     is_alias: bool = False
     lifts: bool = False
     by_storage: bool = False
@@ -153,8 +151,8 @@ def facts_of(target: Any) -> OpFacts:
     )
     aliases = [r.alias_info for r in schema.returns]
     full_name = f"{target._opname}.{target._overloadname}"
-    shows_unsaid = full_name in _SHOW_UNSAID
-    is_view = shows_unsaid or any(info is not None and not info.is_write for info in aliases)
+    is_undeclared_view = full_name in _SHOW_UNSAID
+    is_view = is_undeclared_view or any(info is not None and not info.is_write for info in aliases)
     name, is_torchs = target._opname.removesuffix("_copy"), target.namespace == "aten"
     base = target._opname.removeprefix("_foreach_").removesuffix("_")
     measured = "measured" if is_torchs and full_name in _MEASURED else ""
@@ -170,7 +168,7 @@ def facts_of(target: Any) -> OpFacts:
         fills=target._opname in (*FILLS, "bernoulli_"),
         overwrites=is_torchs and _is_overwriting(target._opname),
         checks=not schema.returns and not writes and is_torchs,
-        shows_unsaid=shows_unsaid,
+        is_undeclared_view=is_undeclared_view,
         is_alias=is_torchs and full_name in ("detach.default", "alias.default"),
         lifts=name in ("lift", "lift_fresh"),
         by_storage=is_torchs and name in _BY_STORAGE,
@@ -265,9 +263,7 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 
 class Cast(enum.Enum):
-    """How autocast casts the floating-point operands of an op. Operands in float64 are never
-    cast.
-    """
+    """How autocast casts floating-point operands of an op. It never casts float64."""
 
     FLOAT32 = "to float32"
     FLOAT32_UNLESS_GIVEN = "to float32, unless the call gives a dtype"
@@ -287,8 +283,7 @@ class FunctionFacts:
         reshapes: it changes its operand's shape in place.
         changes_shape: it changes its operand's shape or memory in place.
         draws: it may draw random numbers.
-        answered_by_piece: it has nothing to do with the layout of a DTensor, so it runs on the
-            local tensor.
+        ignores_layout: its result does not depend on the layout, so it runs on the local tensor.
         computes_nothing: it reads a property of a tensor or of torch, or starts autograd.
         needs_itself: it must run on the tensor object itself, not on a copy or an alias.
         is_twin: it is a function of torch.nn.functional that only calls the builtin with its name.
@@ -302,7 +297,7 @@ class FunctionFacts:
     reshapes: bool = False
     changes_shape: bool = False
     draws: bool = False
-    answered_by_piece: bool = False
+    ignores_layout: bool = False
     computes_nothing: bool = False
     needs_itself: bool = False
     is_twin: bool = False
@@ -323,9 +318,7 @@ def facts_of_function(name: str) -> FunctionFacts:
 
 
 def _is_operator_drawing(name: str) -> bool:
-    """True if torch marks an operator of this name, or its in-place variant, as drawing random
-    numbers.
-    """
+    """True if torch marks an operator of this name as drawing random numbers."""
     packets = [getattr(torch.ops.aten, n, None) for n in (name, name + "_")]
     return any(
         facts_of(getattr(packet, overload)).draws
@@ -377,7 +370,7 @@ _FACTS_OF_FUNCTIONS = {
         random _standard_gamma _sample_dirichlet multi_head_attention_forward fractional_max_pool2d
         fractional_max_pool3d fractional_max_pool2d_with_indices
         fractional_max_pool3d_with_indices""",
-    "answered_by_piece": """requires_grad_ retain_grad is_floating_point is_complex is_signed
+    "ignores_layout": """requires_grad_ retain_grad is_floating_point is_complex is_signed
         is_inference is_conj is_neg get_device element_size is_pinned is_shared has_names
         is_nonzero_local result_type can_cast promote_types is_tensor is_storage _is_view
         _is_zerotensor is_distributed register_post_accumulate_grad_hook __hash__
@@ -502,9 +495,7 @@ def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
 
 
 def _choose_cast_dtype(cast: Cast, leaves: Sequence[Any], device: str) -> torch.dtype | None:
-    """Returns the dtype to which floating-point arguments of a call are cast; None to leave
-    them.
-    """
+    """Returns the dtype to which a call's floating-point arguments are cast; None: no cast."""
     if cast is Cast.LOWER:
         return torch.get_autocast_dtype(device)
     if cast is Cast.WIDEST:
@@ -551,8 +542,7 @@ False.
 
 @dataclass(frozen=True)
 class Form:
-    """A torch function and the op to which it belongs: `torch.add` and `Tensor.add_` are forms of
-    add.
+    """A torch function and its op: `torch.add` and `Tensor.add_` are forms of the op add.
 
     Attributes:
         func: the function.
@@ -651,9 +641,7 @@ def _form_of_operator(func: Function, operator: Operator) -> Form:
 
 
 def _builtin_twin(func: Function) -> Function | None:
-    """Returns the builtin to which a function of torch.nn.functional passes its arguments
-    unchanged, or None.
-    """
+    """Returns the builtin that a function of torch.nn.functional only calls, or None."""
     bare = _BARE_CALLS.get(func)
     if bare is not None:
         return lambda input, inplace=False: bare(input)
@@ -662,9 +650,7 @@ def _builtin_twin(func: Function) -> Function | None:
 
 
 def _find_rule_named(name: str) -> Rule | None:
-    """Returns the rule of a torch function with this name, in whichever namespace it was
-    registered.
-    """
+    """Returns the rule of a torch function with this name, in any namespace."""
     for home in (torch, torch.Tensor, torch._C._nn, torch.nn.functional, torch.special):
         f = getattr(home, name, None)
         if f is not None and f in RULES and not isinstance(f, types.FunctionType):
@@ -707,7 +693,7 @@ def needs_no_rule(func: Function) -> bool:
     """
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
-    return name in attributes or facts_of_function(name).answered_by_piece
+    return name in attributes or facts_of_function(name).ignores_layout
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
@@ -725,8 +711,7 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """Returns the function that torch passes to `__torch_function__` when an attribute of a tensor
-    is read.
+    """Returns the function that torch passes to `__torch_function__` for an attribute.
 
     Args:
         name: the attribute, such as "shape".
@@ -754,9 +739,7 @@ class Operator:
 
 
 def overloads_of(func: Any) -> list[OpOverload]:
-    """Returns the overloads of an operator; a list of one for an `OpOverload`, [] for other
-    objects.
-    """
+    """Returns the overloads of an operator; [func] for an `OpOverload`, [] for other objects."""
     if isinstance(func, OpOverload):
         return [func]
     if isinstance(func, OpOverloadPacket):
@@ -802,11 +785,10 @@ def find_unknown_effect(target: Any) -> str:
 
 
 def _wrap_with_plain_pieces(func: Function) -> Function:
-    """A function that calls `func` with plain aliases of its operands. It is itself called with
-    torch-function disabled.
+    """Returns a function that calls `func` with plain aliases of the operands.
 
-    The backward of a user's operator may be Python that reads what forward saved, and must find
-    this rank's pieces there, not DTensors beside pieces of gradients.
+    It is called with torch-function disabled. The reason: the Python backward of a user's operator
+    reads saved operands, which must be local tensors, as the gradients are.
     """
 
     def local_view_of(value: Any) -> Any:
@@ -829,9 +811,7 @@ _UPDATING = ("training", "use_input_stats")
 
 
 def written_by(func: Function) -> tuple[Written, ...]:
-    """Returns the arguments that a function writes in place, according to its schema or
-    signature.
-    """
+    """Returns the arguments that a function writes in place, by its schema or signature."""
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
         return _find_written_statistics(
@@ -898,7 +878,7 @@ _entered_globals: dict[tuple[int, bool], dict[str, Any]] = {}
 
 
 def _make_globals_answering_no(space: dict[str, Any], through_torch: bool) -> dict[str, Any]:
-    """Returns a copy of a module's globals in which `has_torch_function` is False. Cached."""
+    """Returns a copy of a module's globals in which `has_torch_function` returns False. Cached."""
     key = (id(space), through_torch)
     if key not in _entered_globals:
         changed = dict(space)
@@ -931,11 +911,10 @@ def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any 
 
 
 def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellType:
-    """Returns a cell of `func`'s closure; a function in it that calls `has_torch_function` is
-    entered, too.
+    """Returns a cell for the copy of `func`, with a copy of the function in it if needed.
 
-    `boolean_dispatch` makes functions that hold two others, and one of these may be such a function
-    again.
+    A function in the closure is copied, too, if it calls `has_torch_function`. For example,
+    `boolean_dispatch` makes functions that refer to two others.
     """
     try:
         held = cell.cell_contents
@@ -957,8 +936,7 @@ def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
 
 @cache
 def enter_function(func: Function) -> Function | None:
-    """Returns a copy of a Python function whose body runs on DTensors; None if it is not written in
-    Python.
+    """Returns a copy of a Python function whose body runs on DTensors; None for a builtin.
 
     Many functions of `torch.nn.functional` begin with `if has_torch_function(...)`. If that is
     True, they pass themselves to `__torch_function__` as a whole. In the copy, `has_torch_function`

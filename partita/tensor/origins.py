@@ -90,9 +90,7 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Records the user's current call as the origin of the tensor `out`. All ranks make this call
-    together.
-    """
+    """Records the user's current call as the origin of `out`. All ranks make this call."""
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
@@ -105,9 +103,7 @@ def _find_call(frame: FrameType) -> tuple[CodeType, int]:
 
 
 def _digest_arguments(given: Iterable[Any], number: int) -> int:
-    """Returns `number` combined with the arguments of a call: the origins of its tensors, its
-    numbers and its strings.
-    """
+    """Returns `number` combined with a call's arguments: origins, numbers and strings."""
     for x in given:
         if x is None:
             found = 0
@@ -186,8 +182,7 @@ def find_origin(x: torch.Tensor) -> TensorOrigin | None:
 
 
 def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") -> Reading:
-    """Returns a description of a read such as `x.item()`, which ranks compare before they read the
-    value.
+    """Returns a description of a read such as `x.item()`, which ranks compare before it.
 
     If the descriptions differ, the ranks read different tensors, and an error names both.
 

@@ -104,8 +104,7 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """The cached decision how to run a call: what to redistribute, which kernel, the layouts of the
-    results.
+    """The cached decision how to run a call: redistributions, kernel, layouts of results.
 
     Calls with the same key share one plan.
 
@@ -158,11 +157,11 @@ class CallPlan:
     make_output_spec: Callable[[torch.Tensor], Spec] | None = None
     hits: int = field(default=0)
 
-    def listen(self, on: bool) -> None:
-        """Starts (`on`) or stops counting the flops of this plan's calls in the open ledgers.
+    def count_flops(self, on: bool) -> None:
+        """Starts (`on`) or stops the counting of this plan's flops in the open ledgers.
 
-        While a ledger is open, the plan runs its kernel through a wrapper that counts. While none
-        is open, the plan runs the kernel itself, at no extra cost.
+        While a ledger is open, the kernel runs through a wrapper that counts. Otherwise this costs
+        nothing.
         """
         assert self.work is not None
         self.kernel = self.work.run_noting_work if on else self.work.kernel
@@ -222,9 +221,7 @@ class CallPlan:
 
     @property
     def notes_origin(self) -> bool:
-        """True if running the plan records which line of the program made the results (see
-        `origins`).
-        """
+        """True if the plan records which line of the program made the results (see `origins`)."""
         noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
         return noted and self.work is None
 
@@ -320,13 +317,12 @@ def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
 
 
 def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
-    """Returns `x` in layout `after`.
+    """Returns the local tensor of `x`, redistributed to the spec `after`.
 
     If the layouts differ only in the gradient's placement (Invariant and Replicate), the result is
-    an alias of `x`. Ops that need the same alias share it, so that their gradients are summed
-    before one transposed move. No other result is kept, for two reasons. It would have its own
-    memory, and torch does not count every write of `x` (`numpy`, `.data`, DLPack). And whether
-    ranks move again must not depend on what one of them does with its piece.
+    an alias of `x`. Ops that need the same alias share it, so that their gradients are summed and
+    then moved once. A result with its own memory is not shared, because torch does not count every
+    write of `x` (`numpy`, `.data`, DLPack).
     """
     before = x._spec
     held, wanted = before.layout, after.layout
@@ -349,8 +345,7 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """The flops of a plan's matrix products on the first rank, which has the largest shards, for
-    ledgers.
+    """The flops of a plan's matrix products, for ledgers: on the first rank, the largest.
 
     Attributes:
         products: for each product its operations, and the axes along which all ranks repeat them.
@@ -378,8 +373,7 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the flops of the matrix products in a plan's calls, as one rank computes them, for
-    ledgers.
+    """Returns the flops of a plan's matrix products on one rank, for ledgers.
 
     Args:
         work: the matrix products of the op on the global tensors.
@@ -429,9 +423,7 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Sets the form (the op and its rule), after a rule was registered. Drops plans made with
-        the old rule.
-        """
+        """Sets the form (op and rule) after a rule was registered, and drops the old plans."""
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name
@@ -490,9 +482,7 @@ class Unkeyed(TypeError):
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns what a plan's key has in place of the spec (layout and wire) for an operand that is
-    not a DTensor.
-    """
+    """Returns the part of a plan's key for an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -501,9 +491,7 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """Returns a hashable form of an argument, for a plan's key. A float is represented by
-    its type.
-    """
+    """Returns a hashable form of an argument for a plan's key. For a float it is the type."""
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
@@ -578,8 +566,7 @@ KeyParameters = Sequence[tuple[str, int, Any]]
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
-    """Makes the function that computes a plan's key from a call's arguments, for a rule that is
-    text.
+    """Makes the function that computes a plan's key from arguments, for a rule that is text.
 
     The key has the operands' specs, or their kinds if they are not DTensors.
 
@@ -592,7 +579,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """Makes the function that computes a plan's key from a call's arguments, for a rule function.
+    """Makes the function that computes a plan's key from arguments, for a rule function.
 
     The key has the arguments that the rule function declares.
     """
@@ -600,7 +587,7 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
 
 
 def _classify_parameter(p: inspect.Parameter) -> int:
-    """Returns how a parameter of a derived rule enters the key."""
+    """Returns a code that says how a rule function's parameter becomes a part of the key."""
     if p.kind is inspect.Parameter.VAR_POSITIONAL:
         return REST
     by_name = KEYWORD if p.kind is inspect.Parameter.KEYWORD_ONLY else 0
@@ -609,9 +596,7 @@ def _classify_parameter(p: inspect.Parameter) -> int:
 
 
 def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
-    """Returns the key function for these parameters: in C if it is built, else in Python. Both give
-    equal keys.
-    """
+    """Returns the key function for these parameters, in C or else in Python, with equal keys."""
     names, kinds, defaults = zip(*params, strict=True)
     count = sum(kind < REST for kind in kinds)  # those that a call may give by position
     harmless: set[str] = set()
@@ -642,7 +627,11 @@ def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
 
 
 def _key_of_argument(what: int, value: Any) -> Any:
-    """Returns the part of a key for an argument that enters it as `what` says."""
+    """Returns the part of a key for an argument.
+
+    Args:
+        what: the code of the parameter (`_classify_parameter`).
+    """
     kind = type(value)
     if kind is DTensor:
         return value._spec
@@ -690,9 +679,7 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns a plan of the older generation, and moves it to the younger one; None if it has
-        no such plan.
-        """
+        """Returns a plan of the older generation, moved to the younger one; None if it has none."""
         plan = self.old.pop(key, None)
         if plan is not None:
             self.remember(key, plan)
@@ -726,8 +713,7 @@ class _Cache:
         self.lock = threading.RLock()
 
     def rotate_generations(self) -> None:
-        """Drops the plans that were not used recently (the older generation of every op), to limit
-        the cache.
+        """Drops the plans that were not used recently: the older generation of every op.
 
         The younger generation becomes the older one.
         """
@@ -750,9 +736,7 @@ def note_miss() -> None:
 
 
 def cache_info() -> CacheInfo:
-    """Returns statistics of the plan cache: hits, misses, number of plans, limit, and plans
-    by op.
-    """
+    """Returns statistics of the plan cache: hits, misses, number and limit of plans."""
     with _CACHE.lock:
         live = [p for plans in _CACHE.ops for p in (*plans.values(), *plans.old.values())]
         by_op: dict[str, int] = {}

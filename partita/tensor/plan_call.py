@@ -81,7 +81,7 @@ def make_plan(call: OpCall) -> CallPlan | None:
     if call.writes_view_copy:
         way = reshape_copy if form.reshapes else write_through_copy
         return CallPlan(form.name, call.wire, rewrite=partial(way, func))
-    answer = _ask_rule(call)
+    answer = _apply_rule(call)
     if answer is None:
         return None
     if isinstance(answer, Decomposition):
@@ -98,8 +98,8 @@ def _write_plain_first(form: Form, func: Function, *args: Any, **kwargs: Any) ->
     return write_into_plain(OpCall(form, func, args, kwargs), [(0,)])
 
 
-def _ask_rule(call: OpCall) -> KernelRule | Decomposition | LikeRule | None:
-    """Returns what the rule returns for the call."""
+def _apply_rule(call: OpCall) -> KernelRule | Decomposition | LikeRule | None:
+    """Returns what the op's rule returns for this call."""
     rule = call.form.rule
     assert rule is not None
     if rule.derive is None:
@@ -132,7 +132,7 @@ def _raise_torch_error(call: OpCall) -> None:
 
 
 def _convert_for_rule(value: Any) -> Any:
-    """Returns an argument as rules see it."""
+    """Returns an argument in the form in which rule functions get it: tensors as `Arg`."""
     if isinstance(value, DTensor):
         spec = value._spec
         mesh = spec.wire.mesh
@@ -172,7 +172,10 @@ def _plan_rewrite(call: OpCall, answer: Decomposition) -> CallPlan:
 
 
 def _plan_like_call(call: OpCall, answer: LikeRule) -> CallPlan:
-    """Returns a tensor of its own in the operand's layout; whole if its shape is another."""
+    """Returns the plan of a call that makes a new tensor in the layout of its operand.
+
+    If the rule gives another shape, the result is whole on every rank.
+    """
     form, wire, spec = call.form, call.wire, call.args[0]._spec
     if answer.shape == spec.layout.shape:
         layout = spec.layout if answer.pending else spec.reduced.layout
@@ -302,8 +305,7 @@ def _make_misfit_error(call: OpCall, text: str, reason: str) -> LayoutError:
 
 
 def _choose_rows(call: OpCall, bound: Bound, answer: KernelRule) -> Choice | None:
-    """Returns the cheapest rows for a call; None if they change an operand that is written in
-    place.
+    """Returns the cheapest rows for a call; None if a written operand would change its layout.
 
     The explainer, if there is one, gets all rows and their prices.
     """
@@ -369,8 +371,10 @@ def _make_kernel(call: OpCall, answer: KernelRule, plan: CallPlan) -> Function |
 
 
 def _find_bare_call(call: OpCall) -> tuple[Function, int] | None:
-    """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
-    number may differ, and is one that counts only where a flag says so.
+    """Returns `CallPlan.bare`: a faster function, and the number of operands; None if unusable.
+
+    It is usable if all other arguments are None, False or floats, which have an effect only with a
+    flag. A flag is in the plan's key.
     """
     form, count = call.form, len(call.operands)
     if form.bare is None or [path for path, _ in call.operands] != [(i,) for i in range(count)]:
@@ -381,9 +385,7 @@ def _find_bare_call(call: OpCall) -> tuple[Function, int] | None:
 
 
 def _wrap_writing_into_first(run: Function, form: Form) -> Function:
-    """Wraps `run`, which may not be in-place, so that it writes its result into its first
-    argument.
-    """
+    """Wraps `run` so that it writes its result into its first argument."""
 
     def write_into_first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         out = run(x, *args, **kwargs)
@@ -571,9 +573,7 @@ class RowChooser:
         return Choice(tuple(inputs), shards, partial, invariant, splits)
 
     def _order_axes(self, name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the order in which several axes split one name: that of the largest operand they
-        split.
-        """
+        """Returns the order in which axes split one name: as in the largest operand they split."""
         best: tuple[str, ...] = ()
         best_size = -1
         layouts = self.layouts[:1] if self.inplace else self.layouts
@@ -631,8 +631,7 @@ class RowChooser:
         )
 
     def _price_reductions(self, row: Row) -> float:
-        """Returns a lower bound of the seconds to reduce the row's Partial results: by a
-        reduce-scatter.
+        """Returns the least seconds to reduce the row's Partial results, by reduce-scatter.
 
         Later readers of the results have to reduce them.
         """

@@ -95,10 +95,9 @@ def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _on_pieces(x: Any, run: Function) -> Callable[[KernelCall], Kernel | None]:
-    """Returns the kernel of a rule whose operand `x` is split: it runs `run(draw_piece, input,
-    ...)`.
+    """Returns the kernel of a rule for a split operand: it runs `run(draw_piece, input, ...)`.
 
-    `draw_piece` draws this rank's piece of what a `Draw` fills.
+    `draw_piece(draw)` returns this rank's piece of the tensor that `draw` fills on one device.
     """
 
     def make_kernel(call: KernelCall) -> Kernel | None:
@@ -111,7 +110,7 @@ def _on_pieces(x: Any, run: Function) -> Callable[[KernelCall], Kernel | None]:
 
 
 def _make_draw(function: Function, args: Any, kwargs: Kwargs) -> Draw:
-    """Returns a function that calls `function(out, *args, **kwargs)` with the generator."""
+    """Returns a function that fills `out`: `function(out, *args, **kwargs)` with a generator."""
 
     def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         own = {} if generator is None else {"generator": generator}
@@ -201,8 +200,7 @@ for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
 
 
 def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function | None:
-    """Wraps a kernel that draws random numbers, so that ranks check that their generators are
-    equal.
+    """Wraps a kernel that draws random numbers, so that ranks compare their generators.
 
     They compare at the first draw of each line. Returns None if there are no other ranks.
     """

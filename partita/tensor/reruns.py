@@ -16,8 +16,7 @@ from typing import Any
 
 
 class ForwardNote:
-    """An entry of the linked list of block forwards: a forward that has begun, or a position
-    between two.
+    """A link in the list of block forwards: a forward that has begun, or a position.
 
     Attributes:
         block: an object that identifies the block; None for a position.
@@ -107,9 +106,7 @@ def find_forward_of_rerun(block: object) -> ForwardNote | None:
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Treats calls within the `with` statement as the rerun of the checkpoint that began at
-    `start`.
-    """
+    """Treats calls inside the `with` block as a rerun of the checkpoint that began at `start`."""
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
     try:
         yield

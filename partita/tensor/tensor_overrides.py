@@ -351,9 +351,9 @@ def _align_value_dims(value: Any, result: list[int], added: list[int], taken: li
 def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) -> None:
     """Write a range whose bounds are in tensors.
 
-    Such a bound is a number that selects, or, in a captured step, the index at which a piece
-    begins. In these dimensions, and in those that are split, a mask marks this rank's elements in
-    the range.
+    The bounds of the range are tensors if the index contains tensors. The bounds of this rank's
+    piece are tensors in a captured step. In such dimensions, and in split ones, a mask marks this
+    rank's elements in the range.
     """
     if not all(len(places) for places in ranges):
         return
@@ -381,9 +381,7 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
 
 
 def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
-    """Returns the indices that an int or a slice selects from a dimension of `size`: a range, or a
-    tensor.
-    """
+    """Returns the indices that an int or slice selects in a dimension: a range or a tensor."""
     if isinstance(entry, torch.Tensor):
         with local_ops():
             return torch.arange(size, device=entry.device)[entry.reshape(1)]  # if it is in bounds
@@ -398,7 +396,7 @@ def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
 
 
 def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
-    """Gather x, write, and take the pieces back."""
+    """Run `x[index] = value` on the gathered tensor, and write the pieces back to x."""
     whole = spec.invariant_of(spec.shape)
     value = _redistribute_value(value, whole)
     entries = index if isinstance(index, tuple) else (index,)
@@ -449,10 +447,10 @@ def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
 def _as_strided(
     x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """The strides count elements of the global tensor, which is gathered.
+    """Runs `x.as_strided(...)` on the gathered tensor; strides count its elements.
 
     Raises:
-        LayoutError: on one device this would reach into what `x` is a part of.
+        LayoutError: x is a part of a larger tensor, or not contiguous, and so has other strides.
     """
     if not x._spec.is_whole and (not x.is_contiguous() or _is_part_of_another(x)):
         raise make_layout_error(
@@ -479,7 +477,11 @@ def _is_part_of_another(x: DTensor) -> bool:
 def _answer_if_replicated(
     answer: Function, name: str, fix: Fix, x: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns `answer` if each rank has the whole value; otherwise raises an error for `name`."""
+    """Returns `answer(x, *args)` if this rank has the whole value; otherwise raises an error.
+
+    Args:
+        name, fix: the name of the function and the suggested fix, for the error.
+    """
     for t in (x, *args):
         if isinstance(t, DTensor) and not t._spec.is_whole:
             raise _make_piece_error(name, t, fix)
@@ -539,10 +541,10 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
 
 
 def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
-    """Returns the spec in which `src`, which is broadcast, is copied into a tensor of `spec`.
+    """Returns the spec to which `src` is redistributed before it is copied into `spec`.
 
     Raises:
-        RuntimeError: it cannot be broadcast.
+        RuntimeError: `src` cannot be broadcast to the shape.
     """
     shape, wanted = tuple(src._spec.shape), spec.layout
     if shape == wanted.shape:
@@ -579,8 +581,8 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
 
 
 def _copy_memory(x: DTensor, memo: dict[int, Any]) -> DTensor:
-    """Returns a copy of `x` without history. As with torch's, copies of tensors that share memory
-    share theirs, but those of parameters do not.
+    """Returns a copy of `x` without history, for `copy.deepcopy`. As in torch, copies of tensors
+    that share memory share memory, too, except copies of parameters.
     """
     spec, local = spec_of(x._spec.layout, x._spec.wire), x.detach()
     copied = state_of(x).copied_view
@@ -620,7 +622,7 @@ def _rebuild(
     at: tuple[int, ...],
     names: dict[str, Any],
 ) -> DTensor:
-    """Make the DTensor that was pickled. At module level, so that `weights_only=True` can allow it.
+    """Returns the DTensor that was pickled. `torch.load(weights_only=True)` allows this function.
 
     Raises:
         LayoutError: this rank has no such mesh, or `local` is another rank's piece.
@@ -730,7 +732,7 @@ _installing = threading.Lock()
 
 
 def _install_read_kernels(spec: Spec) -> None:
-    """Replace the operator that reads numbers, if a rank does not hold a number of `spec`."""
+    """Replace the operator that reads a number, at the first spec whose number must be moved."""
     if spec.shape.numel() != 1 or (spec.is_whole and not spec.is_copy):
         return
     with _installing:

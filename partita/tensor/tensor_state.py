@@ -96,8 +96,7 @@ _MOST_NOTED = 8
 
 
 class Spec:
-    """What makes a local tensor a DTensor: a global layout, and a wire (connection to the mesh's
-    ranks).
+    """A global layout and a wire (connection to a mesh's ranks): what makes a tensor a DTensor.
 
     Only `spec_of` makes specs, except the specs of view copies (`as_copy`).
 
@@ -136,9 +135,7 @@ class Spec:
 
     @cached_property
     def whole(self) -> Spec:
-        """The spec of the same shape that is Invariant (whole and equal on every rank) on every
-        axis.
-        """
+        """The spec of the same shape that is Invariant (whole, equal on all ranks) everywhere."""
         return spec_of(Layout(self.layout.shape, invariant=self.wire.mesh.names), self.wire)
 
     @cached_property
@@ -157,9 +154,7 @@ class Spec:
 
     @cached_property
     def is_pending(self) -> bool:
-        """True if a value of this spec is Partial on some axis, so that it must still be
-        reduced.
-        """
+        """True if the value is Partial on some axis, so that it must still be reduced."""
         return bool(self.layout.partial)
 
     @cached_property
@@ -205,9 +200,7 @@ class Spec:
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the largest local shard (the first rank's), to which smaller ones are
-        padded.
-        """
+        """The shape of the largest local shard (the first rank's), to which others are padded."""
         mesh = self.wire.mesh
         return self.layout.local_shape(mesh, (0,) * mesh.ndim)
 
@@ -218,9 +211,7 @@ class Spec:
 
     @cached_property
     def is_padded_behind(self) -> bool:
-        """True if padding a smaller shard adds elements only at its end in memory, on
-        every rank.
-        """
+        """True if on all ranks padding only adds elements at the end of a shard's memory."""
         mesh, layout = self.wire.mesh, self.layout
         uneven = [
             dim
@@ -231,9 +222,7 @@ class Spec:
 
     @cached_property
     def as_copy(self) -> Spec:
-        """A spec with the same layout and wire for view copies, which it marks by `is_copy`
-        (`aliasing`).
-        """
+        """The same layout and wire, but marked as a view copy by `is_copy` (see `aliasing`)."""
         if self.is_copy:
             return self
         copy = Spec(self.layout, self.wire)
@@ -259,9 +248,7 @@ ON_NEW_SPEC: list[Callable[[Spec], None]] = []
 
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:
-    """Returns the spec (layout and wire) of `layout` on `wire`. Equal arguments return the same
-    object.
-    """
+    """Returns the spec of `layout` on `wire`. Equal arguments return the same object."""
     spec = _INTERNED.get((layout, wire))
     if spec is None:
         spec = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
@@ -271,9 +258,7 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
 
 
 def any_spec(kind: type = Wire) -> Spec | None:
-    """Returns any spec (layout and wire) in use on a wire of the class `kind`; None if there is
-    none.
-    """
+    """Returns any spec in use on a wire of the class `kind`; None if there is none."""
     return next((s for s in list(_INTERNED.values()) if isinstance(s.wire, kind)), None)
 
 
@@ -301,8 +286,7 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
 
 
 def spec_for_write_into(spec: Spec) -> Spec:
-    """Returns the spec to which a value is redistributed before it is written into memory of
-    `spec`.
+    """Returns the spec to which a value is redistributed before a write into `spec`.
 
     It is `spec`, except for a Partial max or min: there each rank gets the whole value.
     """
@@ -353,8 +337,7 @@ class ZeroLayouts:
 
 @dataclass(frozen=True, slots=True)
 class RetypedValue:
-    """A cached alias of a tensor under another spec, which an op needs so that the gradient is
-    right.
+    """A cached alias of a tensor under another spec, in which an op needs it.
 
     For example, a Replicate alias of an Invariant value has a gradient that is reduced. The alias
     may be used while the tensor's version and grad_fn are unchanged.
@@ -369,8 +352,7 @@ class RetypedValue:
     value: torch.Tensor
 
     def is_of(self, x: torch.Tensor, spec: Spec) -> bool:
-        """True if this cached alias of `x` may still be used: its spec is `spec`, and x has not
-        changed.
+        """True if this alias has the spec `spec`, and `x` has not changed since.
 
         A write to x, or another autograd graph, counts as a change.
         """
@@ -393,8 +375,8 @@ class TensorState:
             `.grad` it was before.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
-        reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
-            before backward adds to it. It is removed and registered again in every step.
+        restoring_hook: (id, hook). The hook makes a reduced gradient Partial again before backward
+            adds to it. It is removed and registered again in every step.
         unseen_writes: the number of writes that torch does not count; see `count_unseen_writes`.
         replaced_at: the result of `count_unseen_writes` at the time when the tensor last got other
             memory.
@@ -403,7 +385,8 @@ class TensorState:
         gathered_from: the sharded parameter whose gathered value this is, and its version.
         node: the object that a user got for its `grad_fn`.
         has_node_hooks: True if a user registered hooks on the node that accumulates its gradient.
-        given_up: for a parameter replaced in its model: its name, and the replacing function.
+        replaced_in_model: for a parameter that its model no longer has: its name, and the function
+            that has replaced it.
     """
 
     zero_layouts: ZeroLayouts | None = None
@@ -411,20 +394,18 @@ class TensorState:
     copied_view: Any = None
     continues: weakref.ref[Any] | None = None
     retyped: RetypedValue | None = None
-    reopens: tuple[int, Any] | None = None
+    restoring_hook: tuple[int, Any] | None = None
     unseen_writes: int = 0
     replaced_at: int = 0
     data: torch.Tensor | None = None
     gathered_from: tuple[torch.Tensor, int] | None = None
     node: Any = None
     has_node_hooks: bool = False
-    given_up: tuple[str, str] | None = None
+    replaced_in_model: tuple[str, str] | None = None
 
     @property
     def written_unseen(self) -> bool:
-        """True if a program may write the tensor through `x.data`, which does not change
-        `x._version`.
-        """
+        """True if a program may write through `x.data`, which does not change `x._version`."""
         return self.unseen_writes > 0 or self.data is not None
 
 
@@ -446,9 +427,7 @@ def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
 
 
 def own_state(x: torch.Tensor) -> TensorState:
-    """Returns partita's data about the tensor `x`, for changes. Creates the object if there is
-    none.
-    """
+    """Returns partita's data about `x`, for changes. Creates the object if there is none."""
     state: TensorState | None = x.__dict__.get(_STATE)
     if state is None:
         state = x.__dict__[_STATE] = TensorState()
@@ -574,9 +553,7 @@ class CopiedView:
 
 
 def current(x: Any) -> Any:
-    """Returns `x` itself. If it is a view copy whose source was written since, returns an
-    up-to-date copy.
-    """
+    """Returns `x` itself; for a view copy whose source was written, an up-to-date copy."""
     copied = state_of(x).copied_view
     return x if copied is None else copied.take_again(x)
 
@@ -636,15 +613,12 @@ class _Here(threading.local):
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:
-        """Functions that end what has begun in this thread, such as a block's forward. The
-        innermost is last.
-        """
+        """Functions that end what has begun in this thread, such as a forward; innermost last."""
         return []
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Ends the forward of blocks that begin inside the `with` block, even if an exception
-        leaves it.
+        """Ends the forward of blocks that began inside the `with` block, also after an exception.
 
         Torch does not call a module's forward hooks if its forward raises a bare BaseException.
         """
@@ -673,9 +647,7 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True if a TorchDispatchMode was called from torch's own formula of a backward, not from a
-    user's hook.
-    """
+    """True if torch's own backward of an op, not a user's hook, called a TorchDispatchMode."""
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return (
         in_backward()
@@ -689,9 +661,7 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def is_only_returned(leaf: torch.Tensor) -> bool:
-    """True if the running backward pass returns the gradient of `leaf` instead of adding it to
-    `.grad`.
-    """
+    """True if the running backward returns the gradient of `leaf`, and leaves `.grad` alone."""
     with local_ops():
         try:
             return leaf.requires_grad and not will_execute(get_gradient_edge(leaf).node)
@@ -711,9 +681,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def next_node() -> int:
-    """Returns the sequence number that the next autograd node of this thread gets. Numbers
-    increase.
-    """
+    """Returns the sequence number of the next autograd node in this thread. They increase."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
@@ -737,7 +705,5 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
 
 
 def count_holders(storage: torch.UntypedStorage) -> int:
-    """Returns the number of tensors and storage objects that share this memory, `storage`
-    included.
-    """
+    """Returns the number of tensors and storage objects that share this memory."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

@@ -167,7 +167,7 @@ _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 
 def _clear_unwritten(made: Any) -> Any:
-    """Returns the new tensor `made` filled with zeros. A fake tensor has no memory."""
+    """Fills the new tensor `made` with zeros, and returns it. Fakes stay as they are."""
     if type(made) is not torch.Tensor or made.is_quantized or made.is_meta:
         return made
     if not is_functorch_wrapped_tensor(made):
@@ -255,7 +255,7 @@ put_in_place_of("get_gradient_edge", _get_gradient_edge, torch.autograd.graph)
 
 
 def _refuse_piece(name: str, x: Any) -> None:
-    """Raise if `x` is a DTensor that is not whole here; `name` would use its memory alone."""
+    """Raise if this rank has only a part of the DTensor `x`: `name` would use the local memory."""
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
         raise make_layout_error(
             f"{name} of a DTensor: this rank holds only a piece of it",
@@ -390,9 +390,7 @@ _plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
 class _LegacyType(type):
-    """The class of the replacements of `torch.FloatTensor` and similar types, which take no
-    subclasses.
-    """
+    """The class of the replacements of `torch.FloatTensor` and similar types."""
 
     plain: Any  # what it stands for
 
@@ -491,10 +489,10 @@ def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> Any:
 
 
 def _replace_method(method: Function) -> Function:
-    """Replace the method of tensors of that name, which still runs for DTensors, on whole operands.
+    """Replace a method of torch.Tensor by `method`. DTensors run the original, gathered.
 
     Returns:
-        The method that was there.
+        The original method.
     """
     name = method.__name__[1:]
     plain: Function = getattr(torch.Tensor, name)
@@ -515,10 +513,9 @@ _device_constructors.cache_clear()  # what `torch.set_default_device` goes by
 class _TypedBackwardHook(BackwardHook):
     """A `BackwardHook` whose user hooks get and return the gradients of DTensors as DTensors.
 
-    torch has a node of autograd before a module and one behind it, and calls a module's backward
-    hooks with the gradients that pass there. Those are plain pieces. For a module that takes or
-    returns DTensors they are tagged on the way in, and redistributed as they have to be on the way
-    back. Modules without DTensors are served as before.
+    torch calls a module's backward hooks with the gradients at autograd nodes before and after the
+    module. Those are local tensors. If the module takes or returns DTensors, hooks get them as
+    DTensors, and the gradients that hooks return are redistributed. Other modules are unaffected.
     """
 
     def _apply_on_tensors(self, fn: Callable[[Any], None], args: Any) -> Any:
@@ -744,7 +741,7 @@ DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_addr
 def _answer_dynamo(function: Any) -> None:
     """Allow Dynamo to read attributes that users must not read.
 
-    It looks at the base of a view, and `x.to_local()` is a view of a DTensor.
+    Dynamo reads the base of a view, and `x.to_local()` is a view of a DTensor.
     """
     refused = OVERRIDES[function]
 
@@ -814,7 +811,7 @@ def _find_compiled_flex() -> Function:
 
 
 def _with_wholes(mod: Any) -> Any:
-    """Returns a score function whose closure has whole plain tensors in the place of DTensors."""
+    """Returns a score function in whose closure each DTensor is a gathered plain tensor."""
     cells = getattr(mod, "__closure__", None) or ()
     if not any(isinstance(c.cell_contents, DTensor) for c in cells):
         return mod
@@ -934,9 +931,9 @@ def _slice_block_mask(mask: BlockMask, rows: _Range, heads: _Range) -> BlockMask
 
 
 def _take_place() -> None:
-    """Replace the code of torch's function by that of `_call_plain_or_spread`; name and file stay.
+    """Replace the code of torch's `flex_attention` by that of `_call_plain_or_spread`.
 
-    The new code passes its arguments on.
+    Its name and file stay. The new code passes its arguments on.
     """
     vars(flex_module).update(
         _partita_plain=_plain_flex, _partita_dtensor=DTensor, _partita_spread=_run_on_dtensors

@@ -24,15 +24,11 @@ class TraceHooks:
     """
 
     def is_behind_forward(self) -> bool:
-        """True while a capture traces a backward that it adds itself, behind the program's
-        forward.
-        """
+        """True while a capture traces the backward that a caller may run after the program."""
         return False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function of partita that calls no user code, hidden from a capture's profile
-        function.
-        """
+        """Runs a function that calls no user code. A capture turns its profile function off."""
         return function(*args)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
@@ -41,9 +37,7 @@ class TraceHooks:
             _set_data(x, value)
 
     def may_replace_value(self, x: torch.Tensor) -> bool:
-        """True if `replace_value` may be called on `x`: always, except on inputs of a captured
-        graph.
-        """
+        """True if `replace_value` may be called on `x`. False for inputs of a captured graph."""
         return True
 
     def alias_data(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -67,9 +61,7 @@ class TraceHooks:
         run()
 
     def take_step(self, run: Callable[[], Any]) -> Any:
-        """Makes an optimizer's step within a capture: returns `run()`. In eager code returns
-        None.
-        """
+        """Makes an optimizer's step in a capture: returns `run()`. In eager code returns None."""
         return None
 
     def limit_bucket(self, nbytes: int) -> int:
@@ -111,10 +103,9 @@ class TraceHooks:
         return torch.compiler.is_compiling()
 
     def run_region(self, again: Callable[[], Any], once: Callable[[], Any]) -> Any:
-        """Runs a remat region: calls `again()`, which makes it possible for backward to rerun the
-        region.
+        """Runs a remat region: returns `again()`, after which backward can rerun the region.
 
-        A capture calls `once()` instead, because its graph decides what is recomputed.
+        A capture returns `once()` instead, because its graph decides what is recomputed.
         """
         return again()
 
@@ -127,15 +118,11 @@ class TraceHooks:
         return compiled
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager around the calls of one remat region. A capture marks their
-        nodes with it.
-        """
+        """Returns a context manager for the calls of a remat region. A capture marks nodes."""
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Returns a context manager. If `keep` is True, results made inside are saved and not
-        recomputed.
-        """
+        """Returns a context manager. If `keep`, results made inside are saved, not recomputed."""
         return nullcontext()
 
     def keep(self, x: torch.Tensor) -> None:

@@ -134,9 +134,7 @@ class WholeValues(TorchFunctionMode):
             self._entered[id(leaf)] = leaf
 
     def replace(self, value: Any) -> Any:
-        """Returns a copy of `value` (maybe nested) in which each DTensor is gathered to a plain
-        tensor.
-        """
+        """Returns a copy of `value` (maybe nested) with gathered plain tensors for DTensors."""
         return tree_map_only(DTensor, self._find_whole, value)
 
     def _find_whole(self, x: DTensor) -> torch.Tensor:
@@ -165,8 +163,8 @@ class WholeValues(TorchFunctionMode):
             self._is_gathering = False
 
     def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Calls `function` inside the transform. Ranks that are threads take turns if it uses
-        forward-mode autograd.
+        """Calls `function` inside the transform. Forward-mode autograd runs on one thread at a
+        time.
         """
         if name not in _FORWARD_MODE or any_spec(RankWire) is None:
             return function(*args, **kwargs)
@@ -205,9 +203,7 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """Returns a plain result of the transform as an Invariant DTensor, if the transform had got
-        DTensors.
-        """
+        """Returns a plain result as an Invariant DTensor, if the transform had got DTensors."""
         if self.wire is None or not _is_plain(leaf):
             return leaf
         with local_ops():  # an alias: other code may refer to the tensor itself
@@ -240,8 +236,7 @@ def _make_closure_error(name: str) -> LayoutError:
 
 
 def _run_on_wholes(name: str, function: Function, maker: WholeValues | None = None) -> Function:
-    """Returns a function that runs `function` on whole values. Its results are DTensors if DTensors
-    were replaced.
+    """Returns a function that runs `function` on whole values, and makes the results DTensors.
 
     Args:
         maker: the mode of the transform that returned `function`, as `vjp` returns one.
@@ -332,7 +327,7 @@ def _meets_dtensors(*values: Any) -> bool:
 
 
 def _run_in_python(meaning: Function, plain: Function) -> Function:
-    """Returns a function that runs `meaning` with DTensors and `plain` without."""
+    """Returns a function that calls `meaning` if DTensors are involved, otherwise `plain`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -393,7 +388,7 @@ class _NotPointwiseError(Exception):
 
 
 class _PointwiseOnly(TorchFunctionMode):
-    """A mode that raises for every op but pointwise ones on tensors of one shape."""
+    """A mode that raises for every op that is not pointwise on tensors of one shape."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
@@ -413,9 +408,7 @@ def _run_associative_scan(
     reverse: bool = False,
     combine_mode: str = "pointwise",
 ) -> Any:
-    """Scan by the rules of pointwise ops. Other functions are scanned by torch's `vmap`, on whole
-    values.
-    """
+    """Scans by rules if the function is pointwise; otherwise by `vmap`, on whole values."""
     leaves, structure = tree_flatten(xs)
 
     def combine(*values: torch.Tensor) -> Any:

@@ -69,9 +69,7 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns the local tensor itself if it has spare memory for padding after its end. Otherwise
-    returns a copy that has.
-    """
+    """Returns the local tensor, or a copy of it, with spare memory for padding after its end."""
     if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
     return copy_with_room(local, spec)
@@ -226,8 +224,7 @@ def _fill_operand_padding(
 
 
 def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function:
-    """Wraps a kernel for a rank with an empty shard, so that its autograd graph is as on other
-    ranks.
+    """Wraps a kernel for an empty shard, so that its autograd graph is as on other ranks.
 
     Otherwise collectives in backward might not match: for an empty tensor, torch's kernels may
     leave an operand out of the graph, or raise an error. So the wrapper also runs the op, forward
@@ -315,7 +312,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
 def _find_refusal(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], device: torch.device
 ) -> RuntimeError | None:
-    """Returns the error that torch raises for operands of these shapes and dtypes, whatever their
+    """Returns the error that torch raises for these shapes and dtypes; None if it depends on
     values.
 
     It runs the function on zeros and on ones. If both raise, the dtypes or shapes are the cause.
@@ -356,13 +353,14 @@ def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch
 
 @dataclass(frozen=True, slots=True)
 class _MetaRun:
-    """A run of an op on "meta" tensors as large as pieces with elements.
+    """A trial run of an op on "meta" tensors with the shapes of the first rank's shards.
 
     Attributes:
-        outs: its outputs.
-        operands: the operands that are differentiable, by their numbers in the plan.
-        saves: True if autograd saves tensors in it.
-        lacking: the operands that get no gradient from an output, by the output's number, if known.
+        outs: the outputs of the op.
+        operands: the operands that may get a gradient, by their numbers in the plan.
+        saves: True if autograd saves tensors for backward.
+        lacking: for outputs whose backward was tried, by number: True for each operand that gets no
+            gradient.
     """
 
     outs: list[torch.Tensor]
@@ -374,8 +372,10 @@ class _MetaRun:
 def _run_on_meta(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
 ) -> _MetaRun | None:
-    """Runs a function for pieces with elements, on "meta" tensors; None if the function needs
-    values.
+    """Runs an op on the "meta" tensors `metas`; returns None if the op reads values.
+
+    Args:
+        is_users: True for a user's own op, whose errors are raised.
     """
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     saved: list[torch.Tensor] = []
@@ -462,9 +462,7 @@ def nodes_behind(outs: Iterable[torch.Tensor], ends: Iterable[Node]) -> set[Node
 def _make_empty_output(
     t: torch.Tensor, i: int, bound: Bound, choice: Choice, wire: Wire
 ) -> torch.Tensor | None:
-    """Returns this rank's empty piece of output i; `t` is the first rank's. None if it has
-    elements.
-    """
+    """Returns this rank's empty output i; None if it is not empty. `t` is the first rank's."""
     layout = choice.layout_of_output(bound, i, tuple(t.shape))
     local = layout.local_shape(wire.mesh, wire.at)
     if 0 not in local:
@@ -473,11 +471,11 @@ def _make_empty_output(
 
 
 def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _MetaRun) -> Any:
-    """`out`, with all `operands` in its autograd graph.
+    """Returns `out`, with all `operands` in its autograd graph.
 
-    Those that are in it already, too: where there is nothing to compute, a kernel's backward may
-    give no gradient, on this rank alone. A view stays one: its backward gives a gradient, and the
-    node of a leaf is found behind it (`register_multi_grad_hook`).
+    Operands that are in the graph already are added, too, because for an empty tensor a kernel's
+    backward may return no gradient. A view of an operand is not changed, because its backward
+    returns one, and `register_multi_grad_hook` finds a leaf's node through it.
     """
     outs = collect_tensors(out)
     if len(outs) != len(tried.outs):
@@ -508,7 +506,7 @@ def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tens
 
 
 class _EmptyOperand(torch.autograd.Function):
-    """A tensor without elements that has the history of an operand, and gives it zeros."""
+    """Returns a tensor without elements, whose backward gives the operand zeros."""
 
     @staticmethod
     def forward(ctx: Any, operand: torch.Tensor) -> torch.Tensor:
@@ -523,11 +521,10 @@ class _EmptyOperand(torch.autograd.Function):
 
 
 class _Tie(torch.autograd.Function):
-    """The first tensor, with others behind it, whose gradients are zeros.
+    """Returns a copy of `out` that depends on `operands`, which get gradients of zeros.
 
-    `tried` is a run with elements, and `operands` are empty tensors in place of its operands. An
-    operand that gets no gradient there gets none here, and a gradient of zeros has the history that
-    it has there.
+    `tried` is the trial run, with elements. An operand that gets no gradient there gets none here,
+    and a gradient of zeros has the same history as there.
     """
 
     @staticmethod
@@ -576,7 +573,7 @@ class _Tie(torch.autograd.Function):
 
 
 class _TieWithZeros(torch.autograd.Function):
-    """The first tensor, with others behind it, whose gradients are zeros without a history."""
+    """Like `_Tie`, but without a trial run: all operands get zeros without a history."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:

@@ -241,7 +241,9 @@ def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:
-            packs = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
+            packs = (
+                only_moves(read) or facts_of(read.target).is_undeclared_view or read.target is _PAD
+            )
             if not packs or read.target is WAIT:
                 sources.add(read)
             elif read not in packing:

@@ -40,7 +40,7 @@ from partita.tensor.foreach import norms
 from partita.tensor.tensor_state import HERE, count_writes, make_argument_error, state_of
 from partita.tensor.torch_patches import only_entered
 
-from .parameters import refuse_replaced
+from .parameters import refuse_replaced_parameters
 
 
 @only_entered
@@ -143,7 +143,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     _restore_own_hooks(optimizer)  # after a step that failed
     _writes_before.pop(optimizer, None)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    HERE.trace.run_without_profiling(refuse_replaced, params)
+    HERE.trace.run_without_profiling(refuse_replaced_parameters, params)
     spread = [p for p in params if isinstance(p, DTensor)]
     # A closure computes new gradients inside the step, after this hook.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

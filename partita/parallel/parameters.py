@@ -174,7 +174,7 @@ def allocate_tensor(
     replace_tensor(held, new, by=by)
 
 
-def refuse_replaced(params: Iterable[torch.Tensor]) -> None:
+def refuse_replaced_parameters(params: Iterable[torch.Tensor]) -> None:
     """Raises an error if an optimizer has parameters that are no longer in their model.
 
     They were replaced there (by `materialize`, for example), so the optimizer's steps would change

@@ -87,8 +87,7 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
-    """Record that all ranks have compared `key` and that it was equal, so that `is_agreed` can
-    predict.
+    """Record that `key` was equal on all ranks, from which `is_agreed` predicts.
 
     Args:
         series: the repeated decision to which the key belongs.
@@ -102,8 +101,7 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
 
 
 class AgreedKeys:
-    """The history of keys that ranks have compared at one line of the program, to predict the next
-    key.
+    """The keys that ranks have compared at one line of the program, to predict the next key.
 
     A predicted key needs no comparison. The next key is expected to be the one `distance` keys ago:
     1 if the key stays the same, n in a loop over n keys. The key objects are kept alive, because a
@@ -365,8 +363,7 @@ _PATIENCE_WITH_THREADS = 1800.0
 
 
 class BackgroundResult(Future[Any]):
-    """The result of work in a background thread, as `pt.async_save` returns it. It is like a
-    future.
+    """The result of work in a background thread, like a future. `pt.async_save` returns one.
 
     If the work failed and nobody reads the error, dropping the object gives a warning.
     """
@@ -412,8 +409,7 @@ class ControlPlane:
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
-        """Lets rank 0 decide for all ranks: it gets every rank's `mine`, and computes an answer for
-        each rank.
+        """Lets rank 0 compute an answer for each rank, from every rank's `mine`.
 
         Returns this rank's answer. All ranks must call it.
 
@@ -433,15 +429,13 @@ class ControlPlane:
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """Returns `decide` with the arguments `why` and `shown` bound: a function of `mine` and
-        `answer`.
+        """Returns a function of `mine` and `answer` that calls `decide` with these `why` and
+        `shown`.
         """
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
-        """Wait until all ranks have called this with the same `why`: a barrier. Raises like
-        `decide`.
-        """
+        """A barrier: waits until all ranks call this with the same `why`. Raises like `decide`."""
         self.decide(why, None, lambda gathered: gathered, shown)
 
     def run_in_background(
@@ -492,9 +486,7 @@ class ControlPlane:
         return lambda mine, answer: _compute_outcomes([mine], answer)[0]
 
     def _wait_until_all_started(self) -> None:
-        """From now on a rank may block until its thread ends, though in-process ranks take
-        turns.
-        """
+        """Waits until all in-process ranks are here. After that, any of them may block."""
 
 
 def _run_into_future(
@@ -514,7 +506,7 @@ def _run_into_future(
 
 
 class _OfGroups(ControlPlane):
-    """The ranks of the default process group, over a separate control group.
+    """The control plane of the default process group's ranks, over a separate control group.
 
     It is separate so that a thread may use it while the program's collectives run.
     """
@@ -579,7 +571,7 @@ def _all_packed(answers: Sequence[Any]) -> list[bytes]:
 
 
 class _OfOneProcess(ControlPlane):
-    """The ranks of a running `pt.ranks` world."""
+    """The control plane of the ranks of a running `pt.ranks` world."""
 
     def __init__(self, wire: RankWire):
         super().__init__()
@@ -627,7 +619,7 @@ class _Board:
 @message
 @dataclass(eq=False)
 class _Failed:
-    """An error on its way to all ranks, which `rank` raised; None: the answer raised it."""
+    """An error as a message to all ranks. `rank` raised it; None: `answer` did."""
 
     error: BaseException
     rank: int | None = None

@@ -48,9 +48,7 @@ class Request(NamedTuple):
     root: int = 0
 
     def describe(self) -> str:
-        """Returns the request as text, such as `all_gather over dp: 8@dp 16 -> 8 16, for
-        matmul`.
-        """
+        """Returns a text such as `all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
         what = self.kind if self.move is None else str(self.move)
         return f"{what}, for {self.op}" if self.op else what
 
@@ -254,8 +252,7 @@ class Transport:
         return found
 
     def group_order(self, axes: Axes) -> tuple[Axes, list[int] | None]:
-        """Returns `axes` in mesh order, and how the process group's order of ranks differs from
-        that of `axes`.
+        """Returns `axes` in mesh order, and the order of ranks in the process group.
 
         The second value has, for each member of the group, its index along `axes`. It is None if
         the two orders are the same.
@@ -271,8 +268,7 @@ class Transport:
     def run_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> None:
-        """Runs the collective `request` along `axes`, from `x` into `out`, and waits. Both are
-        contiguous.
+        """Runs a collective along `axes`, from `x` into `out` (both contiguous), and waits.
 
         Any dtype works: it is converted to one that the backend has. Members are in the group's
         order. `all_gather` concatenates their `x`. `reduce_scatter` gives each member its part of
@@ -325,8 +321,7 @@ class Transport:
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        """Begins a collective like `run_collective`, without waiting. The backend must support the
-        dtype.
+        """Begins a collective like `run_collective`, without waiting, in a dtype of the backend.
 
         `x` may be a part of `out`. If the dtype of `out` is wider than that of `x`, a
         reduce_scatter adds in the wider one.
@@ -391,13 +386,13 @@ def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> t
 def _all_gather_pieces(
     x: torch.Tensor, sizes: list[int], group_size: int, group_name: str
 ) -> torch.Tensor:
-    """Returns each piece of the group's flat `x`, gathered, one after another.
+    """Gathers each piece of the flat `x` separately; returns the results one after another.
 
-    So no piece has to be copied out of the result: it is one call of the group, in which each piece
-    is a collective. `x` is read until it is waited for.
+    So each result is contiguous, and need not be copied. It is one call of the process group with a
+    collective for each piece. `x` may be read until the wait.
 
     Args:
-        sizes: the sizes of the pieces.
+        sizes: the elements of each piece.
     """
     c10d: Any = torch._C._distributed_c10d
     out = new_empty(x, group_size * x.numel())
@@ -418,10 +413,10 @@ def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 
 
 def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the sum of shares that lie end to end, in their order.
+    """Returns the sum of `count` shares that are one after another in a flat tensor, in order.
 
-    One operator and not additions: a compiler would defer those, and keep the shares until the sum
-    is read.
+    It is one operator, because a compiler would delay single additions until the sum is read, and
+    keep the shares until then.
     """
     rows = shares.view(count, -1)
     return reduce_in_rank_order(rows.unbind(), new_empty(rows, rows.shape[1]))

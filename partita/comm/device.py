@@ -75,9 +75,7 @@ class Device:
 
     @property
     def copies_beside_python(self) -> bool:
-        """True if copies to pinned memory are asynchronous, so that Python continues while they
-        run.
-        """
+        """True if Python continues while copies to pinned memory run."""
         return self.type == "cuda"
 
     @property
@@ -128,9 +126,7 @@ class Device:
 
     @property
     def autocast_keeps_dtype(self) -> bool:
-        """True if the argument `dtype=` of a reduction takes precedence over autocast, which would
-        use float32.
-        """
+        """True if `dtype=` of a reduction takes precedence over autocast, which uses float32."""
         return not self.is_host
 
     @property

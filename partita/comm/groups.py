@@ -75,8 +75,7 @@ def _give_threads_time_at_exit() -> None:
 
 
 class GroupWire(Wire):
-    """A wire over torch's process groups: this process's connection to the others of a
-    `DeviceMesh`.
+    """A wire over torch's process groups: a process's connection to the others of a mesh.
 
     The process group of one axis is the mesh's. A group over several axes is made at the first
     redistribution over these axes. Only its members make it, because all of them take part.
@@ -188,9 +187,7 @@ class GroupWire(Wire):
         return self._control
 
     def make_control(self) -> None:
-        """Make the process group for messages (`control`). Every rank of the mesh must call
-        this.
-        """
+        """Make the process group for messages. Every rank of the mesh must call this."""
         if self._control is None and self._others_exist():
             ranks = [self._rank_at[at] for at in self.mesh.coordinates()]
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
@@ -235,10 +232,11 @@ class GroupWire(Wire):
     def _bring_read_value(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> bool:
-        """Run an all_gather or all_reduce of a value that the program reads over the control group.
+        """Run the collective of a value that the program reads over the control group, if it is
+        small.
 
-        Returns False, and does nothing, for other collectives and for large values. In the latter
-        case all ranks of the mesh are known to have arrived.
+        Returns False, and writes nothing to `out`, for other collectives than all_gather and
+        all_reduce, and for large values. For the latter, all ranks of the mesh have arrived.
         """
         if request.kind not in ("all_gather", "all_reduce"):
             return False
@@ -283,13 +281,13 @@ class ControlGroup:
     Its ranks are those of a mesh, or all ranks of the job.
 
     All its ranks make it together: in `init_device_mesh`, or after they have met in the store.
+
+    Args:
+        name: the group's name, which is equal on all ranks, and of no other group.
+        ranks: the global ranks, at least two, in the order of the group.
     """
 
     def __init__(self, name: str, ranks: Sequence[int]):
-        """Args:
-        name: equal on all these ranks, and of no other group.
-        ranks: at least two, in the order of the group, by their numbers in the job.
-        """
         self._name, self._ranks = f"partita/control/{name}", list(ranks)
         why = "makes the control group of a mesh"
         try:
@@ -344,8 +342,7 @@ class ControlGroup:
         *,
         watched: bool = True,
     ) -> bytes:
-        """Lets the first rank decide: it gets every rank's `mine`, and computes an answer for each
-        rank.
+        """Lets the first rank compute an answer for each rank, from every rank's `mine`.
 
         Args:
             answer: a function that the first rank calls with every rank's `mine`. It returns an
@@ -441,7 +438,7 @@ class ControlGroup:
 
 
 def _describe_parting(texts: list[str], begun: list[dict[str, str]]) -> list[str]:
-    """Returns what two ranks do now, each with the first collective in which they differ."""
+    """Returns what two ranks do now, each with the first collective that differs between them."""
     numbers = sorted({int(n) for one in begun for n in one})
     oldest = max(min(map(int, one), default=0) for one in begun)
     parted = next(
@@ -484,8 +481,7 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Waits until all ranks of the mesh have called this as often as this rank: a barrier before a
-    capture.
+    """A barrier before a capture: waits until all ranks have called this equally often.
 
     It uses no collective (see `barrier_in_store`).
 
@@ -545,8 +541,7 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """Returns an error that says why a collective of this rank failed, or None if the cause is
-    unknown.
+    """Returns an error that says why a collective failed; None if the cause is unknown.
 
     Possible causes: other ranks wait in `barrier_in_store`, they have found a deadlock, or a rank
     has ended.

@@ -293,8 +293,7 @@ def recomputing() -> AbstractContextManager[None]:
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Record every move inside the `with` block: each collective and local change of a
-    redistribution.
+    """Record every move in the `with` block: collectives and local changes of redistributions.
 
         with pt.ledger() as log:
             loss = model(x)
@@ -317,8 +316,7 @@ def ledger() -> Iterator[Ledger]:
 
 @contextmanager
 def strict(on: bool = True) -> Iterator[None]:
-    """Raise LayoutError for each implicit redistribution that would send bytes, inside the `with`
-    block.
+    """Raise LayoutError for implicit redistributions that send bytes, in the `with` block.
 
     Implicit means that an op needed it and the program did not request it. Local changes, such as
     slicing a Replicate value, stay allowed. An axis of one rank counts like an axis of several. So
@@ -365,9 +363,7 @@ class Check:
         self.broken = False  # True after a failed comparison: waiting for ranks again would hang
 
     def compare(self, wire: Any, text: str) -> None:
-        """Raise on every rank of the mesh unless `text` is equal on all. The error names two
-        ranks.
-        """
+        """Raise on every rank unless `text` is equal on all. The error names two ranks."""
         self.wires[id(wire)] = wire
         try:
             wire.exchange(text, b"", self.timeout)
@@ -376,8 +372,7 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Tells other ranks that this rank leaves the `check_ranks()` block, so that none waits for
-        it inside.
+        """Sends a message that this rank leaves its `check_ranks()` block: do not wait for it.
 
         Args:
             text: what this rank does, for the error of the others.
@@ -394,8 +389,7 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Enters the context managers that other modules have put into `ON_CHECK`, inside the `with`
-    block.
+    """Enters the context managers in `ON_CHECK`, which other modules have put there.
 
     `check_ranks` uses it, so that other modules compare more under it.
     """
@@ -449,8 +443,7 @@ _SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", def
 
 @contextmanager
 def own_lines_shown(*files: str) -> Iterator[None]:
-    """Makes lines of partita's own models and of `files` count as the user's lines, inside the
-    `with` block.
+    """Treats partita's own models and `files` as the user's code, inside the `with` block.
 
     Use it if the user gives only the name of a model, so that lines of the model are of interest.
     """
@@ -511,8 +504,7 @@ def place_of_user() -> str:
 
 
 def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
-    """Returns an identifier of the user's current call: equal on all ranks, different for other
-    calls.
+    """Returns an identifier of the user's current call, which is equal on all ranks.
 
     It distinguishes two calls on one line, and is cheaper than `user_line`, because no text is
     made.
@@ -550,8 +542,7 @@ def find_user_frame(frame: FrameType) -> FrameType:
 
 
 def first_instruction(code: CodeType, at: int) -> int:
-    """Returns the offset of the first bytecode instruction of a running call, which identifies the
-    call.
+    """Returns the offset of a running call's first bytecode instruction, which identifies it.
 
     A call consists of several instructions. After the interpreter has specialized the call, it
     reports the offset of another one of them. That may happen at different times on different
@@ -595,6 +586,6 @@ def _kind_of_file(name: str) -> Literal["partita", "library", "no file", "user"]
 
 
 def _shorten_path(name: str, here: str) -> str:
-    """Returns the path from here where that is shorter; the whole path otherwise."""
+    """Returns a path relative to the folder `here` if the file is in it; otherwise unchanged."""
     here = (here or os.getcwd()) + os.sep
     return name[len(here) :] if name.startswith(here) else name

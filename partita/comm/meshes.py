@@ -159,9 +159,7 @@ def count_ranks() -> int | None:
 
 
 def _fit_sizes_to_world(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
-    """Returns sizes whose product is `world`: one of `sizes` is changed, or the first gets all
-    ranks.
-    """
+    """Returns sizes whose product is `world`: with one size changed, or all on the first axis."""
     for i in range(len(sizes)):
         rest = math.prod(sizes[:i] + sizes[i + 1 :])
         if rest and world % rest == 0:

@@ -127,7 +127,7 @@ def _make_exchange_step(move: Move, transport: Transport) -> Step:
 
 
 def _cuts_of_rank(cuts: Sequence[DimChange], transport: Transport) -> list[DimChange]:
-    """Returns cuts of this rank's true outer pieces. In a graph the pieces remain padded.
+    """Returns `cuts` with the true size of this rank's outer piece. In a graph it stays padded.
 
     All ranks of a group have the same outer pieces.
     """
@@ -141,7 +141,7 @@ def _cuts_of_rank(cuts: Sequence[DimChange], transport: Transport) -> list[DimCh
 
 
 def _make_restack_step(move: Move, transport: Transport) -> Step:
-    """Returns an all_to_all between pieces whose overlaps form no grid (see `is_restack`).
+    """Returns the step of an all_to_all in which the exchanged parts are irregular (`is_restack`).
 
     A graph gathers and slices instead (`trace`).
     """
@@ -172,10 +172,9 @@ def _find_overlaps(
 ) -> tuple[Splits, list[tuple[slice, ...]]]:
     """Returns the overlaps of this rank's piece under `here` with each rank's piece under `there`.
 
-    They are the sizes, in group order, and the slices in this rank's piece that are not empty.
+    Returns the sizes, in group order, and the slices in this rank's piece that are not empty.
 
-    All of this depends on layouts alone. So no dispatch mode of the caller intercepts it, and no
-    fake tensors are made.
+    It depends on layouts alone, and runs with the caller's modes disabled.
     """
     with _disable_current_modes():
         mesh, n = transport.mesh, transport.mesh_size(axes)
@@ -201,7 +200,7 @@ def _find_overlaps(
 
 
 def _copy_alone(x: torch.Tensor, op: str) -> torch.Tensor:
-    """Returns the step of any move that sends, in a group of one rank."""
+    """The step of any move in a group of one rank: returns a copy of `x`."""
     return x.clone(memory_format=_CONTIGUOUS)
 
 
@@ -323,9 +322,7 @@ def _cut_to_shape(x: torch.Tensor, shape: tuple[int, ...], transport: Transport)
 
 
 def outer_length(cut: DimChange, transport: Transport) -> tuple[int, Number]:
-    """Returns the length of the piece that the inner axes of `cut` divide: with its padding, and
-    without.
-    """
+    """Returns (padded length, true length) of the piece that the inner axes of `cut` split."""
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded
@@ -376,8 +373,8 @@ def _pieces_in_a_row(x: torch.Tensor, cut: DimChange, transport: Transport) -> t
 def take_padded_piece(
     x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
 ) -> torch.Tensor:
-    """Returns the pieces of `x` that start at `start` along `dim`, padded to as many elements as
-    `offsets` has.
+    """Returns the elements `start + offsets` of `x` along `dim`; offsets from `length` on are
+    padding.
     """
     at = (start + least(offsets, length - 1)).clamp(min=0)
     out = x.index_select(dim, at.flatten())
@@ -425,9 +422,7 @@ def _in_order(cuts: Sequence[DimChange], grid: Sequence[str]) -> bool:
 
 
 def _without_gaps(x: torch.Tensor, cut: DimChange, transport: Transport) -> torch.Tensor:
-    """Returns `x`, which has padded pieces end to end along a dimension, without padding between
-    them.
-    """
+    """Returns padded pieces that are end to end along a dimension, without their padding."""
     padded, length = outer_length(cut, transport)
     if isinstance(length, int) and ends_last(length, cut.parts):
         return x  # all padding is at the end
@@ -616,7 +611,7 @@ def ends_last(size: int, parts: Sequence[int]) -> bool:
 
 
 def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
-    """True if each piece i begins at `i * step`, or at the end of the data."""
+    """True if the pieces are adjacent: piece i begins at `i * step`, or at the end of the data."""
     if not parts or not length:
         return True
     outer = -(-length // parts[0])

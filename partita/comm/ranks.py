@@ -157,8 +157,7 @@ class World:
     # -- a collective ----------------------------------------------------------------------------
 
     def meet(self, call: MeetingCall, action: Action) -> None:
-        """Waits until all ranks of a mesh make the same call. The last one runs `action` for all of
-        them.
+        """Waits until all ranks of a mesh make the same call. The last one runs `action`.
 
         Args:
             call: this rank's call, which is compared with those of the others.
@@ -281,9 +280,7 @@ class _Turn:
         self.go.acquire()
 
     def stop(self, verdict: _Verdict) -> None:
-        """Makes the rank raise the error `verdict` when it continues. An earlier error takes
-        precedence.
-        """
+        """Makes the rank raise `verdict` when it continues, unless it has an earlier error."""
         self.state, self.verdict = READY, self.verdict or verdict
 
     def raise_verdict(self) -> None:
@@ -297,8 +294,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class MeetingCall:
-    """A call of a simulated rank that needs other ranks, such as a collective. Ranks compare these
-    calls.
+    """A call of a simulated rank that needs other ranks, such as a collective.
 
     Attributes:
         mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
@@ -344,7 +340,9 @@ class MeetingCall:
 
 
 def _find_differing(calls: list[MeetingCall]) -> tuple[MeetingCall, MeetingCall] | None:
-    """Returns two calls that differ, one of them the first of all or of its group, or None."""
+    """Returns two calls that differ, or None. Each is compared with the first, and its group's
+    first.
+    """
     first_of: dict[tuple[int, ...], MeetingCall] = {}
     for call in calls:
         for first in (calls[0], first_of.setdefault(call.group, call)):
@@ -388,9 +386,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def running_wire() -> RankWire | None:
-    """Returns the wire of the simulated rank that runs in this thread; None outside of
-    `World.run`.
-    """
+    """Returns the wire of the simulated rank in this thread; None outside `World.run`."""
     world = getattr(_running, "world", None)
     return None if world is None else world.handle(_running.rank).wire
 
@@ -466,10 +462,10 @@ class RankWire(Wire):
         compared: str = "",
         shown: str = "",
     ) -> Any:
-        """Lets the first rank decide: its `answer` is called with every rank's `mine`. Returns this
-        rank's item.
+        """Lets the first rank compute an answer for each rank, from every rank's `mine`.
 
-        Only the first rank's `answer` is called. The other arguments are the same as in `exchange`.
+        Returns this rank's answer. Only the first rank's `answer` is called. The other arguments
+        are the same as in `exchange`.
         """
         got: list[Any] = []
 

@@ -281,8 +281,7 @@ InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]
 
 
 def inspect_wrappers(inspect: InspectWrapper) -> None:
-    """Make DDP, FSDP and the like call `inspect(name, model, ranks, wrapper)` before they wrap a
-    model.
+    """Make wrappers such as DDP call `inspect(name, model, ranks, wrapper)` first.
 
     `ranks` are the global ranks of the process group; empty if the wrapper gets a mesh. `wrapper`
     is the instance that is being made, or None for a function.
@@ -344,8 +343,7 @@ _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
 def patch_state_dicts(tensors: Any) -> None:
-    """Patch torch's functions of state dicts for DTensors, now or when torch's modules are
-    imported.
+    """Patch torch's functions of state dicts for DTensors, when torch's modules are imported.
 
     Args:
         tensors: an object with the functions below. They use DTensors, which this package must not

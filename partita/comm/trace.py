@@ -141,8 +141,7 @@ class TraceWire(Wire):
     # -- what is padded ----------------------------------------------------------------------------
 
     def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """Returns this rank's index among the ranks along `axes`, as a 0-d int64 tensor of the
-        graph.
+        """Returns this rank's index along `axes`, as a 0-d int64 tensor of the graph.
 
         The first axis varies slowest.
         """
@@ -255,9 +254,7 @@ class TraceWire(Wire):
         return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
-        """Returns the name by which the graph's collectives refer to the process group over
-        `axes`.
-        """
+        """Returns the name of the process group over `axes` in the graph's collectives."""
         name = _name_of(self.real, axes)
         self.groups[name] = axes
         return name
@@ -297,8 +294,7 @@ class Uneven(LayoutError):
 
 
 def uneven(fact: str) -> Uneven:
-    """Returns the error for an operation that cannot be captured because ranks' shards differ in
-    size.
+    """Returns the error for an operation that cannot be captured with uneven shards.
 
     Capture converts it to a CaptureError.
     """
@@ -321,8 +317,7 @@ def is_uneven(layout: Layout, mesh: Mesh) -> bool:
 
 
 def _make_padded_step(move: Move, wire: TraceWire) -> Step:
-    """Returns the step of a move between padded pieces; its number of nodes is independent of
-    ranks.
+    """Returns the step of a move between padded pieces: equally many nodes for any rank count.
 
     Raises:
         LayoutError: a single move of its kind cannot lead to its result.
@@ -385,7 +380,7 @@ def _own_memory(x: torch.Tensor, cuts: Sequence[DimChange]) -> torch.Tensor:
 
 
 def _row_of(cut: DimChange, wire: TraceWire, device: torch.device) -> torch.Tensor:
-    """Returns the number of this rank's piece, if all pieces are even."""
+    """Returns this rank's index along the cut's inner axes, as a tensor of one element."""
     return wire.place(cut.inner).view(1).to(device)
 
 
@@ -427,9 +422,7 @@ _standing: dict[Wire, Wire] = {}
 
 
 class _Making(threading.local):
-    """The function that makes the substitute of a wire that has none yet, for this thread; or
-    None.
-    """
+    """This thread's function that makes the substitute of a wire, for a wire without one."""
 
     stand_in: Callable[[Wire], Wire] | None = None
 

@@ -106,8 +106,7 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
-    """Continues to wait for a collective that has not ended after `SLICE` seconds, and looks for a
-    deadlock.
+    """Waits on for a collective that takes over `SLICE` seconds, and looks for a deadlock.
 
     Raises:
         LayoutError: the same as for `wait_with_others`.
@@ -191,9 +190,7 @@ def wait_with_others(
 
 
 def timeout_of_job() -> timedelta:
-    """Returns the timeout of the job's process groups; the longest if kinds of device have
-    several.
-    """
+    """Returns the timeout of the job's process groups; the longest if they differ."""
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
@@ -343,8 +340,7 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among some ranks: their number, a hash, and the last
-    ones.
+    """The collectives that this rank has begun among some ranks: number, hash, last ones.
 
     Ranks in a deadlock compare them.
 
@@ -358,9 +354,7 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Adds the collectives in `new` to the number, the hash and the list of the last ones.
-        Returns `self`.
-        """
+        """Adds the collectives in `new` to number, hash and last ones. Returns `self`."""
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]
@@ -484,9 +478,7 @@ def make_post(need: Need) -> Post:
 
 
 def put_post(store: Any, rank: int, post: Post) -> None:
-    """Write a post (what this rank waits for) into the job's store. Called when a thread begins to
-    wait.
-    """
+    """Writes a post (what this rank waits for) into the job's store, when a wait begins."""
     with _posts_lock:
         _own_posts[post["id"]] = post
         _replace_post(store, rank, post)
@@ -555,7 +547,7 @@ def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
     if any(post is None for post in posts.values()):
         return ""
     waiting = {r: p for r, p in posts.items() if p is not None and "begun" in p}
-    if any(_asks_otherwise(p, other) for p in waiting.values() for other in waiting.values()):
+    if any(_has_begun_other(p, other) for p in waiting.values() for other in waiting.values()):
         return "ranks ask for different things"
     known = all(p["number"] for p in waiting.values())
     if not known and not any(p["meets"] for p in waiting.values()):
@@ -573,10 +565,8 @@ def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
     return "ranks wait for one another"
 
 
-def _asks_otherwise(post: Post, other: Post) -> bool:
-    """True if the rank of `other` has begun another collective instead of the collective of
-    `post`.
-    """
+def _has_begun_other(post: Post, other: Post) -> bool:
+    """True if the rank of `other` has begun another collective than that of `post`."""
     number = str(post["number"] or None)
     ours, theirs = (p["requests"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
@@ -642,9 +632,7 @@ def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
 
 
 def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
-    """True if the rank of `post` runs a graph and has begun a collective that a waiting rank has
-    not.
-    """
+    """True if the rank of `post` runs a graph, with more collectives begun than a waiting rank."""
     others = [p for r in post["ranks"] if (p := posts.get(r)) is not None and p is not post]
     return any(
         count > other["begun"].get(group, count)
@@ -766,8 +754,7 @@ def make_lost_rank_error(
 def _make_late_ranks_error(
     failure: BaseException, text: str, ranks: Sequence[int], waited: float
 ) -> RankGoneError | None:
-    """Returns the error if `failure` is the time limit of a collective; None if it is another
-    error.
+    """Returns the error if `failure` is a collective's time limit; None for other errors.
 
     The collective's `ranks`, which live as far as is known, have not arrived in `waited` seconds.
     """

@@ -53,8 +53,7 @@ _beginning = threading.Lock()
 
 
 def on_first_wire(act: Callable[[], None]) -> None:
-    """Calls `act` when this process makes its first wire (connection to the ranks of a mesh), or
-    now if it has one.
+    """Calls `act` when this process makes its first wire, or now if it has one.
 
     A DTensor needs a wire. So patches of torch that are needed only for DTensors are applied then.
     A program that imports partita but has no DTensor runs an unchanged torch.
@@ -124,8 +123,7 @@ class Reading(NamedTuple):
 
 
 class Wire(Transport):
-    """One rank's connection to the other ranks of a mesh. It runs the collectives of
-    redistributions.
+    """A rank's connection to the other ranks of a mesh, which runs redistributions.
 
     Attributes:
         device_mesh: the user's mesh object.
@@ -162,8 +160,7 @@ class Wire(Transport):
     # -- moves --------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
-        """Runs one move: a step of a redistribution, at most one collective. Returns the new local
-        tensor.
+        """Runs one move: a step of a redistribution, at most one collective.
 
         Args:
             x: the local tensor, of shape `move.before.local_shape(mesh, at)`. Not modified.
@@ -171,8 +168,8 @@ class Wire(Transport):
             reason: the reason in `ledger.Record`.
 
         Returns:
-            A contiguous tensor with its own memory, which autograd does not track. For a retype, an
-            alias of `x`.
+            The new local tensor: contiguous, with its own memory, not tracked by autograd. For a
+            retype, an alias of `x`.
 
         Raises:
             LayoutError: the move is implicit under `strict()`; `x` has the wrong shape; or the
@@ -252,8 +249,7 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Record in the ledger that memory could not be freed, because a user's view of it is
-        alive.
+        """Record in the ledger that memory was not freed, because a user's view is alive.
 
         Args:
             op: the operation that would have freed it.
@@ -267,9 +263,7 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Raises an error on all ranks if `text` differs between them. Does nothing without
-        `check_ranks()`.
-        """
+        """Raises on all ranks if `text` differs between them, under `check_ranks()`."""
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
@@ -315,8 +309,7 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The global ranks for which a collective on this mesh may have to wait; [] if none can
-        hang.
+        """The global ranks for which a collective may have to wait; [] if none can hang.
 
         Simulated ranks cannot hang.
         """
@@ -344,8 +337,7 @@ class Wire(Transport):
         return self._reading is not None
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
-        """Waits until all ranks read the same value, and returns every rank's bytes `mine`, in mesh
-        order.
+        """Waits until all ranks read the same value. Returns every rank's `mine`, in mesh order.
 
         Raises:
             LayoutError: on all ranks, if a rank reads alone, or reads another value.
@@ -402,8 +394,7 @@ class Wire(Transport):
             return out
 
     def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:
-        """Returns the slice of a global tensor that this rank holds: `(offset, length)` by
-        dimension.
+        """Returns `(offset, length)` of this rank's shard in each dimension of a global tensor.
 
         Args:
             beyond: True if the region includes the piece's padding, and so may overlap the next
@@ -412,8 +403,7 @@ class Wire(Transport):
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raises an error if this rank's shard is padded, as in a capture, and a user would get the
-        padding.
+        """Raises an error if a user would get a padded shard, as in a capture.
 
         Args:
             to: the function that would return it, such as "to_local".
@@ -431,8 +421,7 @@ class Wire(Transport):
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor stored under `name`; if it is no longer alive, stores and returns
-        `make()`.
+        """Returns the tensor stored under `name`; if it is not alive, stores and returns `make()`.
 
         Args:
             name: identifies the value: everything on which it depends, except this rank's
@@ -629,9 +618,7 @@ class DryWire(Wire):
 
     @classmethod
     def from_wire(cls, wire: Wire) -> Self:
-        """Makes a wire that sends nothing, with the mesh and coordinate of `wire`. It has no
-        ledger.
-        """
+        """Makes a wire that sends nothing, like `wire`, without a ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
@@ -659,9 +646,7 @@ class DryWire(Wire):
 
 
 class _DryGroup(NamedTuple):
-    """A replacement of the process group for backends that run a collective in steps or with own
-    memory.
-    """
+    """A replacement of the process group, for backends with their own steps and buffers."""
 
     members: int
     number: int
@@ -676,7 +661,7 @@ class _DryGroup(NamedTuple):
 def _begin_alone(
     group: _DryGroup, out: torch.Tensor, x: torch.Tensor, request: Request
 ) -> PendingWork:
-    """Write this rank's own part of the result; the parts of other ranks are zeros."""
+    """Write this rank's own part of a collective's result, and zeros for the other ranks."""
     n, own, kind = group.members, group.number, request.kind
     if kind == "reduce_scatter":
         out.view(-1).copy_(x.reshape(n, -1)[own])

@@ -179,7 +179,7 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
 
 
 def _agree_kind(kind: str, wire: Wire) -> None:
-    """Raise on all ranks unless their pieces are tensors of the same dtypes and dimensions."""
+    """Raise on all ranks unless the pieces of all ranks have the same dtypes and dimensions."""
     line = (call_site(), "distribute_batch", "kind")
     if not is_agreed(wire, line, kind):
         fact = "the ranks' pieces are not of one batch"
@@ -261,7 +261,7 @@ def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) 
 def _refuse_other_lengths(
     sizes: Mapping[Coordinate, Sequence[int]], split: Sequence[Sequence[str]], number: int
 ) -> None:
-    """Raise unless the pieces of tensor `number` are of one length where they are not split."""
+    """Raise unless the pieces of tensor `number` have equal lengths in unsharded dimensions."""
     for dim, axes in enumerate(split):
         lengths = [has[dim] for has in sizes.values()]
         if axes or len({*lengths}) == 1:
@@ -301,9 +301,7 @@ def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
 
 
 def _parts_of(value: Any, mapping: type = dict) -> Iterable[tuple[Any, Any]]:
-    """Returns `(key, part)` for each part of a tuple, list, `mapping` or dataclass; [] for other
-    values.
-    """
+    """Returns `(key, part)` for each part of a container or dataclass; [] for other values."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, mapping):
@@ -319,8 +317,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any]:
-    """Yields the instances of the class `kind` in nested tuples, lists, dicts and dataclasses, in
-    order.
+    """Yields the instances of `kind` in nested tuples, lists, dicts and dataclasses.
 
     Args:
         mapping: the type whose instances are treated as dicts.

@@ -57,11 +57,11 @@ class PartialGradients:
 
 @dataclass(frozen=True)
 class _Run:
-    """Shards of consecutive ranks, equally long and one after the other in the parameter.
+    """Shards of consecutive ranks, which have equal sizes and are adjacent in the parameter.
 
     Attributes:
-        at: the first element in the gathered parameter; `end`: the one after the last.
-        ranks: the first of these ranks, and the one after the last.
+        at, end: the first element in the gathered parameter, and the element after the last.
+        ranks: the first of these ranks, and the rank after the last.
         length: elements of each shard.
     """
 
@@ -96,8 +96,7 @@ class _FlatPiece:
 
     @property
     def is_in_order(self) -> bool:
-        """True if the gathered rows of this parameter are already the parameter, followed by
-        padding.
+        """True if the gathered rows, one after the other, are the parameter and then padding.
 
         A row has `length` elements, and there is one row for each rank.
         """
@@ -115,8 +114,7 @@ class _FlatPiece:
         return len(self.runs) <= 1 and all(run.length == self.length for run in self.runs)
 
     def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
-        """Returns pairs of views with the same elements: one of the parameter, one of the gathered
-        rows.
+        """Returns pairs of views of the same elements: in the parameter, and in the rows.
 
         Args:
             flat: the parameter, as one dimension.
@@ -142,9 +140,7 @@ _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
 def _padded_numel(shape: Sequence[int], n: int) -> int:
-    """Returns the number of elements in the largest of `n` pieces of `shape`, split along dimension
-    0.
-    """
+    """Returns the elements of the largest of `n` pieces of `shape`, split along dimension 0."""
     return -(-shape[0] // n) * math.prod(shape[1:])
 
 
@@ -164,7 +160,7 @@ def _find_runs(whole: Spec, shard: Spec, axes: tuple[str, ...], length: int) -> 
 def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields for each rank the first element of its shard in the gathered parameter, and a size."""
+    """Yields for each rank (start, size) of its shard in the gathered parameter, in elements."""
     mesh, shape = whole.wire.mesh, whole.local_shape
     if len(axes) == 1:
         for start in range(0, mesh.size(axes[0]) * length, max(length, 1)):
@@ -289,15 +285,14 @@ class FlatBuffer:
         return True
 
     def _own_row(self, out: torch.Tensor) -> torch.Tensor:
-        """Returns the memory for this rank's flat shard: its row of `out` where that is allowed."""
+        """Returns memory for this rank's flat shard: its row of `out`, if the backend allows it."""
         if not self.wire.gathers_in_place:
             return empty(self.length, dtype=self.dtype, device=self.device)
         _, members = self.wire.group(self.gather.axes)
         return out.view(self.n, self.length)[members.index(self.wire.at)]
 
     def _end_to_end(self, shards: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's flat shard: its local shards, each padded, copied one after the
-        other.
+        """Returns this rank's flat shard: its padded local shards, one after the other.
 
         The shards are copied into this rank's row of `out`. A single shard is returned as it is if
         its storage has room for the padding.
@@ -340,9 +335,7 @@ class FlatBuffer:
             self.span = (start, start + self.nbytes)
 
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait for the all-gather, copy each gathered parameter into a tensor of `wholes`, free the
-        buffer.
-        """
+        """Wait for the all-gather, copy each parameter into a tensor of `wholes`, and release."""
         out = self._wait_for_gather()
         # A parameter may have another memory format, such as channels_last.
         flats = [w if w.is_contiguous() else new_empty(w, w.shape) for w in wholes]
@@ -366,9 +359,7 @@ class FlatBuffer:
         return out
 
     def views(self) -> list[torch.Tensor]:
-        """Returns the gathered parameters as plain views of the buffer, each in its full local
-        shape.
-        """
+        """Returns the gathered parameters as plain views of the buffer, in full local shapes."""
         storage = self._full.untyped_storage()
         return [
             empty(0, dtype=self.dtype, device=self.device).set_(
@@ -382,9 +373,7 @@ class FlatBuffer:
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free the gathered memory. If a plain tensor still views it, the memory is left to that
-        tensor.
-        """
+        """Free the gathered memory, unless a plain tensor is still a view of it."""
         if self._arriving is not None:
             self._wait_for_gather()
         held, self.alive = self.alive, 0
@@ -405,9 +394,7 @@ class FlatBuffer:
     def make_view(
         self, dtype: torch.dtype, offset: Any, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Returns a view of the gathered storage with this dtype, offset, size and stride (in
-        elements).
-        """
+        """Returns a view of the gathered storage; offset, size and stride are in elements."""
         view = empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
@@ -453,8 +440,7 @@ class FlatBuffer:
         *,
         is_kept: bool = False,
     ) -> PartialGradients:
-        """Copies gradients of gathered parameters into a tensor with a row for each rank, for a
-        reduce-scatter.
+        """Copies gradients into a tensor with a row for each rank, for a reduce-scatter.
 
         Args:
             grads: the gradient of each parameter; None if it has none.
@@ -533,8 +519,7 @@ class FlatBuffer:
     def start_reduce_scatter(
         self, sums: torch.Tensor, dtype: torch.dtype
     ) -> Callable[[], list[torch.Tensor]]:
-        """Begins to reduce-scatter `sums` (a row per rank), adding in `dtype`, without waiting for
-        it.
+        """Begins a reduce-scatter of `sums` (a row per rank) in `dtype`, without waiting.
 
         Returns:
             A function that waits, and returns this rank's shard of each gradient.
@@ -561,7 +546,7 @@ _storage_of = torch._C.TensorBase.untyped_storage
 
 
 class _Released:
-    """The spec of a released view: every use raises, also as a part of a plan's key."""
+    """The spec of a view of freed memory: every use of it raises an error."""
 
     # These attributes may be read without an error, such as the one that the memory is gone.
     is_whole = True
@@ -629,8 +614,7 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """Returns tensor objects that share `storage`, except those in `own`. If there are any, it must
-    not be freed.
+    """Returns the tensor objects that share `storage`, except those in `own`.
 
     The search ends when `count` are found. Young objects are searched first, because the tensors of
     a running backward are among them. All objects are searched only if a tensor is older, or if

@@ -135,27 +135,22 @@ class ShardedState:
         finally:
             self.keeps_partial_gradients = before
 
-    def updated(self, params: Iterable[DTensor]) -> None:
-        """Gathers updated parameters, if the stage requires it. Called after an optimizer's
-        step.
-        """
+    def gather_updated(self, params: Iterable[DTensor]) -> None:
+        """Gathers parameters after an optimizer's step, if the stage requires it."""
 
-    def show_gradient(self) -> None:
+    def reduce_postponed(self) -> None:
         """Reduce gradients whose reduction was postponed, if there are any.
 
         Called when a program reads or clears a gradient.
         """
 
     def find_phase(self, p: DTensor) -> str:
-        """Returns what the block of the parameter `p` is doing now: "forward", "backward", or ""
-        for neither.
-        """
+        """Returns the phase of p's block: "forward", "backward", or "" for neither."""
         return ""
 
 
 def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = ()) -> None:
-    """Checks that all ranks are about to gather or reduce the same block. Otherwise raises an error
-    on all.
+    """Raises an error on all ranks unless all are about to gather or reduce the same block.
 
     Blocks may be equally large, so a collective would not show the difference. The ranks compare
     what they do. `comm.is_agreed` spares this if earlier steps repeated the same blocks in the same
@@ -336,9 +331,7 @@ class FsdpGroup:
         return torch.promote_types(sent, summed) if is_kept else sent
 
     def shards(self) -> Sequence[DTensor]:
-        """Returns the block's sharded parameters, even while gathered ones replace them in the
-        modules.
-        """
+        """Returns the sharded parameters, even while gathered ones replace them in the modules."""
         if self.installed:
             return self.gathered
         return [
@@ -366,10 +359,10 @@ class FsdpGroup:
         return self._find_places()
 
     def _find_places(self) -> bool:
-        """`holds_shards` in full; notes the places for a quick comparison next time.
+        """Computes `holds_shards`, and stores the places for a faster comparison next time.
 
-        By id: the group must not keep a parameter that is replaced. If a new one has the id of one
-        that is gone, and its layout, gathering it is just as correct.
+        The places have the ids of parameters, so that they keep no replaced parameter alive. A new
+        parameter with the id and layout of a freed one may be gathered just as well.
         """
         self._places = []
         places: list[tuple[nn.Module, str, int, Spec]] = []
@@ -516,9 +509,7 @@ class FsdpGroup:
     # -- gathered parameters in the modules --------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
-        """Returns the gathered parameters as plain local tensors, in the order of the flat
-        buffers.
-        """
+        """Returns the gathered parameters as plain local tensors, in flat-buffer order."""
         return [v for flat in self.flats for v in flat.views()]
 
     def install(self, plain: Sequence[torch.Tensor]) -> None:
@@ -626,8 +617,7 @@ class FsdpGroup:
 
 
 class SavedVersions:
-    """The write counts of a parameter at the time when autograd saved a view or a cast of it for
-    backward.
+    """The write counts of a parameter when autograd saved a view or a cast of it.
 
     Backward raises an error if they have changed, as autograd does for saved tensors.
 
@@ -683,9 +673,7 @@ _REPLACED = (
 
 
 def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """Returns the error for a saved tensor that was written in place. Its wording is that of
-    autograd.
-    """
+    """Returns the error for a saved tensor that was written in place, in autograd's words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {now}; expected version {expected}{why}"
@@ -697,8 +685,7 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """The number of calls of each block in one forward, by which backward recognizes the last
-    gradient.
+    """The calls of each block in one forward. By them backward recognizes the last gradient.
 
     One `Token` serves this forward. Backward compares these numbers with the number of gradients
     that have arrived. What backward sends depends on these counts, which are equal on all ranks. It
@@ -754,9 +741,7 @@ class BackwardPass:
     unwatched: Any = None
 
     def remove_hooks(self) -> None:
-        """Remove the hooks that this backward pass has registered. Called when it ends, also by an
-        error.
-        """
+        """Remove the hooks that this pass has registered. Called at its end, and after an error."""
         for handles in self.switches.values():
             for handle in handles:
                 handle.remove()
@@ -770,9 +755,7 @@ class BackwardPass:
         return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Record that the parameter `p`, on which the user has hooks, got a gradient from
-        one call.
-        """
+        """Record that the parameter `p`, which has hooks of the user, got a call's gradient."""
         came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
         if came >= counts.made[group]:
             self.complete.add(p)
@@ -785,8 +768,7 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Token:
-    """An empty tensor in the autograd graph that links a forward's gathered parameters to their
-    shards.
+    """An empty tensor that links a forward's gathered parameters to their shards in autograd.
 
     Its backward node runs after that of all blocks, and returns the reduced gradients of the
     shards.
@@ -808,9 +790,10 @@ class _Reducing:
 
     Attributes:
         places: the index in `pieces` of each parameter that has a gradient.
-        counts: the counts of the token whose backward collects them; None without a backward pass.
-        backward_pass: the number of the pass that does, or -1.
-        wait: waits for the reduction, and returns this rank's pieces; None when that is over.
+        counts: the `CallCounts` of the forward whose backward collects the pieces; None outside a
+            backward pass.
+        backward_pass: the number of that backward pass, or -1.
+        wait: waits for the reduction, and returns this rank's pieces; None after the wait.
         pieces: the pieces that the reduction returned.
     """
 
@@ -822,9 +805,7 @@ class _Reducing:
     pieces: Sequence[torch.Tensor] = ()
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Wait for the reduction, and return this rank's piece of each gradient. Later calls do not
-        wait.
-        """
+        """Wait for the reduction, if it was not waited for before; returns this rank's pieces."""
         if self.wait is not None:
             self.pieces, self.wait = self.wait(), None
         return self.pieces
@@ -854,9 +835,7 @@ class ZeroState(ShardedState):
         self.adopt_parameters(model.parameters())
 
     def register_hooks(self) -> None:
-        """Register hooks that run before and after the whole model's forward. Blocks have their own
-        hooks.
-        """
+        """Register the hooks of the whole model's forward. Blocks have their own hooks."""
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
         self.model.register_forward_hook(self._end, always_call=True)
 
@@ -894,9 +873,7 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record on each parameter that its gradient and update are sharded as the parameter itself
-        is.
-        """
+        """Record on each parameter that its gradient and update are sharded like itself."""
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
@@ -968,7 +945,7 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather a block whose forward begins, and prefetch the block that came next in the last
+        """Gather a block whose forward begins; prefetch the block that followed in the last
         step.
         """
         if in_backward():
@@ -986,8 +963,7 @@ class ZeroState(ShardedState):
         self._gather_and_prefetch(group, self._next.get)
 
     def enter_backward(self, group: FsdpGroup, shards: Sequence[DTensor]) -> None:
-        """Gather a block whose backward begins, and prefetch the block that came before it in
-        forward.
+        """Gather a block whose backward begins; prefetch the block before it in forward.
 
         Args:
             shards: the sharded parameters of `group` in the forward whose backward begins.
@@ -1010,10 +986,10 @@ class ZeroState(ShardedState):
         follow: Callable[[FsdpGroup], FsdpGroup | None],
         shards: Sequence[DTensor] | None = None,
     ) -> None:
-        """Gather `group`, and begin to gather the group that follows.
+        """Gather `group`, and begin to gather the group after it.
 
-        A small one (a norm, an embedding) computes for less time than a gather takes: what follows
-        it is begun together with it.
+        The computation of a small group (a norm, an embedding) takes less time than a gather. So
+        the group after a small one is begun together with it.
         """
         coming = [group]
         while (after := follow(coming[-1])) is not None and after not in coming:
@@ -1034,18 +1010,15 @@ class ZeroState(ShardedState):
     # -- backward ----------------------------------------------------------------------------------
 
     def release_after_backward(self, group: FsdpGroup) -> None:
-        """Releases the block at the end of the running backward pass, if it was not released
-        before.
+        """Releases the block at the end of the running backward pass, if not before.
 
         Normally a group is released when the gradients of its parameters arrive. In a backward pass
         that computes only gradients of inputs, these never arrive.
         """
-        self.pass_at_work().groups[group] = None
+        self.current_pass().groups[group] = None
 
-    def pass_at_work(self) -> BackwardPass:
-        """Returns the state of the backward pass that is running now. The first call in a pass
-        makes it.
-        """
+    def current_pass(self) -> BackwardPass:
+        """Returns the state of the running backward pass. The first call in a pass makes it."""
         number = backward_pass()
         if number not in self._passes:
             self._passes[number] = BackwardPass()
@@ -1106,8 +1079,7 @@ class ZeroState(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce a flat buffer's gradients; under `no_sync` keep them for a later
-        backward.
+        """Begin to reduce a flat buffer's gradients; under `no_sync`, keep them.
 
         Gradients that were kept before are added first. Gradients of parameters with hooks of the
         user are always reduced, because hooks run in each backward pass, on the sum of all ranks.
@@ -1132,9 +1104,7 @@ class ZeroState(ShardedState):
             self.reduce(group, k, shares, counts, shards)
 
     def _may_keep(self, params: list[DTensor]) -> bool:
-        """True if partial gradients of `params` may be kept: no hook waits for them, and `finish`
-        finds them.
-        """
+        """True if partial gradients of `params` may be kept: no hook waits for them."""
         all_layouts = [state_of(p).zero_layouts for p in params]
         return all(r is not None and r.owner is self for r in all_layouts) and not find_hooked(
             params
@@ -1146,7 +1116,7 @@ class ZeroState(ShardedState):
         A hook may have frozen some. `torch.autograd.grad` adds none, and `backward(inputs=...)`
         only those of its inputs.
         """
-        accumulates = self.pass_at_work().accumulates
+        accumulates = self.current_pass().accumulates
         for p in params:
             with requiring_grad(p):  # a frozen parameter has no node
                 if not accumulates.get(p, True) or is_only_returned(p):
@@ -1161,9 +1131,7 @@ class ZeroState(ShardedState):
         counts: CallCounts | None,
         shards: Sequence[DTensor],
     ) -> None:
-        """Begin to reduce a flat buffer's gradients, once the running reductions of other blocks
-        end.
-        """
+        """Begin to reduce a flat buffer's gradients, after the reductions of other blocks."""
         params = [shards[i] for i in group.members[k]]
         agree_on_block("gradients under zero", group.name, params[0], shares.used)
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
@@ -1191,7 +1159,7 @@ class ZeroState(ShardedState):
         """
         if counts is not None:
             # Backward did not reach all calls of these blocks.
-            held = self.pass_at_work().held.pop(counts, {})
+            held = self.current_pass().held.pop(counts, {})
             for (group, k), shares in held.items():
                 self.send_or_keep(group, k, shares, counts)
         if not self.keeps_partial_gradients:
@@ -1217,12 +1185,12 @@ class ZeroState(ShardedState):
         A reentrant checkpoint runs a backward pass within another, and hooks run in both.
 
         Raises:
-            LayoutError: a hook would run on the gradient of a nested pass before that of a pass
-                around it, which one process has first; or that cannot be known any more.
+            LayoutError: in one process a hook would first get the gradient of the outer pass, then
+                that of the nested pass; here it would be the reverse, or the order is unknown.
         """
         if counts is None:
             return
-        here, number = self.pass_at_work(), backward_pass()
+        here, number = self.current_pass(), backward_pass()
         here.complete.difference_update(found)
         around = [other for other in self._passes.values() if other is not here]
         if not around and not here.nested:
@@ -1258,16 +1226,12 @@ class ZeroState(ShardedState):
                     return group.name_of(i)
         return "a parameter"
 
-    def replaced(self, old: DTensor, new: DTensor) -> None:
-        """Copy the ZeRO layouts of the parameter `old` to `new`, which has replaced it in the
-        model.
-        """
+    def register_replacement(self, old: DTensor, new: DTensor) -> None:
+        """Copy the ZeRO layouts of `old` to `new`, which has replaced it in the model."""
         own_state(new).zero_layouts = state_of(old).zero_layouts
 
-    def show_gradient(self) -> None:
-        """Reduce gradients that `no_sync` has kept. Called when the program reads or clears a
-        gradient.
-        """
+    def reduce_postponed(self) -> None:
+        """Reduce gradients that `no_sync` has kept, before a program reads or clears a gradient."""
         if self.holds_partial_gradients and not in_backward():
             self.holds_partial_gradients = False
             if any(group.held_gradients for group in self.groups):
@@ -1335,10 +1299,10 @@ class ZeroState(ShardedState):
 
 
 def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns aliases of `leaves`, which get their gradients one after the other, the last first.
+    """Returns aliases of `leaves`. Backward gives them their gradients in reverse order.
 
-    Their hooks run in this order on all ranks, then. Autograd's queue has no order of leaves, and
-    ranks without rows have other nodes in it.
+    So hooks of the leaves run in the same order on all ranks. Autograd itself does not order
+    leaves, and graphs of ranks without rows have other nodes.
     """
     aliases = [torch.ops.aten.alias(leaf) for leaf in leaves]
     for i, alias in enumerate(aliases):
@@ -1347,9 +1311,10 @@ def _make_ordered_aliases(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _switch_while_added(p: DTensor, accumulates: Mapping[DTensor, bool]) -> list[Any]:
-    """Let `p` require a gradient as it did when its last gradient arrived, while autograd adds it.
+    """Restore `p.requires_grad` to `accumulates[p]` while autograd adds the gradient of `p`.
 
-    Other hooks, and the program, get `p` as they left it. Returns the handles to remove.
+    That is its value when its last gradient arrived. Afterwards it has its present value again.
+    Returns the handles of the hooks.
     """
     left = _requires_grad(p)
     p.requires_grad_(True)  # a frozen parameter has no node
@@ -1389,7 +1354,7 @@ class _ShardsToToken(torch.autograd.Function):
         with local_ops():
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
-            at_work = ctx.zero.pass_at_work()
+            at_work = ctx.zero.current_pass()
             for p in ctx.shards:
                 if p in found:
                     refuse_copied_part(_grad(p))

@@ -74,9 +74,7 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 
 
 def register_hooks(state: ZeroState) -> None:
-    """Register the hooks that gather a block's parameters before its forward and free them after
-    it.
-    """
+    """Register the hooks that gather a block before its forward and free it afterwards."""
     for group in state.groups:
         hooks = _BlockHooks(group)
         for module in group.modules:
@@ -275,11 +273,9 @@ class _ForwardCall:
         return node is not None and node._sequence_nr() >= self.since
 
     def begin_backward(self, *_: Any) -> None:
-        """Begin the backward of this forward. Called when the first gradient of an output
-        arrives.
-        """
+        """Begin the backward of this forward, when the first gradient of an output arrives."""
         group = self.group
-        at_work = group.zero.pass_at_work()
+        at_work = group.zero.current_pass()
         # A pass that computes the gradients of inputs only does not run the parameters' node.
         comes = (node := self.node()) is not None and will_execute(node)
         if comes:
@@ -303,9 +299,7 @@ class _ForwardCall:
             _install_gathered(self.group, _ForwardCall(self.group, False))
 
     def gather_again(self) -> None:
-        """Gather the block again, because a hook has written its parameters in a nested backward
-        pass.
-        """
+        """Gather the block again, after a hook has written its parameters in a nested backward."""
         group, installed = self.group, self.group.installed
         group.put_shards_back()
         for flat in group.flats:
@@ -315,12 +309,10 @@ class _ForwardCall:
             self._install_for_reruns()
 
     def watch_gradients(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns aliases of the gathered parameters with hooks that record when a gradient is
-        complete.
-        """
+        """Returns aliases of the gathered parameters, with hooks that record complete gradients."""
 
         def watch(t: torch.Tensor, p: DTensor) -> torch.Tensor:
-            note, group = self.group.zero.pass_at_work, self.group
+            note, group = self.group.zero.current_pass, self.group
             t = t.view_as(t)
             t.register_hook(lambda _: note().note_gradient(self.counts, group, p))
             # As soon as the gradient is complete, as torch does for leaves.
@@ -332,8 +324,7 @@ class _ForwardCall:
         return [watch(t, p) if t.requires_grad and p in hooked else t for t, p in pairs]
 
     def release_when_complete(self, what: str) -> None:
-        """Records that gradients of one kind are complete. If both kinds are, the block is
-        released.
+        """Records that gradients of one kind are complete; releases the block if both kinds are.
 
         Args:
             what: "parameters" or "inputs".
@@ -348,12 +339,10 @@ class _ForwardCall:
             group.release()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reduce the gradients of the gathered parameters, given in the order of the flat
-        buffers.
-        """
+        """Reduce the gradients of the gathered parameters, which are in flat-buffer order."""
         group, zero, at = self.group, self.group.zero, 0
         group.fit_buffers(self.shards)
-        at_work = zero.pass_at_work()
+        at_work = zero.current_pass()
         is_last = at_work.note_gradients(self.counts, group)
         shards = [self.shards[i] for i in group.order]
         found = {p: g for p, g in zip(shards, grads, strict=True) if g is not None}
@@ -361,7 +350,7 @@ class _ForwardCall:
         if torch.is_grad_enabled() and any(g.requires_grad for g in found.values()):
             self._reduce_with_history(found)
             return
-        held = zero.pass_at_work().held.setdefault(self.counts, {})
+        held = zero.current_pass().held.setdefault(self.counts, {})
         for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
@@ -388,7 +377,7 @@ class _ForwardCall:
             _, sent, summed = zero.precision.dtypes_of(p.dtype)
             before = zero.make_unsharded_spec(p._spec).gradient
             g = move_local(g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient")
-            zero.pass_at_work().add_with_history(p, g.to(p.dtype))
+            zero.current_pass().add_with_history(p, g.to(p.dtype))
 
 
 def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
@@ -439,7 +428,7 @@ def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
 
 
 class _SavedTensorHooks:
-    """Hooks of saved tensors during one forward of a block: notes in place of gathered parameters.
+    """Saved-tensor hooks in a block's forward: they save notes in place of gathered parameters.
 
     Every saved tensor of a block passes here, in forward and in backward, so these functions are
     short.
@@ -496,17 +485,19 @@ def _unpack_saved_tensor(packed: Any) -> torch.Tensor:
 
 
 def _keep_from_the_next_graph(group: FsdpGroup) -> None:
-    """In a backward pass with `create_graph=True`: also pack what the current node saves.
+    """In a backward pass with `create_graph=True`: pack tensors that the current node saves.
 
-    The engine restores the thread's state, hooks included, for each node, so these need not be
-    removed.
+    The hooks need not be removed, because the engine restores the thread's hooks for each node.
     """
     if torch.is_grad_enabled() and in_backward():
         _SavedTensorHooks(_ForwardCall(group, False, group.gathered), ForwardNote())
 
 
 class _SavedNote(SavedVersions):
-    """A note in place of a tensor of gathered memory, which is made again when it is unpacked."""
+    """A note that autograd saves in place of a view or cast of a gathered parameter.
+
+    To unpack it, the block is gathered, and the view or cast is made again.
+    """
 
     is_cast = False
 
@@ -531,9 +522,7 @@ class _SavedNote(SavedVersions):
             return self.make_again()
 
     def find_parameter(self) -> int:
-        """Returns the index in the block's group of the parameter from which the saved tensor was
-        made.
-        """
+        """Returns the index in the block's group of the parameter of the saved tensor."""
         raise NotImplementedError
 
     def make_again(self) -> torch.Tensor:
@@ -542,7 +531,7 @@ class _SavedNote(SavedVersions):
 
 
 class _SavedView(_SavedNote):
-    """A note of a view of a gathered parameter."""
+    """The note of a view of a gathered parameter."""
 
     def __init__(self, call: _ForwardCall, flat: int, t: torch.Tensor):
         super().__init__(call, t, t._version)
@@ -591,7 +580,7 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
 
 
 class _SavedCast(_SavedNote):
-    """A note of a view of a gathered parameter's cast, which was taken before any write."""
+    """The note of a view of a cast of a gathered parameter, made before any write to it."""
 
     is_cast = True
 
@@ -610,7 +599,7 @@ class _SavedCast(_SavedNote):
 
 @dataclass(frozen=True)
 class _PackedOutside:
-    """A tensor that the hooks outside of ours have packed."""
+    """A saved tensor that is not the block's: packed by the hooks outside of the block's."""
 
     unpack: Callable[[Any], torch.Tensor]
     packed: Any
@@ -630,9 +619,7 @@ class _GraphGather:
         self.depth = 0
 
     def begin(self) -> None:
-        """Record the gather of a block's parameters in the graph. Called when a module of it begins
-        forward.
-        """
+        """Record the gather of a block in the graph, when a module of it begins its forward."""
         self.depth += 1
         if self.depth > 1:  # a nested forward: a tied weight's other module, or the same one
             return

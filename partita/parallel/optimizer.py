@@ -81,8 +81,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip the norm of gradients like torch.nn.utils.clip_grad_norm_, for DTensors and plain
-    tensors.
+    """Clip the norm of gradients of DTensors and plain tensors, as in torch.nn.utils.
 
     Partial gradients are reduced first. The norm costs one small all-reduce for each mesh over
     which gradients are sharded.
@@ -156,7 +155,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         taken = HERE.trace.take_step(lambda: _step_in_graph(optimizer, spread, args, kwargs))
     if taken is not None or not spread:
         return taken
-    alike = not owners and HERE.trace.run_without_profiling(_lie_alike, optimizer, spread)
+    alike = not owners and HERE.trace.run_without_profiling(_have_equal_layouts, optimizer, spread)
     if not alike:
         HERE.trace.run_without_profiling(reduce_gradients, spread)
     if not plain:
@@ -165,15 +164,15 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
             _writes_before[optimizer] = [(p, count_writes(p)) for p in spread]
         # Some optimizers take another argument in this place, such as the loss.
         return _reduce_after_closure(closure, spread, args, kwargs) if callable(closure) else None
-    if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
+    if not alike and not HERE.trace.run_without_profiling(_have_equal_layouts, optimizer, spread):
         HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
-        if not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
+        if not HERE.trace.run_without_profiling(_have_equal_layouts, optimizer, spread):
             return None
     args, kwargs = _run_own_hooks(optimizer, args, kwargs)
     with _narrow_to_updated([p for p in spread if update_spec(p) is not p._spec]):
         _step_as_plain(optimizer, spread, args, kwargs)
     for owner in owners:
-        owner.updated(spread)
+        owner.gather_updated(spread)
     return _make_idle_step_args(optimizer, args, kwargs)
 
 
@@ -239,10 +238,10 @@ def _lay_out_states(optimizer: Optimizer, params: list[DTensor]) -> None:
 
 
 def _has_later_hooks() -> bool:
-    """True if the user has registered hooks of all optimizers, which run after ours. The step must
-    not be over by then.
+    """True if hooks of the user for all optimizers run after partita's hook.
 
-    Private torch: `_global_optimizer_pre_hooks` shows the order of these hooks.
+    The step must not be over when they run. Private torch: `_global_optimizer_pre_hooks` has the
+    order of the hooks.
     """
     ids = [*_global_optimizer_pre_hooks]
     later = ids[ids.index(_hook.id) + 1 :]
@@ -253,8 +252,7 @@ def _has_later_hooks() -> bool:
 def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
     """Run the user's pre-step hooks of this optimizer.
 
-    Torch would run them after the hooks of all optimizers. Ours is one of those, and the step would
-    be over.
+    Torch would run them after partita's own hook, which makes the step.
 
     Private torch: `_optimizer_step_pre_hooks`, which is emptied until the step has ended.
     """
@@ -293,7 +291,7 @@ def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
-    """Returns the arguments of the step that follows: an optimizer without parameters."""
+    """Returns arguments that make torch's own step do nothing: an optimizer without parameters."""
     idle = object.__new__(type(optimizer))  # `copy.copy` would walk the state of all parameters
     idle.__dict__.update(optimizer.__dict__)
     idle.param_groups = []
@@ -373,7 +371,7 @@ def _step_in_graph(
     return _make_idle_step_args(optimizer, args, kwargs)
 
 
-def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
+def _have_equal_layouts(optimizer: Optimizer, params: list[DTensor]) -> bool:
     """True if each parameter's gradient and state have the parameter's layout."""
     if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
         return False
@@ -404,8 +402,7 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
 
 @contextmanager
 def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list[DTensor]]:
-    """Give the optimizer the parts that this rank updates, in place of `params`, inside the `with`
-    block.
+    """Give the optimizer the parts of `params` that this rank updates, in the `with` block.
 
     Afterwards the parts are gathered into the parameters.
     """
@@ -451,9 +448,7 @@ def _rekey_optimizer_state(optimizer: Optimizer, to: dict[Any, Any]) -> None:
 
 @contextmanager
 def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
-    """Narrow each of `params` and its gradient to the part that this rank updates, inside the
-    `with` block.
-    """
+    """Narrow `params` and gradients to the parts that this rank updates, in the `with` block."""
     before = []
     with local_ops(), torch.no_grad():
         for p in params:

@@ -201,7 +201,7 @@ def _register_boundary_hook(
 def _list_arguments(
     module: nn.Module, name: str, boundary: Inputs
 ) -> list[tuple[int, str, Places]]:
-    """`(position, name, places)` of each argument that `boundary` names; position -1: keyword-only.
+    """Returns `(position, name, places)` of each argument in `boundary`; position -1: keyword-only.
 
     Raises:
         ValueError: `forward` has no such argument.
@@ -375,7 +375,7 @@ class _ParsedPlan:
             )
 
     def _check_placements(self, pattern: str, said: Sequence[Places]) -> bool:
-        """True if these are placements, on axes that the mesh has."""
+        """True if `said` has placements only, on axes of the mesh; otherwise records why not."""
         before = len(self.wrong)
         for axis, placement in (pair for places in said for pair in places.items()):
             if axis not in self.wire.mesh.names:
@@ -427,9 +427,7 @@ class _ParsedPlan:
         return layout
 
     def _record_layout(self, held: HeldParameter, layout: Layout) -> None:
-        """Record the layout of a tensor, or the problem that its gradient or hooks would be
-        lost.
-        """
+        """Record a tensor's layout, or the problem that its gradient or hooks would be lost."""
         t = held.tensor
         self.layouts.append((held, layout))
         if isinstance(t, DTensor) and t._spec.wire is not self.wire:
@@ -486,9 +484,7 @@ class _ParsedPlan:
 
 
 def _find_start_layout(held: HeldParameter) -> Layout:
-    """Returns the layout that a tensor has on this mesh already; for a plain tensor, Replicate on
-    all axes.
-    """
+    """Returns the layout that a tensor has on this mesh; for a plain tensor Replicate."""
     t = held.tensor
     return t._spec.layout if isinstance(t, DTensor) else Layout(tuple(t.shape))
 

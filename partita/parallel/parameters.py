@@ -149,7 +149,7 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
             new.__dict__[key] = value
     layouts = state_of(old).zero_layouts
     if layouts is not None:  # the owner refers to parameters by identity
-        layouts.owner.replaced(old, new)
+        layouts.owner.register_replacement(old, new)
     for home in held.homes:
         setattr(home.owner, home.attr, new)
     held.tensor = new
@@ -226,8 +226,7 @@ Blocks = Iterable[str | nn.Module] | str | nn.Module | None
 
 
 def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
-    """Returns the blocks of `model`, in the order of its modules. Together they have all
-    parameters.
+    """Returns the blocks of `model` in the order of its modules, with all parameters.
 
     Args:
         chosen: the modules that become blocks, one or several, or patterns of names. If a pattern
@@ -286,9 +285,7 @@ def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _find_matching_modules(names: dict[nn.Module, str], pattern: str) -> list[nn.Module]:
-    """Returns the matching modules that are not inside another one: "*" also matches dots
-    ("layers.*").
-    """
+    """Returns the matching modules that are not inside another one. "*" matches dots, too."""
     # The model itself has no name, and a list of modules has no forward.
     called = [m for m, name in names.items() if name and fnmatchcase(name, pattern)]
     matching = [m for m in called if not isinstance(m, _WITHOUT_FORWARD)]

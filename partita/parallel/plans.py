@@ -43,8 +43,7 @@ def column(*names: str, axis: str = "tp") -> dict[str, Any]:
 
 
 def row(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Returns a plan that shards linear layers by input features. They usually follow `column`
-    layers.
+    """Returns a plan that shards linear layers by input features, as after `column` layers.
 
     Their result is Partial. One all-reduce or reduce-scatter then sums it.
 
@@ -146,9 +145,7 @@ _OURS: dict[str, Any] = {
 
 
 def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Returns the tensor-parallel plan of `partita.app.models.GPT`; arguments as in
-    `transformer`.
-    """
+    """Returns the plan of `partita.app.models.GPT`; arguments as in `transformer`."""
     columns = ["blocks.*.attention.qkv", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
@@ -156,9 +153,7 @@ def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -
 
 
 def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Returns the tensor-parallel plan of `partita.app.models.Llama`; arguments as in
-    `transformer`.
-    """
+    """Returns the plan of `partita.app.models.Llama`; arguments as in `transformer`."""
     columns = ["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.o", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}

@@ -177,11 +177,10 @@ def zero(
 class _ForwardWatch:
     """A hook before the forward of a model that warns about unsplit batches and compares ranks.
 
-    It warns once if a batch was not split. It also compares the kind of forward, when that changes.
-    If forwards gather weights, a forward that only one rank runs would gather together with another
-    forward, or the backward, of the other ranks. Such a forward differs from theirs in mode, or in
-    the collective before it; or the next forward does. Kinds that repeat in a loop are compared
-    when the loop begins (`is_agreed`).
+    It warns once if a batch was not split. If forwards gather weights, ranks also compare the kind
+    of a forward: the mode, and the collective before it. Without this, a forward of one rank alone
+    would gather together with another forward, or the backward, of the other ranks. Kinds that
+    repeat in a loop are compared when the loop begins (`is_agreed`).
     """
 
     def __init__(self, axes: tuple[str, ...], wire: Wire, *, gathers: bool):
@@ -371,11 +370,11 @@ class _Bucket:
     """Parameters of one dtype, of one block or of several small ones, and their gradients.
 
     Attributes:
-        ready: the parameters whose gradients have come, in this step or, since a step need not use
-            all of them, in an earlier one.
-        sent: the gradients being reduced; `writes`, how often each had been written.
-        wait: waits for the reduction, and returns the sums.
-        reduced: the specs of the gradients then.
+        ready: the indices of parameters whose gradients are complete, in this step or, if a step
+            does not use the parameter, in an earlier one.
+        sent, writes: the gradients being reduced, and how often each was written before.
+        wait: a function that waits for the reduction, and returns the sums.
+        reduced: the specs of the reduced gradients.
     """
 
     def __init__(self, name: str, held: list[_Held], axes: tuple[str, ...]):
@@ -395,9 +394,7 @@ class _Bucket:
         return self.flat_of(self.params)
 
     def flat_of(self, params: Sequence[DTensor]) -> FlatBuffer:
-        """Returns the flat buffer of some parameters of this bucket, in the dtype that they have
-        now.
-        """
+        """Returns the flat buffer of some parameters of this bucket, in their present dtype."""
         dtype, device = params[0].dtype, params[0].device
         key = () if params is self.params else tuple(params)
         flat = self._flats.get(key)
@@ -438,8 +435,7 @@ class _Bucket:
 
 
 class GradReducer(ShardedState):
-    """The state of a model under ZeRO stages 0 to 2. It reduces the gradients of a block after
-    backward.
+    """The state of a model under ZeRO stages 0 to 2, which reduces gradients block by block.
 
     Args:
         blocks: the name of each block, its trained parameters, and their modules and attributes.
@@ -484,10 +480,8 @@ class GradReducer(ShardedState):
         for handle in self._handles.values():
             handle.remove()
 
-    def replaced(self, old: DTensor, new: DTensor) -> None:
-        """Register the parameter `new`, which has replaced `old` in the model (see
-        `materialize`).
-        """
+    def register_replacement(self, old: DTensor, new: DTensor) -> None:
+        """Register `new`, which has replaced the parameter `old` (see `materialize`)."""
         for _, held in self._blocks:
             held[:] = [(slot, new if p is old else p) for slot, p in held]
         if old is not new and (handle := self._handles.pop(old, None)) is not None:
@@ -511,7 +505,7 @@ class GradReducer(ShardedState):
                     alike = new._spec is old._spec and new.dtype is old.dtype
                     layouts = state_of(new).zero_layouts
                     if alike and new.requires_grad and (layouts is None or layouts.owner is self):
-                        self.replaced(old, new)
+                        self.register_replacement(old, new)
 
     def _adopt_parameter(
         self, bucket: _Bucket, i: int, p: DTensor, layouts: ZeroLayouts | None
@@ -575,10 +569,8 @@ class GradReducer(ShardedState):
 
     # -- after an optimizer has updated shards -----------------------------------------------------
 
-    def updated(self, params: Iterable[DTensor]) -> None:
-        """Gather the updated shards after an optimizer's step, so that every rank has whole
-        parameters.
-        """
+    def gather_updated(self, params: Iterable[DTensor]) -> None:
+        """Gather updated shards after an optimizer's step: every rank then has whole parameters."""
         if self.stage == 0:
             return
         given = set(params)

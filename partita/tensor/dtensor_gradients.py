@@ -62,11 +62,11 @@ hooks_of_backward = _base._backward_hooks.__get__
 hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 
-def _show_gradient(x: torch.Tensor) -> None:
+def _reduce_postponed(x: torch.Tensor) -> None:
     """Make ZeRO add the gradient that it still keeps for x, before `x.grad` is read or cleared."""
     layouts = state_of(x).zero_layouts
     if layouts is not None:
-        layouts.owner.show_gradient()
+        layouts.owner.reduce_postponed()
 
 
 def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """Returns `x.grad` as a DTensor. Repeated reads return the same object."""
-    _show_gradient(x)
+    _reduce_postponed(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
         if grad is None:  # if a view copy is out of date, backward has read a newer one
@@ -135,7 +135,7 @@ def _note_owner(grad: DTensor, x: DTensor) -> None:
 
 @implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    _show_gradient(x)
+    _reduce_postponed(x)
     if grad is None:
         _unmark_settled(x)  # type: ignore[arg-type]
     elif not isinstance(x, DTensor):
@@ -170,7 +170,7 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
             layouts = state_of(x).zero_layouts
             if layouts is not None and layouts.owner is not shown:
                 shown = layouts.owner
-                shown.show_gradient()
+                shown.reduce_postponed()
             if _grad.__get__(x) is not None or is_watched(x):
                 x.grad = None
 
@@ -201,7 +201,7 @@ DTensor.requires_grad = _shard_property.setter(_set_requires_grad)
 
 @implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
-    _show_gradient(x)
+    _reduce_postponed(x)
     _unmark_settled(x)
     with DisableTorchFunction():
         _grad.__delete__(x)
@@ -406,7 +406,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_hook`, with a hook that gets DTensors."""
-    _show_gradient(x)  # what came before is none of the hook's
+    _reduce_postponed(x)  # what came before is none of the hook's
     typed = type_hook(x, hook)
     with local_ops():
         return x.register_hook(typed)
@@ -415,7 +415,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 @implements(T.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_post_accumulate_grad_hook` for a DTensor."""
-    _show_gradient(x)
+    _reduce_postponed(x)
     typed = type_accumulate_hook(x, hook)
     with local_ops():
         handle = x.register_post_accumulate_grad_hook(typed)
@@ -554,7 +554,7 @@ class NodeOfPieces:
         leaf = getattr(self.node, "variable", None)
         if not isinstance(leaf, DTensor):
             raise _make_node_error(self.node.name())
-        _show_gradient(leaf)  # what came before is none of the hook's
+        _reduce_postponed(leaf)  # what came before is none of the hook's
         own_state(leaf).has_node_hooks = True
         return leaf
 

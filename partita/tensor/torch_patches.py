@@ -150,7 +150,7 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
                 state.data, state.unseen_writes, state.zero_layouts = None, writes, layouts
                 note_other_memory(t)
                 if layouts is not None:
-                    layouts.owner.replaced(t, t)
+                    layouts.owner.register_replacement(t, t)
     finally:
         for t, refer_to in zip((t2, t1), renewals, strict=True):
             if refer_to is not None:

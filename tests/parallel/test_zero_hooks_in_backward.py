@@ -317,7 +317,7 @@ def test_blocks_are_gathered_again_in_the_order_of_the_pass_around(monkeypatch):
             nested.backward()
 
         inner = torch.ones(1, requires_grad=True)
-        inner.register_hook(lambda _: zero.pass_at_work() and None)
+        inner.register_hook(lambda _: zero.current_pass() and None)
         nested = inner.sum()
         x = torch.ones(1, requires_grad=True)
         x.register_hook(enter_nested_pass)

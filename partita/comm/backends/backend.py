@@ -82,8 +82,7 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how this backend computes an all-reduce of `x` over `n` ranks: "own", "gather" or
-        "exchange".
+        """Returns how to all-reduce `x` over `n` ranks: "own", "gather" or "exchange".
 
         "own" is the process group's all-reduce. With "gather", each rank gathers all addends and
         adds them in rank order. With "exchange", each rank gets one part of every addend, adds
@@ -132,8 +131,7 @@ class Backend:
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """Begins a reduce-scatter in which each rank receives all addends of its part and sums
-        them.
+        """Begins a reduce-scatter in which each rank gets all addends of its part and sums them.
 
         The sum is in rank order, so its bits do not depend on the backend.
         """

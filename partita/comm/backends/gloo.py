@@ -39,8 +39,7 @@ class Gloo(Backend):
     runs_in_streams = False
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how to all-reduce: "gather" if `x` is small, "exchange" if the sum must be exact,
-        else "own".
+        """Returns "gather" if `x` is small, "exchange" if the sum must be exact, else "own".
 
         For two ranks Gloo's ring is exact, since a + b is b + a. For more ranks it starts each part
         at another rank, and rounds after each addition in a narrow dtype.

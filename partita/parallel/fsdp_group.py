@@ -945,9 +945,7 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather a block whose forward begins; prefetch the block that followed in the last
-        step.
-        """
+        """Gather a block whose forward begins; prefetch the one that followed in the last step."""
         if in_backward():
             if not group.alive:
                 # A recomputed region has several blocks: each is gathered again for its backward.

@@ -210,8 +210,10 @@ def autoplan(
 
 
 def _check_base(strategy: Any) -> Strategy:
-    """Returns the strategy from which ways are made. Raises StrategyError if it sets what is
-    searched.
+    """Returns the strategy from which ways are made, if it sets no field that is searched.
+
+    Raises:
+        StrategyError: it sets one.
     """
     if strategy is None:
         return Strategy()
@@ -332,16 +334,12 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """The number of ways (mesh and strategy) for each outcome of the search. The numbers add up
-        to all ways.
-        """
+        """The number of ways for each outcome of the search. Together they are all ways."""
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        """Searches `ways`, simulating at most `most` of them. Returns the best that fit, fastest
-        first.
-        """
+        """Simulates at most `most` of the ways. Returns the best that fit, fastest first."""
         left = self._leave_out(ways, BOUND, self._is_too_big_at_least)
         while left and len(self.found) < most:
             way = self._choose_next(left)
@@ -375,7 +373,7 @@ class WaySearch:
         Until one has fitted: the way with the least estimated memory. It shows whether any way
         fits, and how good the estimates are.
         """
-        thought = {way: self._think_of(way) for way in left}
+        thought = {way: self._correct_guess(way) for way in left}
         if FITS not in self.ended.values():
             return min(left, key=lambda way: (thought[way][1], thought[way][0]))
 
@@ -387,10 +385,8 @@ class WaySearch:
 
         return min(left, key=rank)
 
-    def _think_of(self, way: Way) -> tuple[float, float]:
-        """Returns the guessed seconds and bytes of a way, corrected by results of the most similar
-        ways.
-        """
+    def _correct_guess(self, way: Way) -> tuple[float, float]:
+        """Returns the guessed seconds and bytes of a way, corrected by the most similar results."""
         seconds, size = self._guess_cost(way)
         if not self.found:
             return seconds, size
@@ -410,14 +406,14 @@ class WaySearch:
         return self._guessed[way]
 
     def _slowest_kept(self) -> float:
-        """Returns seconds that a way must undercut to be shown."""
+        """Returns the seconds that a way must undercut to be one of the best; infinity at first."""
         fitting = sorted(self.found[way][0] for way, end in self.ended.items() if end == FITS)
         return fitting[self.keep - 1] if len(fitting) >= self.keep else math.inf
 
     # -- what it costs -----------------------------------------------------------------------------
 
     def _confirm_choices(self) -> tuple[PlannedWay, ...]:
-        """Returns the first that fit when all of their blocks and micro-batches are simulated."""
+        """Simulates the best ways with all blocks and micro-batches. Returns those that fit."""
         fitting = [way for way, end in self.ended.items() if end == FITS]
         choices: list[PlannedWay] = []
         for way in sorted(fitting, key=lambda way: self.found[way][0]):
@@ -434,8 +430,7 @@ class WaySearch:
     def price_way(
         self, way: Way, known: int = 4, blocks: int = _WHOLE
     ) -> tuple[float, int, Simulation]:
-        """Simulates a way (training configuration) at full size. Returns the seconds of a step, the
-        peak bytes, and the simulation.
+        """Simulates a way at full size. Returns a step's seconds, peak bytes and simulation.
 
         If all micro-batches have more than `blocks` blocks together, the first `known`
         micro-batches are simulated. Each further one adds the same seconds and peak as the last of
@@ -454,11 +449,10 @@ class WaySearch:
         return way.strategy.layers or self.model.layers
 
     def _estimate_cost(self, way: Way) -> tuple[float, float]:
-        """Seconds and peak; of a deep model as one block and two say, and of many micro-batches
-        as the second and the third do.
+        """Returns the seconds and the peak bytes of a step, extrapolated for a deep model.
 
-        The peak is the highest of several moments, and of another one in a deeper model: each
-        grows by a block's weights at least.
+        A deep model is extrapolated from one block and two, many micro-batches from the second and
+        the third. Each further block adds at least its weights to the peak.
         """
         layers = self._layers_of(way)
         if layers <= 2 or layers * way.strategy.micro_batches <= _SMALL:
@@ -517,11 +511,12 @@ class _ModelNeeds:
     Attributes:
         weights: all parameters.
         state: AdamW's state of the parameters that get a gradient.
-        gradients: their gradients, in the smallest dtype in which they could be sent.
-        results: the blocks' results, likewise.
-        saved: what backward reads of forward, without parameters.
-        flops: operations of products by dtype.
-        products: the number of products.
+        gradients: the gradients of these parameters, in the smallest dtype in which they may be
+            sent.
+        results: the blocks' results, in the smallest dtype in which they may be sent.
+        saved: the tensors that autograd saves for backward, without parameters.
+        flops: the operations of matrix products, by dtype.
+        products: the number of matrix products.
     """
 
     weights: float = 0.0
@@ -533,8 +528,7 @@ class _ModelNeeds:
     products: float = 0.0
 
     def extend_to_layers(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
-        """Extrapolates what a model needs with `layers` blocks, from the needs with one block and
-        with two.
+        """Extrapolates the needs of `layers` blocks from the needs of one block and of two.
 
         Args:
             two: the needs of the model with two blocks. `self` has those with one.
@@ -554,9 +548,7 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a lower bound of a way's peak memory in bytes: weights, and AdamW's state of trained
-    ones.
-    """
+    """Returns a lower bound of a way's peak bytes: weights, and AdamW's state of trained ones."""
     of, needs = way.strategy, _needs_of(shape, way)
     weights = needs.weights / way.tp / (way.dp if of.zero == 3 else 1)
     return weights + needs.state / way.tp / (way.dp if of.zero else 1)
@@ -727,7 +719,7 @@ def _least_size(x: Tensor) -> int:
 
 
 class _WithoutAttention(TorchFunctionMode):
-    """Attention is not counted: kernels of it differ in their operations."""
+    """A mode that replaces attention by cheap ops, because its kernels differ in operations."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None

@@ -274,9 +274,7 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 
 def _time_clock() -> float:
-    """Returns the seconds that reading the clock of this thread takes, to subtract them from a
-    call's.
-    """
+    """Returns the seconds that reading this thread's clock takes."""
     pairs = [(time.thread_time(), time.thread_time()) for _ in range(1000)]
     return median(after - before for before, after in pairs)
 
@@ -309,9 +307,7 @@ def _run_pass(
 
 
 def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
-    """Returns when it began and ended, by the clock of all ranks and by this thread's processor
-    time.
-    """
+    """Returns when a collective began and ended, by two clocks: of all ranks, of this thread."""
     worked, start = time.thread_time(), time.perf_counter()
     collective.run()
     end, worked_after = time.perf_counter(), time.thread_time()
@@ -320,7 +316,11 @@ def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
 
 
 def _agree_on_passes(seconds: float, ranks: int) -> int:
-    """Runs passes until all ranks have used up their time."""
+    """Returns the number of passes that the slowest rank runs in `_SECONDS`, at least 3.
+
+    Args:
+        seconds: the duration of a pass on this rank.
+    """
     if ranks > 1:
         wire = wire_of(init_device_mesh(HOST.type, (ranks,), mesh_dim_names=("all",)))
         gathered = wire.gather_ints((round(seconds * 1e6),))
@@ -332,9 +332,7 @@ def _agree_on_passes(seconds: float, ranks: int) -> int:
 
 
 def _make_collectives(ranks: int) -> list[_TimedCollective]:
-    """Returns collectives of all ranks, and of as many ranks as each smaller axis of a mesh may
-    have.
-    """
+    """Returns collectives of all ranks, and of each number of ranks on a smaller mesh axis."""
     found = []
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
         sizes, names = (ranks // size, size), ("others", "group")
@@ -427,7 +425,10 @@ def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
 
 
 def _take_turns(pools: dict[int, list[torch.Tensor]], elements: int) -> Callable[[], torch.Tensor]:
-    """Yields one tensor of a size after the other, with positive values."""
+    """Returns a function that returns one of several tensors with `elements` positive values.
+
+    Successive calls return different tensors in turn, so that they are not in a cache.
+    """
     if elements not in pools:
         count = min(max(_POOL // (4 * elements), 3), 64)
         pools[elements] = [torch.rand(elements) + 0.5 for _ in range(count)]
@@ -514,7 +515,7 @@ def _make_work_calls() -> Iterator[DeckCall]:
 
 
 def _make_products(size: int) -> Iterator[DeckCall]:
-    """Yields a product of two matrices, as forward and as the gradient of a weight has it."""
+    """Yields products of two matrices as in a forward, and as for the gradient of a weight."""
     a, b = torch.rand(size, size), torch.rand(size, size)
     flops = 2.0 * size**3
     yield DeckCall("matmul", flops, lambda: _aten.mm.default(a, b.t()))
@@ -539,7 +540,7 @@ def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
 def _make_convolutions(
     thin: str, flops: float, images: int, size: int, channels: int, more: int
 ) -> Iterator[DeckCall]:
-    """Yields a convolution of 3 x 3 of square images, and its backward."""
+    """Yields a 3 x 3 convolution of square images, and its backward."""
     x, weight = torch.rand(images, channels, size, size), torch.rand(more, channels, 3, 3)
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     gradient = torch.rand(images, more, size, size)

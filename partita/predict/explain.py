@@ -101,9 +101,7 @@ def _check_function(fn: Any) -> None:
 
 
 def _check_operands(given: Any) -> None:
-    """Raise LayoutError if an argument is an iterator: it can be read only once, by the call
-    itself.
-    """
+    """Raise LayoutError if an argument is an iterator, which can be read only once."""
     for value in pytree.tree_leaves(given):
         if isinstance(value, Iterator):
             raise make_refusal(
@@ -143,7 +141,7 @@ class _ExplainedWire(DryWire):
 
 @dataclass
 class _Call:
-    """A call that is under way."""
+    """A call that is running, with what was recorded for it so far."""
 
     op: str
     graded: bool = field(default_factory=torch.is_grad_enabled)
@@ -171,9 +169,7 @@ class Explainer:
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Store the names of modules and submodules, so that a call can be shown with its
-        module.
-        """
+        """Store the names of modules and submodules, to show calls with their modules."""
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
@@ -239,8 +235,7 @@ class Explainer:
     def record_rows(
         self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser
     ) -> None:
-        """Record the possible placements (rows) whose prices dispatch has compared for the running
-        call.
+        """Record the rows (placements) that dispatch has priced for the running call.
 
         Args:
             places: the position of each operand in the call, and the names of its parameters.
@@ -253,9 +248,7 @@ class Explainer:
     def record_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
     ) -> None:
-        """Records a move (step of a redistribution): of the call that is running, or requested by
-        the program.
-        """
+        """Records a move of the running call, or one that the program has requested."""
         call = self.calls[-1]
         graded = call.graded and (graded or reason == "gather")
         explained = _explained_move(mesh, move, x, reason, graded)
@@ -274,8 +267,8 @@ class Explainer:
 def _share_that_is_done(name: str, args: Sequence[Any], out: Any) -> float:
     """Returns the fraction of an op's operations that a kernel computes.
 
-    Half for causal attention, as in simulations; all if its queries are split along their sequence,
-    because they then have an explicit mask.
+    It is 0.5 for causal attention, as in simulations, and 1 for other ops. If queries are sharded
+    along the sequence, they have an explicit mask, so it is 1, too.
     """
     if name != "attention" or args[_IS_CAUSAL] is not True or not isinstance(out, DTensor):
         return 1.0
@@ -461,9 +454,7 @@ class ExplainedOp:
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row (placements) that the op uses on a mesh axis; None if the op has
-        no rule.
-        """
+        """Returns the row (placements) that the op uses on a mesh axis; None without a rule."""
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
@@ -527,16 +518,12 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves (steps of redistributions) in order. Those of backward are included only if the
-        function runs it.
-        """
+        """All moves, in order. Those of backward are included only if the function runs it."""
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the first rank sends in all redistributions of the function, without a
-        later backward.
-        """
+        """The bytes that the first rank sends in all moves, without a later backward."""
         return sum(op.nbytes for op in self.ops)
 
     @property

@@ -67,15 +67,13 @@ class Kind:
     has: Callable[[Any], bool]
 
     def check(self, name: str, value: Any, error: type[ValueError]) -> None:
-        """Raise `error` unless `value` is of this kind. The message shows the value and what is
-        allowed.
-        """
+        """Raise `error`, with the value and what is allowed, unless `value` is of this kind."""
         if not self.has(value):
             raise error(f"{name} is {describe_value(value)}: {self.allowed}")
 
 
 def _kind_of_count(least: int) -> Kind:
-    """Whole numbers of at least so many."""
+    """Returns the kind of whole numbers that are at least `least`."""
     return Kind(
         f"a whole number, at least {least}",
         lambda v: isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= least,
@@ -230,8 +228,7 @@ class Machine:
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns the kernel that this machine would run, given the name of one in a captured
-        graph.
+        """Returns the name of the kernel that this machine runs for a kernel in a graph.
 
         If torch had no GPU during the capture, the graph contains the CPU's fused attention. The
         GPU's kernel has the same operands and results.
@@ -239,9 +236,7 @@ class Machine:
         return name.replace("_for_cpu", "") if self.overlaps else name
 
     def given_link(self, axes: Sequence[str]) -> Link | None:
-        """Returns the link that the machine file or the user sets for exactly these axes,
-        or None.
-        """
+        """Returns the link that the file or the user sets for exactly these axes, or None."""
         for name, link in self.links.items():
             if sorted(name.split()) == sorted(axes):
                 return link
@@ -306,9 +301,7 @@ class Machine:
         return self.ranks_per_host % span == 0 or inner <= self.ranks_per_host
 
     def _count_neighbours(self, axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-        """Returns how many ranks of a collective share a host; 1 if hosts do not divide into such
-        groups.
-        """
+        """Returns how many ranks of a collective share a host; 1 if hosts split such groups."""
         left, found = self.ranks_per_host, 1
         for name, size in reversed([*mesh.items()]):
             here = math.gcd(size, left)
@@ -427,7 +420,11 @@ def _check_table(key: str, found: Any) -> None:
 
 
 def _rows_of(read: _Read, check_name: Callable[[str, str], None] | None = None) -> _Read:
-    """Returns a reader of a table with any names, or with those that `check_name` accepts."""
+    """Returns a reader of a TOML table whose values `read` reads, under any names.
+
+    Args:
+        check_name: raises an error for a name that is not allowed; None allows all.
+    """
 
     def read_rows(key: str, found: Any) -> dict[str, Any]:
         _check_table(key, found)
@@ -695,7 +692,7 @@ def _rate_of_free(node: fx.Node) -> str:
 
 
 def _moves_apart(node: fx.Node, short: str) -> bool:
-    """True if the node copies a tensor that is not contiguous."""
+    """True if the node copies a tensor that is not contiguous in memory."""
     if short not in ("clone", "reshape", "_unsafe_view", "contiguous") or not node.all_input_nodes:
         return False
     before = node.all_input_nodes[0].meta.get("val")

@@ -297,9 +297,7 @@ def _no_function(name: str, reason: str) -> LayoutError:
 
 
 def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments in a text: layouts, lists and tuples of layouts, and Python's
-    literals.
-    """
+    """Returns the arguments in a text: layouts, lists of layouts, Python's literals."""
     tensors: dict[str, DTensor] = {}
 
     def name_tensor(match: re.Match[str]) -> str:
@@ -399,10 +397,10 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
 
 
 class _Schedule(MemoryCount):
-    """The bytes that are alive, and the buffers that they were in: where each began and ended.
+    """A count of live bytes that also records each buffer, with its first and last place.
 
     Attributes:
-        stepping: the optimizer that steps now.
+        stepping: the optimizer whose step is running, or None.
     """
 
     def __init__(self) -> None:
@@ -419,9 +417,7 @@ class _Schedule(MemoryCount):
         return any(own.get("step") is t for own in state.values())
 
     def begin_place(self, made_by: str) -> None:
-        """Begins the next point in time (place) of the schedule. Later changes of memory belong to
-        it.
-        """
+        """Begins the next place (point in time). Later changes of memory belong to it."""
         self._made_by, self._source = made_by, user_line()
         self._places.append(f"{made_by}_{len(self._places)} {made_by}")
 
@@ -495,9 +491,7 @@ class _ScheduleMode(KernelMode):
 
 
 class _EagerFakes(LocalFakes):
-    """Fakes for an eager step. An optimizer may read its step counts, on which no memory depends:
-    each is 1.
-    """
+    """Fakes for an eager step. A step count that an optimizer reads has the value 1."""
 
     def __init__(self, schedule: _Schedule):
         super().__init__(static_shapes=True)

@@ -355,7 +355,7 @@ def _format_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
-    """Returns a step of a model that gives its loss."""
+    """Returns a training step of a model that returns its loss, with AdamW."""
     if not any(p.requires_grad for p in model.parameters()):
         has = "none of the model's parameters requires a gradient"
         has = has if any(True for _ in model.parameters()) else "the model has no parameters"
@@ -581,9 +581,7 @@ class Kernel:
     rate: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """Returns the seconds of the kernel on a machine, from a measured curve or else the
-        roofline.
-        """
+        """Returns the seconds of the kernel on a machine, by a measured curve or the roofline."""
         curve = machine.kernels.get(self.rate)
         if curve is not None:
             slower = machine.peak_flops("float32") / machine.peak_flops(self.dtype)
@@ -955,9 +953,7 @@ def _class_of(buffer: Buffer, reduced: set[str]) -> str:
 
 
 def _find_gradient_names(program: Program) -> set[str]:
-    """Returns the names of results of backward that an update, or the reduction of gradients,
-    reads.
-    """
+    """Returns the names of backward's results that an update or a reduction reads."""
     found = set()
     for node in program.flat().graph.graph.nodes:
         note = note_of(node)

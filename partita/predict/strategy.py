@@ -52,9 +52,7 @@ def check_counts(**counts: Any) -> None:
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raise StrategyError unless `is_right`. The message shows the argument and what is
-    `allowed`.
-    """
+    """Raise StrategyError, with the argument and what is `allowed`, unless `is_right`."""
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
@@ -284,9 +282,7 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 
 def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
-    """Raise StrategyError for sizes that do not divide, and for options without effect on this
-    mesh.
-    """
+    """Raise StrategyError for sizes that do not divide, and options without effect."""
     for name, size in mesh.items():
         is_known = name in ("dp", "tp")
         refuse_if(not is_known, f"{name}={size} is not an axis of a named model: dp=N, tp=N")
@@ -339,9 +335,7 @@ class Way:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The mesh as sizes by axis: the axes with more than one rank; {"dp": 1} for a
-        single rank.
-        """
+        """The sizes of the axes with more than one rank; {"dp": 1} for a single rank."""
         sizes = {name: n for name, n in (("dp", self.dp), ("tp", self.tp)) if n > 1}
         return sizes or {"dp": 1}
 
@@ -389,8 +383,7 @@ _BYTES = 256
 
 
 def write_code(shape: ModelShape, way: Way) -> str:
-    """Returns a Python program that trains the model with the mesh and strategy of `way`, on all
-    ranks.
+    """Returns a Python program that trains the model with a mesh and strategy on all ranks.
 
     Its step is the one that `make_step` makes. If the model is not one of partita's, the program
     uses a `ModelShape` named `shape`.

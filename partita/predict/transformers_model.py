@@ -121,7 +121,7 @@ class _Logits(nn.Module):
 
 
 def _make_model(found: Any, task: str, lora: int | None, layers: int, context: int) -> nn.Module:
-    """Returns the model with so many layers; `context` tokens need no other weights."""
+    """Returns the model with `layers` blocks. Its weights do not depend on `context`."""
     import transformers
 
     config = copy.deepcopy(found)
@@ -160,7 +160,7 @@ def _add_adapters(model: nn.Module, rank: int) -> nn.Module:
 def _find_tensor_plan(model: nn.Module) -> dict[str, Any]:
     """Returns transformers' own plan of tensor parallelism, as `pt.parallelize` takes it.
 
-    Empty where it has none, or a style that is not one of parameters.
+    It is empty if the model has none, or one with styles that are not placements of parameters.
     """
     inner: Any = model.model
     placements = list_placements(inner, getattr(inner, "tp_plan", None) or {})

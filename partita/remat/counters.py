@@ -66,8 +66,7 @@ class MemoryCount:
     # -- for users --------------------------------------------------------------------
 
     def label(self, name: str) -> AbstractContextManager[None]:
-        """Returns a context manager. Storages created inside are also counted under the label
-        `name`.
+        """Returns a context manager. Storages created inside also count under the label `name`.
 
         Labels may be nested.
         """
@@ -167,9 +166,7 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Adds `more` bytes (maybe negative) to the counts. Called if a storage is created, resized
-        or freed.
-        """
+        """Adds `more` bytes (maybe negative), after a storage was created, resized or freed."""
         self.live += more
         self._change_live_bytes(held.labels, more)
 

@@ -185,7 +185,7 @@ def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs
 
 
 class _RegionMarker:
-    """The watcher of a region in a captured step, which marks the calls that are kept.
+    """The `Watcher` of a region in a captured step, which marks the calls that are kept.
 
     Attributes:
         policy: the policy of the region.
@@ -240,10 +240,10 @@ class _RegionMarker:
 
 
 class _BudgetStep:
-    """A step of the regions that share a budget.
+    """One training step of the regions that share a budget.
 
-    The first with inputs of a kind keeps nothing and measures all calls, until it is chosen what
-    later ones keep.
+    The first step with inputs of a kind keeps nothing and measures all calls. When its last region
+    is recomputed, the results that later steps keep are chosen.
     """
 
     def __init__(self, budget: Budget, wires: list[Wire]):
@@ -275,9 +275,7 @@ class _BudgetStep:
         one.nbytes += nbytes
 
     def note_forward(self, forward: ForwardRecord) -> None:
-        """Records that the first run (forward) of a region has ended, so that its backward needs a
-        second run.
-        """
+        """Records that the forward of a region has ended, which backward will recompute."""
         forward.is_counted = True
         self._to_recompute += 1
 
@@ -299,8 +297,7 @@ class _BudgetStep:
             self.choose()
 
     def choose(self) -> None:
-        """Chooses which results later steps keep, even if some regions of this step were never
-        recomputed.
+        """Chooses which results later steps keep, even if some regions were not recomputed.
 
         Does nothing if no region was recomputed since the step began.
         """
@@ -379,7 +376,7 @@ def _settings_of_module(module: nn.Module | None) -> Any:
 
 
 class _BudgetedFunction(Wrapped):
-    """A wrapper of a module's forward whose regions share a budget, or of one function."""
+    """A wrapper of a function, or of a module's forward, whose regions share a budget."""
 
     def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):
         super().__init__(fn, module)

@@ -187,9 +187,9 @@ class SavedSlot:
 
 
 def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Returns the tensor that holds the values of `t` at rest, and the version that was read.
+    """Returns the tensor that has the values of `t` between steps, and its version when read.
 
-    A gathered parameter is a new tensor each time: its shard and the version of that, then.
+    For a gathered parameter, which is a new tensor each time, it is the shard.
     """
     rest = state_of(t).gathered_from
     if rest is not None:
@@ -259,7 +259,7 @@ class _RegionRun:
         return run()
 
     def _run_as_one(self, key: Key, tensors: list[torch.Tensor], run: Callable[[], Any]) -> Any:
-        """Run a call as a whole. This run watches only what `run` calls, and not its own work."""
+        """Run a call as a whole. Only the calls that `run` makes are watched."""
 
         def run_watched() -> Any:
             with watching(self):
@@ -283,13 +283,13 @@ class _RegionRun:
         return (*key, self._count_key(key))
 
     def _run_unwatched(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a redistribution, which does not count as a part of the call that it is in."""
+        """Run a redistribution without watching its calls, because it has a record of its own."""
         kernels = self._kernels
         with watching(None), nullcontext() if kernels is None else kernels.pausing():
             return run()
 
     def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a function of torch that another call calls."""
+        """Run a function of torch that is called inside another recorded call."""
         return kind.func(*args, **kwargs)
 
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
@@ -305,7 +305,7 @@ class _RegionRun:
         raise NotImplementedError
 
     def _is_one_call(self, key: Key) -> bool:
-        """True if this call of a function marked by `one_call` has a kept result."""
+        """True if this call, of a function marked by `one_call`, is kept as a whole."""
         raise NotImplementedError
 
 
@@ -356,8 +356,7 @@ class ForwardRecord(_RegionRun):
         return [*self.events.values()]
 
     def saving_slots(self) -> AbstractContextManager[None]:
-        """Returns a context manager. Inside, autograd saves placeholders (slots) in place of
-        tensors.
+        """Returns a context manager. Inside, autograd saves placeholders (slots), not tensors.
 
         It is made anew for each use. As an attribute it would be a reference cycle, which keeps the
         region's inputs alive until Python collects garbage.
@@ -446,7 +445,7 @@ class ForwardRecord(_RegionRun):
         return super()._note_outputs(event, out, tensors)
 
     def _is_result_kept(self, event: RecordedCall, op: str, function: Any) -> tuple[bool, bool]:
-        """Returns (is the result kept, could it be kept once it is named or measured)."""
+        """Returns (is the result kept, may it be kept later, after it was named or measured)."""
         if self.budget_step is not None:
             return self.budget_step.keeps(self.region, event), self.measures
         name = None if self._names is None else self._names.name_of(event)
@@ -462,9 +461,7 @@ class ForwardRecord(_RegionRun):
             self._kept[start] = kept
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Record that the program has named `x` by `checkpoint_name`, and keep it if the policy
-        says so.
-        """
+        """Record that the program has named `x`, and keep it if the policy says so."""
         if self._names is None or self._event is not None:
             return
         event = self._names.note_name(x, name)
@@ -516,9 +513,7 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Saves a copy of a tensor that a call is about to write in place, if recomputation needs
-        the old value.
-        """
+        """Copies a tensor before a call writes it, if recomputation needs its old value."""
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
@@ -578,16 +573,12 @@ class ForwardRecord(_RegionRun):
 
     @property
     def kept_results(self) -> list[KeptKernels | KeptCall]:
-        """The results, of calls and redistributions, that the region keeps instead of
-        recomputing.
-        """
+        """The results of calls and redistributions that the region keeps."""
         kept = [e.kept for e in self.order if e.kept is not None]
         return [*kept, *self.redistributed_results.values()]
 
     def empty(self) -> None:
-        """Empties all slots after a failed recomputation, so that backward uses no partial
-        results.
-        """
+        """Empties all slots after a failed recomputation, so that backward uses no part of it."""
         for ref in chain.from_iterable(event.slots for event in self.order):
             if (slot := ref()) is not None:
                 slot.value = None
@@ -653,9 +644,7 @@ class Recomputation(_RegionRun):
         self._flops_of: dict[RecordedCall, int] = {}
 
     def run(self) -> None:
-        """Runs the region again, until all tensors that backward needs (`SavedSlot`) are
-        restored.
-        """
+        """Runs the region again until all tensors that backward needs are restored."""
         forward = self.forward
         forward.check_unchanged()
         inputs = forward.inputs.rebuild(self.producers)
@@ -720,7 +709,9 @@ class Recomputation(_RegionRun):
 
     @contextmanager
     def _within_call(self, event: RecordedCall) -> Iterator[None]:
-        """Fill slots with tensors saved by the call in the block; draw the same random numbers."""
+        """Inside the `with` block, the call's saved tensors fill slots, and it draws the same
+        numbers.
+        """
         before = (self._event, self._slot)
         self._event, self._slot = event, 0
         flops = 0 if self._flops is None else self._flops.total
@@ -832,10 +823,10 @@ class Recomputation(_RegionRun):
         )
 
     def _check_unwritten(self, event: RecordedCall, tensors: list[torch.Tensor]) -> None:
-        """Raise unless the call reads what the first run's `event` read.
+        """Raise unless the call reads the same values from outside as in the first run.
 
-        A parameter that was stepped in between would give other values. Inputs are checked by
-        autograd, and what the region itself writes is restored for the second run.
+        A parameter that an optimizer has updated since has other values. Autograd checks the
+        inputs, and buffers that the region itself writes are restored for the second run.
         """
         forward = self.forward
         for read in event.reads:
@@ -906,9 +897,7 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """Returns the error for a call of the first run that the second did not make, but backward
-        needs.
-        """
+        """Returns the error for a call that backward needs, but the second run did not make."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
             "leaves out a call whose saved tensors backward needs",
@@ -923,7 +912,12 @@ class Recomputation(_RegionRun):
         )
 
     def _check_counts(self, enough: bool) -> None:
-        """Raise if some of several calls with one key did not occur: it is unknown which."""
+        """Raise if a call occurred less often than in the first run: it is unknown which one is
+        missing.
+
+        Args:
+            enough: True if all slots were filled. Then calls after the last one do not count.
+        """
         last = self._last_number()
         for (key, n), event in self.forward.events.items():
             left_out = event not in self._done and key in self._counts
@@ -951,7 +945,7 @@ def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
 
 
 def _describe_difference(event: RecordedCall | None, key: Key) -> tuple[str, ...]:
-    """Returns a line that says what differs, where two calls have the same description."""
+    """Returns a line that says how two calls differ whose descriptions are equal."""
     if event is None or describe_call(event.key) != describe_call(key):
         return ()
     if event.key[0] != key[0]:

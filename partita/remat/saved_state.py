@@ -47,9 +47,7 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class RandomStates:
-    """The states of the random generators before and after a call, to draw its random numbers
-    again.
-    """
+    """The states of the random generators before and after a call, to repeat its draws."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
         generators = generators_in_use(t.device for t in tensors)
@@ -133,9 +131,7 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Set the recorded settings inside the `with` block. Yields the `contextvars.Context` for
-        the second run.
-        """
+        """Set the recorded settings inside the `with` block. Yields the second run's context."""
         self._touched = {}
         with ExitStack() as modes:
             modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
@@ -148,8 +144,7 @@ class AmbientState:
             yield self._context.copy()
 
     def draw_as(self, states: States) -> None:
-        """Sets random generators to the states before a call of the first run, which is now
-        repeated.
+        """Sets random generators to the states before a call of the first run.
 
         They keep these states until the second run has ended.
 
@@ -217,8 +212,7 @@ class RegionInputs:
             self._saver: Any = _SaveInputs.apply(graded, *tensors)
 
     def rebuild(self, producers: TensorProducers) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments for the second run: tensors that share memory, without autograd
-        history.
+        """Returns the arguments for the second run: the same memory, without autograd history.
 
         Raises:
             RuntimeError: a tensor was changed in place after the first run.
@@ -301,9 +295,7 @@ class KernelsOfCall(KernelMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Stops intercepting kernels inside the `with` block, because they belong to a
-        redistribution.
-        """
+        """Stops intercepting kernels inside the `with` block, for a redistribution."""
         self.paused = True
         try:
             yield
@@ -333,14 +325,11 @@ class KeepMode(KernelsOfCall):
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
-        """Records `x`, the result of a redistribution in the call, as if it were the result of a
-        kernel.
-        """
+        """Records `x`, the result of a redistribution in the call, like a kernel's result."""
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """Returns the kernels' results from which the second run can compute `out` without running
-        kernels.
+        """Returns the kernels' results from which the second run can make `out` again.
 
         None if they cannot be kept.
         """
@@ -427,7 +416,7 @@ class ReplayMode(KernelsOfCall):
 
 @dataclass(frozen=True)
 class _Result:
-    """A tensor that an opaque call returned."""
+    """A tensor that an opaque call returned, with its spec and `requires_grad`."""
 
     held: torch.Tensor
     spec: Spec | None
@@ -453,8 +442,7 @@ class _KeptOutputs(torch.autograd.Function):
 
 
 class KeptCall(_KeptResult):
-    """The kept result of an *opaque* call: a call that is kept or run as a whole, such as a
-    compiled function.
+    """The kept result of an *opaque* call, which is kept or run as a whole.
 
     Attributes:
         out: the call's result, with a `_Result` in place of each tensor.
@@ -488,8 +476,7 @@ class KeptCall(_KeptResult):
         )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
-        """Returns the kept result of the call in the second run, connected in autograd to the
-        call's inputs.
+        """Returns the kept result in the second run, connected to the call's inputs in autograd.
 
         Args:
             what: the call's name, for errors.
@@ -524,10 +511,9 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedInOpaque:
-    """Tensors that autograd saved inside a kept opaque call, if a region around it handles saved
-    tensors.
+    """A tensor that autograd saved inside a kept opaque call, packed by outer hooks if any.
 
-    An opaque call is kept or run as a whole.
+    The outer hooks are those of a region around the call's own region.
     """
 
     __slots__ = ("hooks", "packed")
@@ -553,15 +539,12 @@ class OpaqueSaves:
         self._starts = {(storage_id(t), t.dtype): i for i, t in enumerate(inputs)}
 
     def place_of(self, t: torch.Tensor) -> tuple[Any, ...] | None:
-        """Returns `(input, size, stride, offset)` if `t` is a view of an input of the opaque call,
-        else None.
-        """
+        """Returns `(input, size, stride, offset)` if `t` is a view of an input, else None."""
         i = self._starts.get((storage_id(t), t.dtype))
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def record_saved(self, t: torch.Tensor) -> bool:
-        """Records a tensor that autograd saves inside the call, unless it is a view of an input of
-        the call.
+        """Records a tensor that autograd saves inside the call, unless it is a view of an input.
 
         Returns True if it was recorded.
         """
@@ -586,8 +569,7 @@ _Calls = tuple[Any, tuple[int, ...]]
 
 
 class LearnedNames:
-    """The names (`checkpoint_name`) that the program has given to results of a region, in all runs
-    so far.
+    """The names (`checkpoint_name`) of a region's results, in all runs so far.
 
     In a later run, they show which name a result will get. So the region can decide early if it
     keeps the result.
@@ -632,9 +614,7 @@ class ResultsToName:
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """True if no earlier run made this call. Then it is unknown if its result will get a
-        name.
-        """
+        """True if no earlier run made this call, so that it is unknown if it gets a name."""
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:
@@ -642,9 +622,7 @@ class ResultsToName:
         self._makers |= {storage_id(t): event for t in tensors_in(out)}
 
     def note_name(self, x: torch.Tensor, name: str) -> Any:
-        """Records that the program names `x`. Returns the call of this run that made `x`,
-        or None.
-        """
+        """Records that the program names `x`. Returns the call that made `x`, or None."""
         event = self._makers.get(storage_id(x))
         if event is not None:
             self._names.named[event.key[:2]] = name
@@ -671,8 +649,7 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """Returns the kernel results that `offer` stored for a call, because its result `x` is
-        named now.
+        """Returns the kernel results that `offer` stored for a call, whose result is now named.
 
         None if they are not all in the storage of `x`.
         """

@@ -143,18 +143,15 @@ class CallMode(TorchFunctionMode):
 
 
 def is_internal(function: Any) -> bool:
-    """True for an `autograd.Function` of partita. Remat does not record it, but the call
-    around it.
-    """
+    """True for an `autograd.Function` of partita, which remat does not record by itself."""
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
 def make_call_mode() -> AbstractContextManager[Any]:
-    """Returns a `CallMode` to enter. If one is active already, returns a context manager that does
-    nothing.
+    """Returns a `CallMode` to enter; if one is active, a context manager that does nothing.
 
-    Otherwise modes would pile up, and compiled regions have a guard on the number of modes. Private
-    torch: there is no public way to list the active modes.
+    With several modes, compiled regions would be compiled again, because they have a guard on the
+    number of modes. Private torch: no public function lists the active modes.
     """
     count = torch._C._len_torch_function_stack()
     on = map(torch._C._get_function_stack_at, range(count))
@@ -206,9 +203,7 @@ redistribution."""
 
 
 def run_from_here(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `fn(*args, **kwargs)`. For calls inside it, the call sites that remat records begin at
-    this frame.
-    """
+    """Calls `fn(*args, **kwargs)`. Call sites that remat records inside it begin at this frame."""
     return fn(*args, **kwargs)
 
 
@@ -286,9 +281,7 @@ class TensorProducers:
         self._known[id(t)] = (weakref.ref(t), producer)
 
     def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """Records that call `number` made the tensors in `out`, except those that it got as
-        inputs.
-        """
+        """Records that call `number` made the tensors in `out` that are not among its inputs."""
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
                 if t is one:
@@ -314,9 +307,7 @@ _PLAIN = frozenset(
 
 
 def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[torch.Tensor]) -> Any:
-    """Returns the key of an argument: hashable, and equal for equal calls. Appends its tensors to
-    `tensors`.
-    """
+    """Returns the hashable key of an argument, equal for equal calls. Extends `tensors`."""
     kind = type(value)
     if kind in _PLAIN:
         return value if value == value else "nan"
@@ -413,9 +404,7 @@ class Wrapped:
 
     @classmethod
     def in_place_of_forward(cls, module: nn.Module, *args: Any) -> Any:
-        """Wraps a module's forward: sets the attribute `forward` to a wrapper, and returns the
-        wrapper.
-        """
+        """Sets a module's attribute `forward` to a wrapper of it, and returns the wrapper."""
         made = cls(module.__dict__.get("forward"), module, *args)
         object.__setattr__(module, "forward", made)
         return made
@@ -496,9 +485,7 @@ def keep_collectives(call: Call) -> bool:
 
 
 class OneCall(Wrapped):
-    """A function that `one_call` has marked. A remat region can keep the result of its calls as if
-    it were one op.
-    """
+    """A function marked by `one_call`: a remat region can keep its results as of one op."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_watcher()

@@ -161,17 +161,14 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Computes torch.argmax (`sign` -1: torch.argmin) of a DTensor: the first index of equal
-    values.
-    """
+    """Computes torch.argmax (`sign` -1: argmin) of a DTensor: the first index of equal values."""
     best = partial_max(x, dim, True, sign)
     at = first_index(x.detach(), best, dim)
     return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
 
 
 def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
-    """Computes torch.max along `dim` (`sign` -1: torch.min) of a DTensor: the values and their
-    indices.
+    """Computes torch.max (`sign` -1: torch.min) along `dim` of a DTensor: values and indices.
 
     Only the element at that index gets the gradient.
     """
@@ -243,9 +240,7 @@ def moments(
 
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
-    """Returns the sum of |x|^p over `dim`, from which norms are computed. It is an op with a rule
-    of its own.
-    """
+    """Returns the sum of |x|^p over `dim`, as in norms. It is an op with its own rule."""
     if p == 2:  # without |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
@@ -281,7 +276,7 @@ def vector_norm(
 
 
 class _NoGradient(torch.autograd.Function):
-    """The first tensor, as a function of the second, which gets no gradient."""
+    """Returns a copy of `out` that depends on `x` in autograd, but gives it no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Any, x: Any) -> Any:
@@ -373,8 +368,7 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """Returns the number by which a mean loss is divided: the sum of the class weights of its
-    targets.
+    """Returns the divisor of a mean loss: the sum of the class weights of its targets.
 
     Targets that are ignored do not count.
     """

@@ -29,8 +29,7 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Arg:
-    """What a rule function gets in place of a tensor: its shape, and how its dimensions are
-    sharded.
+    """A tensor argument as a rule function gets it: its shape, and how it is sharded.
 
     Attributes:
         shape: the global shape, in elements.
@@ -48,9 +47,7 @@ class Arg:
 
     @property
     def names(self) -> Names:
-        """Names for the tensor's dimensions (`a b c ...`), with which a rule function writes its
-        sentence.
-        """
+        """Names for the tensor's dimensions (`a b c ...`), to write the rule's sentence with."""
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
@@ -67,7 +64,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What a rule gets to make a local kernel: shapes, and this rank's shard of each dimension.
+    """A call for which a rule makes a local kernel: shapes, and this rank's shard.
 
     Attributes:
         run: the function that the user called.
@@ -283,8 +280,7 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Registers a function that returns a rule, and gets the call's arguments as one dictionary. A
-    decorator.
+    """Registers a rule function that gets the arguments as one dictionary. A decorator.
 
     Use it for several functions whose sentences are similar, but whose parameters differ.
 
@@ -306,8 +302,7 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Registers a function that replaces `functions` on DTensors, written as calls of other ops. A
-    decorator.
+    """Registers a decomposition: a function that replaces `functions`. A decorator.
 
     Args:
         takes: the parameters on which plans depend, such as "input dim=-1".
@@ -365,7 +360,7 @@ def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:
 
 
 def _check_terms(sentence: Sentence, function: Any) -> None:
-    """Raise SentenceError if an operator of torch.library never has so many operands or results."""
+    """Raise SentenceError if an operator of torch.library has other operands or results."""
     count, text = len(sentence.terms), sentence.text
     schema = getattr(getattr(function, "_opoverload", function), "_schema", None)
     if schema is None:
@@ -390,9 +385,7 @@ def _check_terms(sentence: Sentence, function: Any) -> None:
 
 
 def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of partita an op with a rule, so that it runs on DTensors like an op of
-    torch. A decorator.
-    """
+    """Makes a function of partita an op with a rule of its own. A decorator."""
 
     @functools.wraps(run)
     def call_own_op(*args: Any, **kwargs: Any) -> Any:
@@ -446,10 +439,9 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
 
 
 def make_connected_shares(input: Any, shape: Sequence[int]) -> Any:
-    """Returns the share of a rank that adds nothing to a Partial sum, connected to `input` in
-    autograd.
+    """Returns a share of zeros for a Partial sum, connected to `input` in autograd.
 
-    So `input` gets a gradient of zeros, and not None.
+    So `input` gets a gradient of zeros, not None.
     """
     out = input.new_full(shape, NEUTRAL_SHARE)
     return out - input.flatten()[:0].sum() if input.requires_grad else out
@@ -473,9 +465,7 @@ def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
 
 
 def with_dummy_row(run: Kernel) -> Kernel:
-    """Wraps a kernel for an input without rows: the kernel runs on one dummy row, and the result is
-    dropped.
-    """
+    """Wraps a kernel for an input without rows: runs it on one dummy row, drops the result."""
 
     def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:
         one = torch.cat([input, input.new_zeros((1, *input.shape[1:]))])

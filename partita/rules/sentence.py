@@ -42,8 +42,7 @@ class SentenceError(ValueError):
 
 @dataclass(frozen=True)
 class Dim:
-    """One dimension of a tensor in a sentence. It has one name, or several joined names such as `(a
-    b)`.
+    """One dimension of a tensor in a sentence: a name, or joined names such as `(a b)`.
 
     Its size is the product of the sizes of the names.
     """
@@ -150,7 +149,7 @@ def parse(text: str) -> Sentence:
 
 
 def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, ...]:
-    """Returns a term's dimensions; the sizes that it gives go into `sizes`."""
+    """Returns the dimensions of a term. Adds the sizes that the term gives to `sizes`."""
 
     def plain(name: str) -> str:
         name, given, size = name.partition("=")
@@ -177,9 +176,7 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """The names of a tensor's dimensions, with which a rule function writes a sentence. `str` gives
-    "a b".
-    """
+    """The names of a tensor's dimensions, from which a rule writes a sentence. `str`: "a b"."""
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -199,9 +196,7 @@ class Names(tuple[str, ...]):
         return dim % n
 
     def dims(self, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-        """Returns a function's `dim` argument as a tuple of indices. None and `()` mean all
-        dimensions.
-        """
+        """Returns a `dim` argument as a tuple of indices. None and `()` mean all dimensions."""
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
             return tuple(range(len(self)))
         found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
@@ -219,14 +214,12 @@ class Names(tuple[str, ...]):
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """Returns the names, with `!` after those of `dim`. The `!` keeps these dimensions whole on
-        every rank.
-        """
+        """Returns the names with `!` after those of `dim`, which keeps these dimensions whole."""
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
     def put(self, dim: int, text: str) -> Names:
-        """Returns the names with the one of dimension `dim` replaced by `text`."""
+        """Returns the names with `text` in place of the name of dimension `dim`."""
         i = self.at(dim)
         return Names((*self[:i], text, *self[i + 1 :]))
 
@@ -316,7 +309,10 @@ def _split_into_sections(
 
 
 def _find_common_cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns how many steps are outside each boundary, in rising order; None if not nested."""
+    """Returns the products of the leading sizes of both shapes, in rising order.
+
+    Returns None if one of them does not divide the next, so that no common factors exist.
+    """
     if 0 in ins or 0 in outs:
         return None
     found = set()
@@ -331,7 +327,11 @@ def _find_common_cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int,
 
 
 def _made_of(shape: tuple[int, ...], factors: list[tuple[str, int]], given: bool) -> list[str]:
-    """Returns the text of each dimension of `shape`, a product of the next `factors`."""
+    """Returns the text of each dimension of `shape` as a product of the next `factors`.
+
+    Args:
+        given: True to write sizes: `(a=3 b)`.
+    """
     rest = iter(factors)
     dims = []
     for size in shape:
@@ -383,14 +383,14 @@ def _derive_rows(
     sizes: dict[str, int],
     absent: Iterable[int] = (),
 ) -> Iterator[Row]:
-    """Every legal row, split names first.
+    """Yields every legal row: first those that split a name.
 
     Args:
         inputs: each operand's dimensions, `...` written out; None where it is absent or a number.
         outputs: the same for the results.
         sizes: elements of each name that an operand has or the sentence gives.
-        absent: the operands that are not passed at all. (A number is passed: added to shares it
-            would be counted once per rank.)
+        absent: the operands that are not passed. A number is passed: added to a Partial value, it
+            would be counted once per rank.
     """
     missing = frozenset(absent)
     groups = [_drop_absent_operands(group, missing) for group in sentence.groups]
@@ -449,7 +449,7 @@ def _find_partial_addends(
 def _one_of_each(
     products: Sequence[tuple[int, ...]], able: frozenset[int]
 ) -> Iterator[frozenset[int]]:
-    """Returns each way to take one operand of every product that may be Partial (`able`)."""
+    """Yields each way to take one operand of every product, among the operands in `able`."""
     for choice in product(*(tuple(i for i in p if i in able) for p in products)):
         yield frozenset(choice)
 
@@ -617,9 +617,7 @@ def _find_broadcast_sizes(sentence: Sentence, operands: tuple[Operand, ...]) -> 
 def _expand_ellipsis(
     term: Term, shape: tuple[int, ...], leading: tuple[int, ...], sentence: Sentence
 ) -> tuple[Dim, ...]:
-    """Returns a term's dimensions with `...` written out; a dimension that is stretched counts as a
-    1.
-    """
+    """Returns a term's dimensions with `...` expanded; a broadcast dimension counts as 1."""
     at = _find_ellipsis(term)
     if at is None:
         if len(shape) != len(term.dims):
@@ -657,8 +655,7 @@ def _format_shapes(operands: tuple[Operand, ...]) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """The flops of a matrix product or convolution, and the dimensions that distribute them over
-    ranks.
+    """The flops of a matrix product or convolution, and the dimensions that distribute them.
 
     Other ops are not counted, because their time depends on memory and not on operations.
 

@@ -59,9 +59,7 @@ def _derive_attention(
 
 
 def _causal(call: KernelCall) -> Kernel | None:
-    """Returns the kernel for causal attention of this rank's queries; None (torch's own) for the
-    first ones.
-    """
+    """Returns the kernel for causal attention of this rank's queries; None if they come first."""
     first = call.pieces.get("q", (0,))[0]
     if isinstance(first, int) and first == 0:
         return None
@@ -81,9 +79,7 @@ def _causal(call: KernelCall) -> Kernel | None:
 def _make_causal_mask(
     query: torch.Tensor, key: torch.Tensor, first: int | torch.Tensor
 ) -> torch.Tensor:
-    """Returns the mask that hides the keys after each query. `first` is the number of the first
-    query.
-    """
+    """Returns a mask that hides the keys after each query. `first` is the first query's index."""
     if isinstance(first, torch.Tensor):  # in a captured step, whose graph is one for all ranks
         first = first.to(query.device)
     places = torch.arange(query.shape[-2], device=query.device) + first
@@ -92,7 +88,7 @@ def _make_causal_mask(
 
 
 def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
-    """Returns the names of a mask that is broadcast to the scores, which are `names`."""
+    """Returns the sentence's term for a mask, which is broadcast to scores with these `names`."""
     scores = (*query.shape[:-1], key.shape[-2])
     if names[0] == "...":
         names, front = names[1:], ["..."] * (mask.ndim > 2)

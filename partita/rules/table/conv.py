@@ -54,9 +54,7 @@ def _register_conv(takes: str, transposed: bool, *functions: Any) -> None:
 
 
 def _make_conv_kernel(call: KernelCall) -> Kernel | None:
-    """Returns a kernel for the convolution of this rank's groups; it also serves a rank without
-    samples.
-    """
+    """Returns a kernel for this rank's groups of a convolution, maybe without samples."""
     empty = call.is_split("n") and not call.pieces["n"][1]
     run = with_dummy_row(call.run) if empty else call.run
     if not call.is_split("g"):
@@ -86,7 +84,7 @@ _register_conv(_takes, True, *_transposed)
 def _register_pool(
     ndim: int, takes: str, *functions: Any, linear: bool = False, outputs: int | None = None
 ) -> None:
-    """Tie the sentence of pools over `ndim` dimensions to functions.
+    """Register the sentence of pools over `ndim` dimensions for functions.
 
     Args:
         outputs: the number of outputs; None if `return_indices` decides.

@@ -60,7 +60,12 @@ def index_select(input: Arg, dim: int, index: Arg) -> KernelRule | None:
 def _derive_gather(
     input: Arg, dim: int, index: Arg, picked: Callable[..., Any]
 ) -> KernelRule | None:
-    """`picked(kernel)` is the local function; the kernel takes input, index."""
+    """Returns the rule of torch.gather and similar functions.
+
+    Args:
+        picked: a function from a kernel `(input, index)` to the local kernel. The given kernel
+            reads the elements that this rank has, and returns zeros for others.
+    """
     if input.ndim == 0 or index.ndim != input.ndim:
         return None
     i = input.names.at(dim)
@@ -231,14 +236,14 @@ INDEX = "index"
 
 
 @dataclass
-class _Read:
-    """An index, read entry by entry.
+class _ParsedIndex:
+    """The result of reading the index in `x[index]`, entry by entry.
 
     Attributes:
-        left: the input's dimensions as the sentence has them.
-        out: the result's; a tensor of indices is a None.
-        chosen: the position for each name that an int selects from.
-        tensors: the first dimension of each tensor of indices.
+        left: the names of the input's dimensions in the sentence.
+        out: the names of the result's dimensions; None for a tensor of indices.
+        chosen: the index that an int selects, by the name of the dimension.
+        tensors: for each tensor of indices, the first dimension of the input to which it applies.
     """
 
     left: list[str]
@@ -256,8 +261,8 @@ def _fill_ellipsis(entries: Sequence[Any], ndim: int) -> list[Any] | None:
     return [*entries[:at], *[slice(None)] * (ndim - used), *entries[at + 1 :]]
 
 
-def _read_entries(input: Arg, entries: Sequence[Any]) -> _Read:
-    read = _Read(list(input.names))
+def _read_entries(input: Arg, entries: Sequence[Any]) -> _ParsedIndex:
+    read = _ParsedIndex(list(input.names))
     d = 0
     for e in entries:
         if e is None:
@@ -288,7 +293,7 @@ def _read_entries(input: Arg, entries: Sequence[Any]) -> _Read:
 def getitem(input: Arg, index: Any) -> KernelRule | Decomposition | None:
     entries = _entries_of_index(index)
     if any(_is_tensor(e) for e in entries):
-        return Decomposition(_by_kind)
+        return Decomposition(_convert_index)
     full = _fill_ellipsis(entries, input.ndim) if all(map(_is_basic_entry, entries)) else None
     if full is None:
         return None
@@ -298,10 +303,10 @@ def getitem(input: Arg, index: Any) -> KernelRule | Decomposition | None:
 
 
 def _entries_of_index(index: Any) -> list[Any]:
-    """Returns the entries of an index as a list, one for each place in it.
+    """Returns the entries of an index as a list.
 
-    As in torch, a list with more than numbers is a tuple. The dispatcher makes a list of a tuple
-    that contains tensors.
+    As in torch, a list that contains other things than numbers counts as a tuple. (The dispatcher
+    converts a tuple that contains tensors to a list.)
     """
     mixed = isinstance(index, list) and any(
         isinstance(e, Arg | torch.Tensor | slice) or e is None for e in index
@@ -324,8 +329,7 @@ def _is_basic_entry(e: Any) -> bool:
 def make_pick_kernel(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
-    """Returns a local kernel for `input[entries]` if an int selects from a sharded dimension; else
-    None.
+    """Returns a kernel for `input[entries]` if an int indexes a sharded dimension; else None.
 
     Args:
         entries: an index for each dimension, and a None for each new one.
@@ -365,10 +369,10 @@ def make_pick_kernel(
 # -- with tensors ----------------------------------------------------------------------------------
 
 
-def _by_kind(input: Any, index: Any) -> Any:
-    """Returns the arguments of x[index] with masks as integers, and 0-d tensors applied."""
+def _convert_index(input: Any, index: Any) -> Any:
+    """Returns `x[index]` with masks converted to integers and 0-d tensors applied first."""
     entries = _entries_of_index(index)
-    input, entries = _at_numbers(input, entries)
+    input, entries = _apply_0d_tensors(input, entries)
     pattern: list[Any] = []
     tensors: list[Any] = []
     for e in entries:
@@ -390,10 +394,10 @@ def _by_kind(input: Any, index: Any) -> Any:
     return picked(input, tuple(pattern), *tensors)
 
 
-def _at_numbers(input: Any, entries: list[Any]) -> tuple[Any, list[Any]]:
-    """Apply the 0-d integer tensors of an index first, as torch does.
+def _apply_0d_tensors(input: Any, entries: list[Any]) -> tuple[Any, list[Any]]:
+    """Returns the input indexed by the 0-d integer tensors among `entries`, and the other entries.
 
-    Their values are not read, so that this works in a captured step.
+    The values of these tensors are not read, so that this works in a captured step.
     """
     used = [_dims_used(e) for e in entries]
     left, d, end = [], 0, input.ndim - sum(used)
@@ -469,7 +473,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
 
 
 def _look_up(weight: Any, index: Any, padding_idx: Any = None) -> Any:
-    """Returns rows of the table, with a second derivative also if there are none."""
+    """Returns rows of the table, with a second derivative even if there are no rows."""
     if index.numel():
         return F.embedding(index, weight, padding_idx)
     one = F.embedding(index.new_zeros(1), weight, padding_idx)

@@ -128,9 +128,9 @@ def einsum(equation: Any, *operands: Any) -> str | KernelRule | None:
 def _lay_out(piece: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Returns the piece with dense memory in the given order of dimensions.
 
-    `torch.einsum` lays out its result otherwise where an operand has a dimension of a single
-    element. The strides of a piece have to show those of the whole: random numbers that are drawn
-    like it fill memory in its order.
+    `torch.einsum` uses another order if an operand has a dimension of one element. But all pieces
+    must have the order of the global tensor, because random numbers drawn like it fill memory in
+    that order.
     """
     strides = [0] * piece.ndim
     held = 1
@@ -310,9 +310,7 @@ def grouped_mm(
 
 
 def _name_aligned_dim(name: str, x: Arg, dim: int) -> str:
-    """Returns a sentence's text for a dimension of rows that must stay aligned: whole, or in
-    aligned pieces.
-    """
+    """Returns the term for a dimension whose pieces must be aligned: whole, or evenly split."""
     size, parts = x.shape[dim], x.split[dim] if x.split else 1
     cut = parts > 1 and size % parts == 0 and size // parts % _ALIGNED == 0
     return f"{name}%" if cut else f"{name}!"
@@ -321,8 +319,8 @@ def _name_aligned_dim(name: str, x: Arg, dim: int) -> str:
 def _make_kernel_factory(ours: int | None, theirs: int | None, result: int | None) -> Any:
     """Returns the factory of kernels for grouped rows.
 
-    `ours`, `theirs` and `result` are the dimensions of grouped rows of the two factors and of the
-    result; None if it has none.
+    `ours`, `theirs` and `result` are the dimensions of grouped rows in the first factor, the second
+    factor and the result; None for a tensor without grouped rows.
     """
 
     def local(call: KernelCall) -> Kernel | None:
@@ -340,7 +338,7 @@ def _make_kernel_factory(ours: int | None, theirs: int | None, result: int | Non
             count = b.shape[theirs] if theirs is not None else a.shape[ours]
             if groups[1] == 0:
                 return _make_differentiable_zeros(a, b, call.outputs[0], more.get("out_dtype"))
-            turned = _Turned(offs, groups, count)
+            turned = _OwnGroupsFirst(offs, groups, count)
             if ours is not None:
                 a = turned.to_front(a, ours)
             if theirs is not None:
@@ -355,16 +353,16 @@ def _make_kernel_factory(ours: int | None, theirs: int | None, result: int | Non
 def _make_differentiable_zeros(
     a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...], dtype: Any
 ) -> torch.Tensor:
-    """Returns zeros of a rank that has no matrix, which depend on both factors in autograd."""
+    """Returns zeros for a rank without matrices, connected to both factors in autograd."""
     zeros = torch.zeros(shape, dtype=dtype or a.dtype, device=a.device)
     return zeros + (a.flatten()[:0].sum() + b.flatten()[:0].sum()).to(zeros.dtype)
 
 
-class _Turned:
-    """The rows of some groups at the front, the others after them.
+class _OwnGroupsFirst:
+    """Rotates grouped rows so that the rows of this rank's groups come first.
 
     Attributes:
-        ends: the positions at which these groups end.
+        ends: the positions at which these groups end, after the rotation.
     """
 
     def __init__(self, offs: torch.Tensor, groups: tuple[Any, int, int], count: int):

@@ -31,9 +31,7 @@ def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
 
 
 def _register_norm(takes: str, function: Any, split: Kernel) -> None:
-    """Register the sentence of a norm over the last dimensions; `split` computes it if one is
-    split.
-    """
+    """Register a norm over the last dimensions; `split` computes it if one of them is split."""
 
     @rule_by_name(takes, function)
     def derive_norm(given: dict[str, Any]) -> str | Decomposition:
@@ -151,8 +149,8 @@ def _register_loss(takes: str, text: str, *functions: Any) -> None:
 def _make_loss_kernel(at: int, reduction: int, count: int, call: KernelCall) -> Kernel | None:
     """Returns the kernel that computes a rank's share of a reduced loss.
 
-    Argument number `at`, the `reduction`, is replaced by a sum's. A mean is over all `count`
-    elements.
+    The kernel runs with `reduction` (argument number `at`) set to sum. A mean is divided by
+    `count`, the global number of elements.
     """
 
     def share(*args: Any, **kwargs: Any) -> Any:
@@ -191,12 +189,12 @@ _register_loss(_takes, "n c!, n, c! -> n", _n.multi_margin_loss)
 
 
 def _register_class_loss(more: str, split: Kernel, linear: str, *functions: Any) -> None:
-    """Tie to losses of a class a sentence where no rank's help is needed, since nothing is split or
-    nothing is averaged; else `split`.
+    """Register losses over classes, such as cross-entropy.
 
     Args:
         more: the parameters after `reduction`.
-        linear: "+ " of a loss that is linear in its input.
+        split: the decomposition for split classes, and for means over split probabilities. linear:
+            "+ " if the loss is linear in its input, else "".
     """
 
     @rule_by_name(f"input target weight=None reduction=None {more}", *functions)

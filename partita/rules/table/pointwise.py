@@ -43,9 +43,7 @@ HOMES = (torch, torch.Tensor, F, torch._C._nn)
 
 
 def _register_sentence(text: str, names: str, *homes: Any) -> None:
-    """Register `text` for each of `names` in the first home that has it; other forms share it by
-    name.
-    """
+    """Register `text` for the function of each name in the first of `homes` that has it."""
     for name in names.split():
         for home in homes or HOMES:
             if callable(f := getattr(home, name, None)):
@@ -171,9 +169,9 @@ _register_like(torch.empty_like, pending=True)
 
 
 def _make_kernel_factory(rest: int) -> Callable[[KernelCall], Kernel]:
-    """Returns a factory of a kernel `run(input, local shape, ...)`.
+    """Returns a factory of kernels that call `run(input, local shape, ...)`.
 
-    The arguments after the shape begin at number `rest`.
+    The arguments after the shape begin at index `rest`.
     """
 
     def local(call: KernelCall) -> Kernel:

@@ -108,9 +108,7 @@ dim_rule(_DIMS, "{x} -> min {left}", torch.all)
 
 
 def _make_moments_kernel(pick: Callable[[Any, Any], Any]) -> Kernel:
-    """Returns a kernel of var, std and similar ops; `pick` selects the result from (mean,
-    variance).
-    """
+    """Returns a kernel of var and similar ops; `pick` selects from (mean, variance)."""
 
     def run(
         input: Any,
@@ -260,9 +258,7 @@ def glu(input: Arg, dim: int = -1) -> str:
 
 
 def _register_softmax(split: Kernel, *functions: Any) -> None:
-    """Register `f(input, dim)`: the dimension must be whole, unless the function `split` computes
-    it.
-    """
+    """Register `f(input, dim)`; the function `split` computes it if the dimension is split."""
 
     def compute_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
         named = (x for x in rest if isinstance(x, torch.dtype))

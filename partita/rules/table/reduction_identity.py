@@ -154,9 +154,9 @@ def _find_reduction(bound: Bound, name: str) -> str | None:
 
 
 def _zeros_of_linear_group(bound: Bound, name: str) -> dict[int, Identity] | None:
-    """Zeros for one factor of each product of a linear group; None where no such group has it.
+    """Returns a zero for one factor of each product in the linear group that has `name`, or None.
 
-    A function that is linear in a group is 0 where the group is.
+    A function that is linear in the group is 0 where these factors are 0.
     """
 
     def has(i: int) -> bool:

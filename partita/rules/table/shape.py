@@ -27,7 +27,7 @@ from .index import make_pick_kernel
 def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[KernelCall], Kernel | None]:
     """Returns a factory of the kernel `run(input, shape)` with this rank's shape.
 
-    It serves if something is split, because the arguments describe the global shape.
+    It is used if a dimension is split, because the arguments describe the global shape.
     """
 
     def make_shape_kernel(call: KernelCall) -> Kernel | None:
@@ -375,9 +375,7 @@ _register_triangle(torch.triu, False)
 
 
 def _make_traced_triangle(lower: bool, shift: torch.Tensor) -> Kernel:
-    """Returns `tril` or `triu` for a captured step, where no number says at which row a piece
-    begins.
-    """
+    """Returns `tril` or `triu` for a captured step, in which a tensor has the first row's index."""
 
     def mask_triangle(input: Any, diagonal: int = 0) -> Any:
         rows, columns = (torch.arange(n, device=input.device) for n in input.shape[-2:])
@@ -457,7 +455,9 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
 
 
 def _make_stack_along(dim: int, ndim: int) -> Kernel:
-    """Returns a stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
+    """Returns a function like `hstack`: `cat` along `dim` of tensors with `ndim` or more
+    dimensions.
+    """
 
     def run(tensors: Sequence[Any]) -> Any:
         wide = [getattr(torch, f"atleast_{ndim}d")(t) for t in tensors]

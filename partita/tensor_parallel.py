@@ -231,8 +231,9 @@ class PrepareModuleInput(_Layouts):
     """Redistribute the inputs of a module.
 
     Args:
-        input_layouts, input_kwarg_layouts: used only for plain tensors, because a DTensor has its
-            own layout. For a Shard, a plain tensor raises an error.
+        input_layouts: used only for plain tensors, because a DTensor has its own layout. For a
+            Shard, a plain tensor raises an error.
+        input_kwarg_layouts: the same for keyword arguments.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
         desired_input_kwarg_layouts: maps the name of each keyword argument to its placement.
         use_local_output: ignored; the inputs are always DTensors.

@@ -118,9 +118,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         LayoutError: ranks hold different values under the same name.
         ValueError: ranks differ in a shape or dtype; a part of a tensor is on no rank; a value
             cannot be saved; or `path` exists and is not a checkpoint.
-        OSError: writing failed.
-
-        Every rank raises the error, and `path` is unchanged.
+        OSError: writing failed. Every rank raises each of these errors, and `path` is unchanged.
     """
     home = _make_absolute(path)
     all_ranks = control_plane()

@@ -4,8 +4,8 @@ In reading order:
 
 - The whole: `tracer` (`capture` takes a function and its state; `Tracer` makes one run).
 - Inputs: `graph_inputs` (a fake for each tensor of the state and the arguments), `fakes` (fakes of
-  tensors and symbolic numbers), `kernel_strides` (the strides of fakes), `optimizers`, `conditions`
-  (checks of inputs before a later call).
+  tensors and symbolic numbers), `number_env` (makes the symbolic numbers), `kernel_strides` (the
+  strides of fakes), `optimizers`, `conditions` (checks of inputs before a later call).
 - The run: `capture_context` (settings and replacements during a run), `recorder` (the modes that
   turn calls into nodes), `equal_calls` (equal calls are traced once), `torch_settings`,
   `whose_code` (tells the user's code from a library's).

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.program import Input, Program
@@ -49,7 +49,8 @@ class Condition:
         if self.code is None:
             return all(map(_is_same_number, now, self.values))
         try:
-            return bool(eval(self.code, _SPACE, dict(zip(self.symbols, now, strict=True))))
+            values = dict(zip(self.symbols, now, strict=True))
+            return bool(eval(self.code, _names_in_code(), values))
         except ArithmeticError:
             return False
 
@@ -63,7 +64,12 @@ class Condition:
         return f"{', '.join(changed)}, and {self.text} at {self.line}"
 
 
-_SPACE = dict(SYMPY_INTERP)
+@cache
+def _names_in_code() -> dict[str, Any]:
+    """Returns what names mean in `Condition.code`. Sympy is imported only if there is such code."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    return dict(SYMPY_INTERP)
 
 
 def _is_same_number(one: float, other: float) -> bool:

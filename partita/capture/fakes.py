@@ -13,7 +13,7 @@ zero and powers of negative numbers. `Substitutes` makes `type`, `id` and `hash`
 for the replaced object.
 
 A number without a hint, such as the result of `.item()`, has no value yet. If the step reads it,
-`NumberEnv.answer` may supply one (`guards.answers`).
+`NumberEnv.answer` may supply one (`capture.number_env`, `guards.answers`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import increment_version
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from partita.comm import user_line
@@ -52,70 +50,6 @@ def is_symbolic(value: Any) -> bool:
     """True if `value` is a symbolic number, whose value is known only when the graph runs."""
     # Not by `isinstance`, which may run the user's code: it reads `value.__class__`.
     return issubclass(type(value), (torch.SymFloat, torch.SymInt, torch.SymBool))
-
-
-class NumberEnv(ShapeEnv):
-    """The shape environment of the symbolic numbers in a capture.
-
-    It records on which lines of the program the step branches on a number.
-
-    Attributes:
-        lines: the user's line of each guard of the shape environment, by the guard's index.
-        asked: the symbols of numbers that the step compares or reads, with the first line that does
-            so.
-        answer: a function that returns the value of a number without a hint (known value), given
-            its node; None if it is unknown.
-
-    Private torch: `ShapeEnv`, the only class that can trace a Python number.
-    """
-
-    def __init__(self) -> None:
-        # `.item()` makes one more number that is known only when the graph runs.
-        super().__init__(
-            allow_scalar_outputs=True,
-            allow_dynamic_output_shape_ops=False,
-            specialize_zero_one=False,
-        )
-        self.lines: dict[int, str] = {}
-        self.asked: dict[str, str] = {}
-        self.answer: Callable[[Any], bool | float | None] = lambda question: None
-        self._made: list[Any] = []
-
-    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        before = len(self.guards)
-        found = super().evaluate_expr(*args, **kwargs)
-        for i in range(before, len(self.guards)):
-            self.lines[i] = user_line()
-        return found
-
-    def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-        if not sym_node.has_hint():
-            found = self.answer(sym_node)
-            if found is not None:
-                return found
-        return super().evaluate_sym_node(sym_node, *args, **kwargs)
-
-    def forget(self) -> None:
-        """Drops all symbols at the end of a capture.
-
-        In the graph the traced numbers are tensors, so Inductor must not find symbols for them.
-        """
-        for symbol in self._made:
-            self.backed_var_to_val.pop(symbol, None)
-        self.pending_fresh_unbacked_symbols.clear()
-
-    def symbolic(self, name: str, value: float) -> SymbolicFloat:
-        """Returns a new symbolic float, which replaces a float of the step.
-
-        Args:
-            name: the name of the float, for messages.
-            value: its value now (the hint), by which branches are decided.
-        """
-        source = ConstantSource(name)
-        symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
-        self._made.append(symbol)
-        made: Any = self.create_symfloatnode(symbol, hint=value, source=source)
-        return SymbolicFloat(made.node)
 
 
 _class = property(lambda self: self.kind)
@@ -488,6 +422,8 @@ def fake_mode() -> FakeTensorMode:
 
     Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
     """
+    from .number_env import NumberEnv  # not at the top: sympy and Dynamo take a second to import
+
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
 

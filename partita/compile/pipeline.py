@@ -87,31 +87,31 @@ def _collector_paused() -> Iterator[None]:
 class _OldObjects:
     """Counts the objects that `_collector_paused` moves to the collector's oldest generation.
 
-    Python collects the oldest generation when a quarter of its objects is new there. It does not
+    Python collects the oldest generation by the number of objects that are new there. It does not
     count objects that were moved, so dropped programs would stay in memory.
     """
 
     moved: int = 0
     collections: int = 0
     """The number of full collections when `moved` was 0."""
+    total: int = 0
+    """Objects in the oldest generation when `moved` was 0. To count them takes milliseconds."""
 
     def count_moved(self, count: int) -> None:
         """Adds to the count of moved objects. A full collection has set it back to 0."""
         done = gc.get_stats()[2]["collections"]
         if done != self.collections:
-            self.moved, self.collections = 0, done
+            self.moved, self.collections, self.total = 0, done, len(gc.get_objects(2))
         self.moved += count
 
     def collect_if_due(self) -> None:
-        """Makes a full collection if over a quarter of the oldest generation was moved there."""
+        """Makes a full collection if more objects were moved than there were before."""
         self.count_moved(0)
-        if self.moved > _MANY and self.moved > len(gc.get_objects(2)) / 4:
+        if self.moved > self.total:
             gc.collect()
 
 
 _OLD_OBJECTS = _OldObjects()
-_MANY = 50_000
-"""Below this number of moved objects, the oldest generation is not counted, which takes time."""
 
 
 def kept_within(

@@ -23,15 +23,13 @@ import sys
 import traceback
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-from torch.utils._sympy.printers import PythonPrinter
 
 from partita.capture.conditions import Condition
-from partita.capture.fakes import NumberEnv
 from partita.comm import user_line
 from partita.graph.errors import file_of_torch, not_captured
 from partita.graph.graph_nodes import has_effect, note_of
@@ -42,6 +40,9 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from .predicted_values import ValuesOfCall
+
+if TYPE_CHECKING:
+    from partita.capture.number_env import NumberEnv  # which imports sympy and Dynamo
 
 # -- floats as inputs ------------------------------------------------------------------------------
 
@@ -137,6 +138,9 @@ class CapturedNumbers:
 
     def conditions(self) -> list[Condition]:
         """Returns the conditions on floats under which the program may run, such as `lr > 0.1`."""
+        # Not at the top, because it imports sympy: see `capture.number_env`.
+        from torch.utils._sympy.printers import PythonPrinter
+
         found = []
         values = {id(given): value for given, value in self.met}
         traced = set(map(id, self.traced.values()))

@@ -71,6 +71,12 @@ def test_files_that_a_cached_addition_runs_through_are_found():
 
 
 @pytest.mark.slow
+def test_an_import_waits_for_neither_dynamo_nor_sympy_which_captures_alone_need():
+    code = "import sys, partita; assert not {'sympy', 'torch._dynamo'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
 def test_a_type_name_means_one_thing(house, modules):
     assert house.types_defined_twice([m for m in modules if m.is_runtime]) == []
 

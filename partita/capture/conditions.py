@@ -106,6 +106,28 @@ class GradientCondition:
 
 
 @dataclass(frozen=True, eq=False)
+class GradientObjects:
+    """A condition that tensors share their `.grad` objects with the same tensors as at capture.
+
+    Attributes:
+        indices: the tensors' indices among the leaves (tensors and numbers) of a call.
+        first: for each tensor, the position in `indices` of the first one with the same `.grad`.
+    """
+
+    indices: Sequence[int]
+    first: Sequence[int]
+
+    def holds(self, tensors: Sequence[Any]) -> bool:
+        with local_ops():
+            objects = [id(_grad.__get__(tensors[i])) for i in self.indices]
+        places = {found: i for i, found in reversed([*enumerate(objects)])}
+        return [places[found] for found in objects] == self.first
+
+    def reason(self, tensors: Sequence[Any]) -> str:
+        return "tensors have one object as their .grad, or no longer have"
+
+
+@dataclass(frozen=True, eq=False)
 class EqualInputs:
     """A condition that several one-element tensors, such as optimizer step counts, have the same
     value.
@@ -208,7 +230,9 @@ class FactCondition:
         return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
-class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondition", ...]):
+class Conditions(
+    tuple["Condition | EqualInputs | GradientCondition | GradientObjects | FactCondition", ...]
+):
     """All conditions under which a captured program may run."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:

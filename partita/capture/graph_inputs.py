@@ -49,6 +49,10 @@ class GraphInputs:
         all: the inputs in the graph's order: coordinates, tensors, gradients, numbers.
         fakes: the fake tensor of each input.
         identities: the ids of the fakes.
+        renewed: the ids of the fakes of gradients that have other memory now, because the step has
+            reduced them, or added to them after they were reduced.
+        shared_gradients: maps the index of a leaf whose `.grad` an earlier leaf has, too, to the
+            input of that gradient.
         leaves: the leaves of the call: the tensors and numbers of its state and arguments
             (`tensors_of_call`).
         marked: the indices of the leaves that have a mark: a fake gradient that shows if the step
@@ -67,6 +71,8 @@ class GraphInputs:
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
         self.identities: set[int] = set()
+        self.renewed: set[int] = set()
+        self.shared_gradients: dict[int, Input] = {}
         self.marked: set[int] = set()
         self.asked_gradients: set[int] = set()
         self._snapshots: list[torch.Tensor] = []
@@ -82,18 +88,27 @@ class GraphInputs:
                 _check_class(t, name)
                 self._by_leaf[i] = Input(name, kind, t, i)
         self.all += self._by_leaf.values()
+        gradients: dict[int, Input] = {}
         for given in self._by_leaf.values():
             if not given.tensor.is_leaf:  # only leaves of autograd have a `.grad`
                 continue
             grad = given.tensor.grad
             name = given.name + ".grad"
-            if grad is not None:
-                self.all.append(Input(name, "gradient", grad, given.index))
+            if id(grad) in gradients:
+                self.shared_gradients[given.index] = gradients[id(grad)]
+            elif grad is not None:
+                gradients[id(grad)] = Input(name, "gradient", grad, given.index)
+                self.all.append(gradients[id(grad)])
             elif given.index not in unmarked and given.tensor.requires_grad:
                 self.all.append(Input(name, "mark", given.tensor, given.index))
                 self.marked.add(given.index)
         self._make_fakes()
         self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
+        self._gradients = {
+            id(fake): given
+            for given, fake in zip(self.all, self.fakes, strict=True)
+            if given.kind == "gradient"
+        }
 
     def _add_coordinates(self, tensors: Sequence[Any]) -> None:
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
@@ -192,6 +207,8 @@ class GraphInputs:
             fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
             if given.kind not in WITHOUT_GRADIENT and given.kind != "coordinate":
                 copy_attributes(given, fake, self.stand_in)
+        for index, shared in self.shared_gradients.items():
+            self.stand_in(self._by_leaf[index].tensor).grad = self.stand_in(shared.tensor)
         return hooks
 
     # -- tensors and their fakes -------------------------------------------------------------------
@@ -203,6 +220,10 @@ class GraphInputs:
     def input_of(self, fake: torch.Tensor) -> Input | None:
         """Returns the input that a fake replaces; None if the fake was made in the step."""
         return self._by_fake.get(id(fake))
+
+    def gradient_of_fake(self, fake: torch.Tensor) -> Input | None:
+        """Returns the gradient input that a fake replaces; None if it replaces none."""
+        return self._gradients.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
         """Returns fakes of this rank's coordinates, for mesh axes with more than one rank."""

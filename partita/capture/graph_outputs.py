@@ -108,6 +108,8 @@ class GraphOutputs:
                 self.constants.append(leaf)
             elif not gives_inputs and (given := self._inputs.input_of(leaf)) is not None:
                 self.constants.append(ResultPlace("input", given.index))  # the tensor itself
+            elif not gives_inputs and (given := self._inputs.gradient_of_fake(leaf)) is not None:
+                self.constants.append(ResultPlace("gradient", given.index))
             else:
                 number = next((i for i, t in enumerate(results) if t is leaf), len(results))
                 self.constants.append(ResultPlace("result", number))
@@ -182,14 +184,16 @@ class GraphOutputs:
     def add_left_gradients(self) -> None:
         """Adds the `.grad` that inputs, and tensors made in the step, have after the step."""
         for i, output in enumerate([*self.all]):
-            is_first = not output.scalar and output.tensor == i
+            is_first = not output.scalar and output.tensor == i and output.held < 0
             if is_first and self._inputs.input_of(self.values[i]) is None:
                 _check_no_marks(self.values[i])
                 if (grad := _left_gradient(self.values[i])) is not None:
                     spec = None if isinstance(grad, DTensor) else output.spec
                     self._add_tensor("left gradient", grad, spec=spec and spec.gradient, index=i)
-        pairs = zip(self._inputs.all, self._inputs.fakes, strict=True)
+        pairs = [*zip(self._inputs.all, self._inputs.fakes, strict=True)]
         before = {given.index: fake for given, fake in pairs if given.kind in _NO_RESULTS}
+        shared = self._inputs.shared_gradients.items()
+        before |= {index: before[first.index] for index, first in shared}
         for given, fake in self._differentiable_inputs():
             if not fake.requires_grad and not given.may_have_gradient:
                 continue
@@ -203,6 +207,9 @@ class GraphOutputs:
             elif grad is not before.get(given.index):
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
+        for given, fake in pairs:
+            if given.kind == "gradient" and _is_renewed(given, fake, self._inputs):
+                self._add_tensor("held gradient", fake, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
         """Traces the backward of results that require grad; adds gradients of inputs as outputs.
@@ -287,10 +294,8 @@ class GraphOutputs:
     def _add_tensor(self, kind: str, value: torch.Tensor, **more: Any) -> None:
         more["tensor"] = self._places.setdefault(id(value), len(self.values))
         spec = more.pop("spec", None) or getattr(value, "_spec", None)
-        known = state_of(value).continues
-        leaf: Any = None if known is None else known()
-        if leaf is not None and (given := self._inputs.input_of(leaf)) is not None:
-            more["continues"] = given.index
+        if (given := self._inputs.gradient_of_fake(value)) is not None:
+            more["held"] = given.index
         value = self.separate_data(value)
         if "gradient" not in kind and has_history(value):
             more["number"] = len(self.differentiable)
@@ -301,6 +306,13 @@ class GraphOutputs:
             more["is_parameter"] = isinstance(value, nn.Parameter)
         self.all.append(Output(kind, _untraced_spec(spec), **more))
         self.values.append(value)
+
+
+def _is_renewed(given: Input, fake: torch.Tensor, inputs: GraphInputs) -> bool:
+    """True if a gradient that exists before the step gets another layout or memory in it."""
+    before, after = given.spec, getattr(fake, "_spec", None)
+    is_laid_out = before is None or after is None or before.layout == after.layout
+    return id(fake) in inputs.renewed or not is_laid_out
 
 
 def _read_again(value: Any) -> Any:

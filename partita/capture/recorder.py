@@ -224,7 +224,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
     def __init__(self, graph: fx.Graph, inputs: GraphInputs):
         super().__init__()
-        self.graph, self._identities = graph, inputs.identities  # it may outlive the inputs
+        # It may outlive the inputs.
+        self.graph, self._identities, self._renewed = graph, inputs.identities, inputs.renewed
         self._repeated = RepeatedCalls(graph, inputs.mode)
         self.masks = KnownMasks()
         self.updating = False
@@ -424,14 +425,20 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into `x` in place, where eager code would assign `x.data`.
 
-        The assignment would replace the Python object by which the tracer identifies the tensor.
+        An input gets other memory, as in eager code: views that were made of it before the step
+        keep their values.
         """
-        x.copy_(value)
-
-    def may_replace_value(self, x: torch.Tensor) -> bool:
-        return id(x) not in self._identities  # an input keeps its memory
+        if id(x) in self._identities:
+            self.replace_value(x, value.clone())
+        else:
+            x.copy_(value)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        if id(x) in self._identities:
+            self._renewed.add(id(x))
+        self.assign_data(x, value)
+
+    def assign_data(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Make later reads of `x` use `value`, as after `x.data = value` in eager code."""
         mode = get_proxy_mode()
         assert mode is not None
@@ -729,13 +736,14 @@ class StepFunctionMode(TorchFunctionMode):
             value = _laid_out_like(x, value.detach())
         if id(x) in self._inputs.identities:
             self._written.setdefault(id(x), (x, before))
-        HERE.trace.replace_value(x, value)
+        HERE.trace.assign_data(x, value)
 
     def check_data(self) -> None:
         """Raise CaptureError if a graph cannot repeat what the step has assigned to `x.data`."""
         with local_ops(), torch.no_grad():
             for x, memory in self._memory:
-                if id(x) not in self._written and x.untyped_storage()._cdata != memory:
+                known = id(x) in self._written or id(x) in self._inputs.renewed
+                if not known and x.untyped_storage()._cdata != memory:
                     raise not_captured(
                         "x.set_(y), or x.data = y within a backward pass",
                         "the memory that x gets then is not tracked",

@@ -68,6 +68,7 @@ from partita.guards.inputs import NewStateFound, State, find_state, names_of_cal
 from partita.guards.predicted_values import ValuesOfCall
 from partita.guards.values import Place
 from partita.report import RunFacts, check_plotly, write_report
+from partita.tensor.dtensor_gradients import zero_owners_of
 from partita.tensor.tensor_state import HERE
 
 from .progress import begin_phase, shown_progress
@@ -432,6 +433,8 @@ class CompiledStep:
             state = self._search_state(args, kwargs)
         call = _StepCall(args, kwargs, state)
         tensors = call.list_leaves()
+        for owner in zero_owners_of(tensors):
+            owner.complete_gradients()
         if any(map(is_lazy, tensors)):
             if self.options.fallback is None:
                 raise make_lazy_parameter_error()

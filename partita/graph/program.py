@@ -227,7 +227,8 @@ class Output:
 
     Attributes:
         kind: "result": of the step. "slot": the new value of a slot. "gradient": the `.grad` of an
-            input. "left gradient": the `.grad` of a tensor that the step made. "base": the base of
+            input. "left gradient": the `.grad` of a tensor that the step made. "held gradient": the
+            new value of an object that was the `.grad` of an input before. "base": the base of
             other outputs, which are views. "cotangent": a gradient that backward returns. "saved":
             saved for backward. "answers": the results of branches on values in this run, to compare
             with those at capture.
@@ -249,8 +250,8 @@ class Output:
         retains_grad: True if the output has a history, and the step called `retain_grad()` on it.
         is_parameter: True if the step made the output an `nn.Parameter`.
         view_of: the base of a view copy, if the base is an input or an output too.
-        continues: if the output was the `.grad` of an input before the step, and backward has added
-            to it: the index of that input. Otherwise -1.
+        held: if the output is the object that was the `.grad` of an input before the step: the
+            index of that input. Otherwise -1.
     """
 
     kind: str
@@ -266,7 +267,7 @@ class Output:
     retains_grad: bool = False
     is_parameter: bool = False
     view_of: ViewOf | None = None
-    continues: int = -1
+    held: int = -1
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,8 @@ class ResultPlace:
     """Where a tensor in a step's result comes from: from the graph, or from the call's own tensors.
 
     Attributes:
-        source: "result": an output of the graph; "input": a tensor of the call itself.
+        source: "result": an output of the graph; "input": a tensor of the call itself;
+            "gradient": the object that was the `.grad` of such a tensor before the call.
         index: the index among the graph's "result" outputs, or among the leaves (tensors and
             numbers) of the call.
     """
@@ -377,6 +379,17 @@ class Program:
         """
         given = [i for i in self.inputs if i.kind not in ("gradient", "cotangent")]
         return frozenset(i.index for i in given if i.spec is not None and i.spec.is_copy)
+
+    @cached_property
+    def held_gradients(self) -> frozenset[int]:
+        """The indices of leaves whose `.grad` before the call is an object that the call returns,
+        stores or gives a new value.
+        """
+        found = {o.held for o in self.forward_outputs if o.held >= 0}
+        views = [o.view_of for o in self.forward_outputs if o.view_of is not None]
+        found |= {view.place for view in views if view.source == "gradient"}
+        places = [c for c in self.constants if type(c) is ResultPlace]
+        return frozenset(found | {c.index for c in places if c.source == "gradient"})
 
     @cached_property
     def returned_inputs(self) -> dict[int, int]:

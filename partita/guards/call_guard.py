@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.conditions import Condition, Conditions
 from partita.graph.program import local_of
+from partita.tensor.dtensor_gradients import zero_owners_of
 
 from .arguments import LEAVES, flatten_call
 from .guards import TensorGuard, active_modes, keys_of_call, kind_of_tensor
@@ -64,6 +65,7 @@ class CallGuard:
         self._flat = not kwargs and LEAVES.issuperset(map(type, args))
         count = len(tensors) - len(arguments)
         self._held = list(tensors[:count])
+        self._owners = zero_owners_of(self._held)
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         whole = len(slots) == count and all(isinstance(t, torch.Tensor) for t in self._held)
         self._ids = {id(t) for t in self._held}
@@ -136,6 +138,8 @@ class CallGuard:
             return None
         if [_kind_of(a) for a in arguments] != self._arguments:
             return None
+        for owner in self._owners:
+            owner.complete_gradients()
         tensors = self._held + arguments
         return tensors if self._has_met_conditions(tensors) else None
 

@@ -25,7 +25,12 @@ from partita.capture.capture_context import (
     taking_turns,
     without_function_modes,
 )
-from partita.capture.conditions import Conditions, GradientCondition, kind_of_gradient
+from partita.capture.conditions import (
+    Conditions,
+    GradientCondition,
+    GradientObjects,
+    kind_of_gradient,
+)
 from partita.capture.equal_calls import node_of
 from partita.capture.fakes import is_symbolic
 from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
@@ -412,9 +417,16 @@ class CaptureRun:
         counts = self.tracer.equal_counts
         return Conditions((*numbers, *facts, *self._gradient_conditions(), *counts))
 
-    def _gradient_conditions(self) -> Iterator[GradientCondition]:
-        """Yields a `GradientCondition` for each gradient that the step reads."""
+    def _gradient_conditions(self) -> Iterator[GradientCondition | GradientObjects]:
+        """Yields the conditions of the gradients that the step reads: their metadata, and which
+        tensors share one.
+        """
         leaves = self.inputs.leaves
+        first = {i.index: i.index for i in self.inputs.all if i.kind == "gradient"}
+        first |= {index: shared.index for index, shared in self.inputs.shared_gradients.items()}
+        read = [index for index in first if first[index] in self.read_gradients]
+        if len(read) > 1:
+            yield GradientObjects(read, [read.index(first[index]) for index in read])
         for given in self.inputs.all:
             if given.kind not in WITHOUT_GRADIENT and given.index in self.read_gradients:
                 kind = kind_of_gradient(leaves[given.index])

@@ -35,7 +35,7 @@ from partita.layout import Fix, LayoutError
 from partita.layout.text import human
 from partita.tensor.aliasing import connect_copy
 from partita.tensor.dtensor import as_dtensor, checksum
-from partita.tensor.dtensor_gradients import clear_gradients, read_gradient_objects, renew_gradient
+from partita.tensor.dtensor_gradients import clear_gradients, renew_gradient
 from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import current
 from partita.tensor.uneven_pieces import give_own_memory, give_room
@@ -190,10 +190,11 @@ class CapturedProgram(Program):
                 return otherwise
         else:
             found = self.run_graph(reads, inputs)
-        continued = [output.continues for output in self.forward_outputs if output.continues >= 0]
-        held = dict(
-            zip(continued, read_gradient_objects(map(tensors.__getitem__, continued)), strict=True)
-        )
+        held = {i: tensors[i].grad for i in self.held_gradients}
+        for output, new in zip(self.forward_outputs, found, strict=True) if held else ():
+            if output.kind == "held gradient":
+                new = new if output.spec is None else as_dtensor(new, output.spec)
+                renew_gradient(held[output.index], new)
         clear_gradients([tensors[i] for i in self.cleared])
         leaves: list[Any] = []
         made: dict[int, Any] = {}
@@ -213,8 +214,8 @@ class CapturedProgram(Program):
                 value = value.item()
             if output.retains_grad and value.requires_grad:  # else its history was used up
                 value.retain_grad()
-            if output.continues >= 0:
-                value = renew_gradient(held[output.continues], value)
+            if output.held >= 0:
+                value = held[output.held]
             made[output.tensor] = value
             if output.kind == "result":
                 leaves.append(value)
@@ -228,15 +229,15 @@ class CapturedProgram(Program):
         for output in self.forward_outputs:
             if output.view_of is not None:
                 source, index, view, graded = output.view_of
-                base = made[index] if source == "output" else tensors[index]
-                base = base.grad if source == "gradient" else base
+                bases: dict[str, Any] = {"output": made, "input": tensors, "gradient": held}
+                base = bases[source][index]
                 connect_copy(made[output.tensor], base, view, graded)
         for write in self.writes:
             write.redo()
         self.holds_writes = False
         for i, flag in self.requires_grad_writes:
             tensors[i].requires_grad_(flag)
-        of = {"result": leaves, "input": tensors}
+        of: dict[str, Any] = {"result": leaves, "input": tensors, "gradient": held}
         whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
         return unflatten_call(whole, self.result)
 

@@ -144,6 +144,13 @@ class ShardedState:
         Called when a program reads or clears a gradient.
         """
 
+    def complete_gradients(self) -> None:
+        """Wait for reductions that have begun, and make those that were postponed.
+
+        Called before a captured step, which reads the gradients that exist then.
+        """
+        self.reduce_postponed()
+
     def find_phase(self, p: DTensor) -> str:
         """Returns the phase of p's block: "forward", "backward", or "" for neither."""
         return ""

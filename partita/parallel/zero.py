@@ -542,6 +542,9 @@ class GradReducer(ShardedState):
                 bucket.wait = bucket.flat.start_all_reduce(grads)
             self._under_way = bucket
 
+    def complete_gradients(self) -> None:
+        self.finish()
+
     def finish(self) -> None:
         """Wait for the running reduction, and store its sums in the gradients.
 

@@ -69,6 +69,12 @@ def _reduce_postponed(x: torch.Tensor) -> None:
         layouts.owner.reduce_postponed()
 
 
+def zero_owners_of(tensors: Iterable[Any]) -> list[Any]:
+    """Returns the ZeRO states that own some of these tensors, each once."""
+    layouts = [state_of(x).zero_layouts for x in tensors if isinstance(x, DTensor)]
+    return [*dict.fromkeys(one.owner for one in layouts if one is not None)]
+
+
 def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
     """Returns a differentiable alias of a plain tensor, also inside `no_grad`."""
     if not t.requires_grad or torch.is_grad_enabled():
@@ -778,7 +784,7 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
     with local_ops(), torch.no_grad():
         grad_now = _grad.__get__(x)
         # As in autograd: add in place to an existing gradient, to which other code may refer.
-        stays = not with_graph and HERE.trace.may_replace_value(grad_now)
+        stays = not with_graph
         if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
             wire, wanted = grad_now._spec.wire, x._spec.gradient
             refuse_copied_part(grad_now, wanted)
@@ -801,9 +807,7 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
                 HERE.trace.replace_value(grad_now, shares)
                 as_dtensor(grad_now, wanted)
             else:
-                new = as_dtensor(shares.detach(), wanted)
-                own_state(new).continues = None if with_graph else weakref.ref(x)
-                _grad.__set__(x, new)
+                _grad.__set__(x, as_dtensor(shares.detach(), wanted))
     _unmark_settled(x)
     return None
 
@@ -836,28 +840,25 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
         )
 
 
-def read_gradient_objects(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns the object that autograd stores as each `.grad`: a local tensor, or None."""
-    with DisableTorchFunction():
-        return [_grad.__get__(x) for x in tensors]
+def renew_gradient(held: Any, value: torch.Tensor) -> None:
+    """Gives the gradient `held` the value that a captured step has computed.
 
-
-def renew_gradient(held: Any, value: torch.Tensor) -> torch.Tensor:
-    """Gives the gradient `held` the value that a captured step has computed, and returns it.
-
-    The gradient stays the same object, as if backward had added to it. If it is no DTensor, returns
-    `value`.
+    The gradient stays the same object, as if the step had reduced it, or backward had added to it.
     """
     if not isinstance(held, DTensor) or not isinstance(value, DTensor):
-        return value
-    if _is_part_of_value(held):
+        held.data = value
+    elif _is_part_of_value(held):
         with torch.no_grad():
             held.copy_(value)
     else:
         with local_ops(), torch.no_grad():
             _base.data.__set__(held, value.detach())
         held._spec = value._spec
-    return held
+        for owner in _find_owners(held):
+            if held._spec is owner._spec.gradient:
+                _unmark_settled(owner)
+            else:
+                mark_gradient_reduced(owner)
 
 
 def _is_part_of_value(grad: DTensor) -> bool:

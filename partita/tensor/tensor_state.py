@@ -371,8 +371,6 @@ class TensorState:
     Attributes:
         zero_layouts: the layouts in which ZeRO keeps the tensor's gradient and update.
         gradient_of: the tensors whose `.grad` this object is, or was.
-        continues: for a gradient of a captured step to which backward has added: the leaf whose
-            `.grad` it was before.
         copied_view: for a view copy, its source (a `CopiedView`).
         retyped: an alias of the tensor in the last other layout that an op needed.
         restoring_hook: (id, hook). The hook makes a reduced gradient Partial again before backward
@@ -392,7 +390,6 @@ class TensorState:
     zero_layouts: ZeroLayouts | None = None
     gradient_of: tuple[weakref.ref[Any], ...] = ()
     copied_view: Any = None
-    continues: weakref.ref[Any] | None = None
     retyped: RetypedValue | None = None
     restoring_hook: tuple[int, Any] | None = None
     unseen_writes: int = 0

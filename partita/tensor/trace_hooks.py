@@ -36,16 +36,14 @@ class TraceHooks:
         with local_ops():
             _set_data(x, value)
 
-    def may_replace_value(self, x: torch.Tensor) -> bool:
-        """True if `replace_value` may be called on `x`. False for inputs of a captured graph."""
-        return True
-
     def alias_data(self, x: torch.Tensor) -> torch.Tensor | None:
         """Returns the tensor that `x.data` is within a capture; None in eager code."""
         return None
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `x.data = value`, where both have one shape. A capture writes `x` in place."""
+        """Set `x.data = value`, where both have one shape. A capture writes a tensor of the step in
+        place.
+        """
         _set_data(x, value)
 
     def step(

@@ -31,13 +31,13 @@ class NanError(ValueError):
 @message
 @dataclass(frozen=True)
 class _Find:
-    """A tensor that is not finite.
+    """A tensor that is not finite, found by one rank.
 
     Attributes:
-        order: how many tensors the rank had checked before. All ranks check the same ones in the
-            same order, so the smallest number of all ranks is the earliest.
-        what: a sentence: where it was found, and what is known of its cause.
-        rank: the rank that found it; set when ranks exchange what they found.
+        order: the number of tensors that the rank had checked before. All ranks check the same
+            tensors in the same order, so the smallest number is the earliest find.
+        what: a sentence that says where it was found, and what is known of its cause.
+        rank: the rank that found it; set when ranks exchange their finds.
     """
 
     order: int
@@ -161,7 +161,7 @@ def detect_nan(model: nn.Module) -> NanWatch:
 
 
 def _find_nan_or_inf(t: torch.Tensor) -> str:
-    """ "nan" or "inf" if there is one in this rank's piece, else ""."""
+    """Returns "nan" or "inf" if this rank's piece contains one, else ""."""
     if not (t.is_floating_point() or t.is_complex()) or t.is_meta:
         return ""
     total = t.detach().sum()  # one pass without a copy; a sum may overflow, so look twice

@@ -135,7 +135,7 @@ def _refuse(command: str, reason: object) -> int:
 
 
 def _print_error(text: str) -> None:
-    """Print lines on standard error; names in them, of files and what stands there, do nothing."""
+    """Prints lines on standard error. Control characters, as in file names, are escaped."""
     print("\n".join(map(escape_controls, text.split("\n"))), file=sys.stderr)
 
 
@@ -189,7 +189,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns `read` for argparse, which shows the message only of its own error type."""
+    """Wraps `read` for argparse: a ValueError becomes argparse's own error, which is shown."""
 
     def argument(text: str) -> Any:
         try:
@@ -253,10 +253,10 @@ def _least_seconds_of_step(options: Options) -> float | None:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    """Defaults, over them the config file, and over that the command line.
+    """Returns the options: those of the command line, then of the config file, then defaults.
 
     Raises:
-        ValueError: options that are not, or do not go together.
+        ValueError: an unknown option, or options that exclude each other.
         OSError: the config file cannot be read.
     """
     found: dict[str, Any] = {}
@@ -284,9 +284,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
-    """Returns the mesh for so many ranks, with `tp` of them splitting the weights; empty for one
-    rank.
-    """
+    """Returns the mesh for `ranks` ranks, `tp` of which split the weights; () for one rank."""
     if mesh is None:
         n = ranks or 1
         tp = tp or (2 if n % 2 == 0 and n > 2 else 1)
@@ -415,9 +413,7 @@ _NO_AXES = {name for name, p in signature(dry_mesh).parameters.items() if p.kind
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Run `partita explain`: print how one call of an op would run. Returns 2 if it cannot be
-    made.
-    """
+    """Run `partita explain`: print how one call of an op would run. Returns 2 if it fails."""
     try:
         axes = read_mesh(options.mesh)
         if taken := _NO_AXES & axes.keys():
@@ -499,7 +495,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_of(options: argparse.Namespace) -> str | ModelShape:
-    """Returns the name of the model that options say, or the shape of one of transformers.
+    """Returns the name of the model in the options, or the shape of a transformers model.
 
     Raises:
         ValueError: there is no such configuration, or an option of --hf is given without it.
@@ -513,17 +509,17 @@ def _model_of(options: argparse.Namespace) -> str | ModelShape:
 
 
 def _strategy_of(options: argparse.Namespace) -> Strategy:
-    """Returns the strategy that options say."""
+    """Returns the strategy that the options describe."""
     given = vars(options)
     known = [f.name for f in fields(Strategy) if f.name in given and f.name != "batch"]
     return Strategy(**{name: given[name] for name in known})
 
 
 def _share_batch(strategy: Strategy, batch: int | None, mesh: dict[str, int]) -> Strategy:
-    """Returns the strategy with its part of a batch of all ranks, as `train` and `plan` take it.
+    """Returns the strategy with a rank's share of `batch`, the global batch in sequences.
 
     Raises:
-        ValueError: it does not divide.
+        ValueError: the batch does not divide into micro-batches on the ranks of "dp".
     """
     if batch is None:
         return strategy
@@ -539,10 +535,10 @@ def _share_batch(strategy: Strategy, batch: int | None, mesh: dict[str, int]) ->
 
 
 def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp")) -> Machine:
-    """Returns the machine that options say, with its links, of a mesh of these axes.
+    """Returns the machine in the options, with its links for these mesh axes.
 
     Raises:
-        MachineError: a machine that is not known, a wrong file or a wrong link.
+        MachineError: an unknown machine, an invalid file or an invalid link.
     """
     found = load_machine(options.machine)
     given = dict(map(read_link, options.link))
@@ -580,7 +576,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 
 def _find_eager_memory(model: str | ModelShape, mesh: dict[str, int], strategy: Strategy) -> Memory:
-    """Returns the memory of a named model's step that is not compiled."""
+    """Returns the memory of an eager training step of a named model."""
     with own_lines_shown(strategy_file):
         return eager_memory(lambda: make_step(model, mesh, strategy, dry_mesh(**mesh))[:2])  # type: ignore[arg-type]
 
@@ -608,9 +604,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Show the next simulation on standard error inside the `with` block.
+    """Yields a function that shows the next simulation on standard error.
 
-    As a bar on a terminal with rich, otherwise as a line for each.
+    It shows a bar on a terminal with rich, otherwise a line for each simulation.
     """
     try:
         from rich.console import Console
@@ -631,9 +627,7 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Run `partita plan`: print the parallelism that fits a machine best. Returns 2 if none is
-    found.
-    """
+    """Run `partita plan`: print the best parallelism for a machine. Returns 2 if none fits."""
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
             raise ValueError(
@@ -679,9 +673,7 @@ _RANKS_OF_A_CORE = 64
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """Run `partita calibrate`: measure this machine and write the result to a file. Returns 2 on
-    failure.
-    """
+    """Run `partita calibrate`: measure this machine, write a file. Returns 2 on failure."""
     try:
         most = _RANKS_OF_A_CORE * count_cores()
         if not 1 <= options.ranks <= most:
@@ -706,9 +698,7 @@ _ACTIONS = {
 
 
 def run_cache(options: argparse.Namespace) -> int:
-    """Run `partita cache ACTION` on the user's store of compiled programs. Returns the exit
-    code.
-    """
+    """Run `partita cache ACTION` on the user's store of compiled programs."""
     action = options.action
     try:
         store = default_store()

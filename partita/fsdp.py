@@ -210,9 +210,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """No effect: partita chooses streams itself. (In FSDP2 it makes several models share their
-    streams.)
-    """
+    """No effect: partita chooses streams itself. (FSDP2 lets several models share streams.)"""
 
 
 class FSDPModule:
@@ -462,7 +460,7 @@ def _make_scale_error(method: str) -> NotImplementedError:
 
 
 def _refuse_rows_of_one_rank(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise where a sharded model gets plain tensors: each rank's rows would differ unseen."""
+    """Raise if a sharded model gets plain tensors: rows would differ between ranks unnoticed."""
     state, mesh = _state_of(module), _find_mesh(module)
     if state is None or mesh is None or not any(wire_of(mesh).mesh.size(a) > 1 for a in state.axes):
         return

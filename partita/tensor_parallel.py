@@ -49,9 +49,7 @@ __all__ = [
 
 
 class ParallelStyle:
-    """The base class of styles. A style says how to parallelize one module. A subclass implements
-    `_apply`.
-    """
+    """The base class of styles, which parallelize one module. A subclass implements `_apply`."""
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         """Parallelize `module` over a mesh of one dimension. In place; returns the module."""
@@ -94,9 +92,7 @@ class _Plain:
     outputs: Sequence[Any] = ()
 
     def register_hooks(self, module: nn.Module) -> None:
-        """Registers hooks that raise an error for plain tensors which torch would treat as
-        pieces.
-        """
+        """Registers hooks that raise for plain tensors which torch would treat as pieces."""
         if any(_is_piece(p) for p in (*self.inputs, *self.named.values())):
             module.register_forward_pre_hook(self.check_inputs, prepend=True, with_kwargs=True)
         if any(map(_is_piece, self.outputs)):
@@ -209,8 +205,7 @@ class RowwiseParallel(_Linear):
 
 
 class SequenceParallel(_Layouts):
-    """Computes a norm or a dropout on shards of the sequence. The module's parameters are
-    Replicate.
+    """Computes a norm or a dropout on shards of the sequence, with Replicate parameters.
 
     Args:
         sequence_dim: the dimension of the input that is sharded.

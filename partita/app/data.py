@@ -93,10 +93,10 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
 
 
 def _read_text(path: Path, most: int) -> bytes:
-    """Returns the first `most` bytes of a file; none where it is no file, or they are no text.
+    """Returns the first `most` bytes of a file; b"" if it is not a regular file, or not text.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     try:
         # Not to wait for who writes to a pipe.

@@ -98,8 +98,7 @@ class _Child:
 
 
 def launch(command: list[str], ranks: int, show: Show) -> int:
-    """Starts `python -m partita COMMAND` as `ranks` processes on this machine, and waits for their
-    end.
+    """Runs `python -m partita COMMAND` as `ranks` processes on this machine.
 
     Args:
         command: the arguments, the same for every rank.
@@ -193,7 +192,7 @@ def _start_rank(command: list[str], rank: int, ranks: int, meeting: str) -> _Chi
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """A process that is started here has SIGINT wait until Python has begun."""
+    """Makes processes that are started inside the `with` block hold SIGINT until Python runs."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -229,8 +228,7 @@ def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 
 
 
 def state_of_child(pid: int, which: int) -> int:
-    """Returns the signal that stopped or killed a child process, or its exit code; 0 if it still
-    runs.
+    """Returns a child's exit code or the signal that stopped or killed it; 0 if it runs.
 
     An exit code of 0 is returned as -1. Other code can still read the status afterwards.
 
@@ -247,7 +245,7 @@ def state_of_child(pid: int, which: int) -> int:
 
 
 def _reap_child(child: _Child) -> None:
-    """Wait for its end, and end what it has started: compilers, say."""
+    """Waits for the end of a rank, and kills processes that it has started, such as compilers."""
     if hasattr(os, "waitid"):  # while it is not reaped, its number is not another's
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
@@ -326,8 +324,7 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Joins the training job that started this process; at the end of the `with` block all ranks
-    leave it.
+    """Joins the job that started this process, and leaves it after the `with` block.
 
     Args:
         show: a function that gets rank 0's events if no parent reads them, as under torchrun.

@@ -320,8 +320,7 @@ PAUSE = 10.0  # seconds without a line after which plain progress prints one
 
 
 class Progress:
-    """Progress of a run on a terminal, as lines: the mesh, then one every few steps, then the
-    sample.
+    """Progress of a run as lines on a terminal: the mesh, some of the steps, the sample.
 
     Args:
         steps: the number of steps of the run.
@@ -365,14 +364,11 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds since the last printed line. After a while, a line is printed to show that the
-        run goes on.
-        """
+        """The seconds since the last line. After a while, a line shows that the run goes on."""
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
-        """Returns the text of a step's figures: loss, speed, MFU if known, bytes sent and memory
-        held.
+        """Returns the text of a step's figures: loss, speed, MFU, bytes sent and memory held.
 
         The speed is the median of the last steps, because a few of them plan or compile.
         """

@@ -27,9 +27,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
 def read_mesh(text: str) -> Mesh:
-    """Reads the axes of a mesh from text: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives
-    ().
-    """
+    """Reads the axes of a mesh: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives ()."""
     axes = []
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
@@ -83,7 +81,7 @@ def _one_of(*allowed: Any) -> Callable[[str], Any]:
 
 
 def _read_remat(text: str) -> str | int:
-    """ "none", "blocks", or a number of bytes: "64MiB"."""
+    """Reads the option --remat: "none", "blocks", or a number of bytes such as "64MiB"."""
     if text in ("none", "blocks"):
         return text
     for unit, size in _UNITS.items():
@@ -279,9 +277,7 @@ class Options:
     # -- as a file -------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
-        """Returns the options as the text of a TOML file, with a comment for each. `options_in`
-        reads it.
-        """
+        """Returns the options as TOML text, with comments, which `options_in` reads."""
         lines = []
         for one in fields(self):
             value, show = getattr(self, one.name), one.metadata["show"]

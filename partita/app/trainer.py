@@ -117,9 +117,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
 
 
 def build_model(options: Options, mesh: Any) -> GPT:
-    """Returns the GPT that the options describe, distributed on `mesh`, or plain if `mesh` is
-    None.
-    """
+    """Returns the GPT of the options, distributed on `mesh`; plain if `mesh` is None."""
     torch.manual_seed(options.seed)
     model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
         layers=options.layers, width=options.width, heads=options.heads, context=options.context
@@ -183,10 +181,9 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, emit: Emit
 
 
 class _ReportedStep:
-    """The parts of the report that the options request: layouts, and one step's moves, graph and
-    timeline.
+    """The parts of the report that the options request, such as one step's moves.
 
-    It is the second step, because the first also plans and does other work once.
+    The second step is reported, because the first also plans and does other work once.
     """
 
     def __init__(self, options: Options, mesh: Any, emit: Emit, first: int):
@@ -222,20 +219,18 @@ def _tell_nothing(event: str, **facts: Any) -> None:
 def _micro_batches(
     batch: tuple[Tensor, Tensor], mesh: Any, options: Options, device: Device
 ) -> MicroBatches:
-    """Inputs and targets of each, laid out over the mesh."""
+    """Returns (inputs, targets) of each micro-batch, distributed over the mesh."""
     pairs = zip(*(device.place(t).chunk(options.accumulate) for t in batch), strict=True)
     return [pair if mesh is None else pt.distribute_batch(pair, mesh) for pair in pairs]
 
 
 def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
-    """Returns `no_sync` if ranks hold whole gradients: these are sent once per step. Shards are
-    sent at once.
-    """
+    """Returns `no_sync` if ranks hold whole gradients, which are then sent once per step."""
     return pt.no_sync(model) if "dp" in dict(options.mesh) and options.zero < 2 else nullcontext()
 
 
 def _computing_in_dtype(options: Options, device: Device) -> AbstractContextManager[Any]:
-    """bf16 by autocast; but what ZeRO-3 gathers it has cast before, at half the bytes."""
+    """Returns autocast to bfloat16, except under ZeRO-3, which gathers cast parameters."""
     if options.dtype == "fp32" or options.zero == 3:
         return nullcontext()
     return device.autocast(torch.bfloat16)
@@ -466,7 +461,7 @@ class _StepTimeline:
 
 @contextmanager
 def _without_its_log() -> Iterator[None]:
-    """The profiler's own lines on standard error say nothing to who trains."""
+    """Hides the profiler's own lines on standard error inside the `with` block."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "5"
     try:

@@ -43,7 +43,7 @@ CHECKSUMS = "the checksums alone"
 
 
 def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any], Any]]:
-    """Maps the name of each way to the timed function, and the function that waits for its end."""
+    """Returns for each way to save: the timed function, and a function that waits for its end."""
     import torch.distributed.tensor as theirs
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -85,7 +85,7 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
     stager = DefaultStager(options)
 
     def check() -> None:
-        """A file that this rank wrote and would read."""
+        """Computes the checksums of a file that this rank has written."""
         path = Path(at("a"))
         sums = Checksums.read(path)
         assert sums is not None

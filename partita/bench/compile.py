@@ -81,7 +81,7 @@ _README_ROWS = {
 
 
 def _small_rivals(names: Sequence[str], rank: int, ranks: int) -> dict[str, Step]:
-    """One process trains on all rows; the ranks on theirs."""
+    """Returns the rivals' steps: one process on all rows, or each rank on its own rows."""
     base, mesh = SMALL.model(), make_rival_mesh(ranks)
     mine, all_rows = SMALL.tokens_of(rank, ranks), list(SMALL.tokens(ranks))
     found: dict[str, Step] = {}
@@ -141,7 +141,7 @@ _IN_A_ROW = 10
 
 
 def _tiny(options: argparse.Namespace) -> dict[str, Any]:
-    """One process on a group that carries nothing: what is left is what a step itself costs."""
+    """Measures tiny steps on a group that sends nothing: the fixed cost of a step."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -179,7 +179,7 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _guards(options: argparse.Namespace) -> dict[str, Any]:
-    """Time of `Guards.hold`, and of all that is checked, beside that of whole calls."""
+    """Measures `Guards.hold`, and all checks of a call, beside whole calls."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     llama = Shape(layers=24, width=256)
@@ -210,7 +210,7 @@ def _llama(shape: Shape) -> nn.Module:
 
 
 def _share(step: Any, batch: Any, rounds: int) -> dict[str, float]:
-    """Seconds of one call of a step and of what is checked before it."""
+    """Returns the seconds of a call of a step, and of what is checked before it."""
     for _ in range(3):
         step(*batch)
     guards, call = step.program.guards, step.call_guard
@@ -232,7 +232,7 @@ def _median(run: Callable[[], Any], times: int) -> float:
 
 
 def _first_step(rank: int, ranks: int, cache: str) -> tuple[float, str]:
-    """Seconds until a rank has made its first step, and how it came by the artifact."""
+    """Returns the seconds of a rank's first step, and how its code was compiled or loaded."""
     os.environ |= {"PARTITA_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor{rank}"}
     mesh = make_dp_mesh(ranks)
     step = pt.compile(training(zero(Shape().model(), mesh, stage=3)))

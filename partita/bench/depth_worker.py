@@ -29,7 +29,7 @@ _seconds: dict[str, float] = {}
 
 
 def _timed(name: str) -> None:
-    """Have a function of `pipeline` add the seconds that it takes."""
+    """Makes a function of `pipeline` add its CPU seconds to `_seconds`."""
     inner = getattr(pipeline, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def _model(name: str, shape: Shape) -> torch.nn.Module:
 
 
 def _transformer(name: str, layers: int, width: int) -> torch.nn.Module:
-    """A model of transformers, of so many layers."""
+    """Returns a model of transformers with `layers` layers."""
     import transformers
 
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def _transformer(name: str, layers: int, width: int) -> torch.nn.Module:
 
 
 def _training_of(name: str, shape: Shape, mesh: Any) -> tuple[Any, list[Any]]:
-    """A step of a sharded model, and what it is called with."""
+    """Returns a step of a sharded model, and its arguments."""
     if not name.startswith("hf-"):
         rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
         return training(pt.zero(_model(name, shape), mesh, stage=3)), rows
@@ -114,7 +114,7 @@ def _seconds_of_all() -> float:
 
 @contextmanager
 def _cold() -> Iterator[None]:
-    """Within, nothing that was compiled before is found."""
+    """Uses empty caches of compiled code inside the `with` block."""
     import torch._inductor.config as inductor
 
     with tempfile.TemporaryDirectory() as folder, inductor.patch(compile_threads=1):
@@ -124,7 +124,7 @@ def _cold() -> Iterator[None]:
 
 
 def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> dict[str, float]:
-    """Seconds of a first call: of capture, of the passes and what else comes before it runs."""
+    """Returns the seconds of the parts of a first call: capture, passes, and the rest."""
     shape = Shape(layers=layers, width=width, context=16, batch=2)
     train, rows = _training_of(name, shape, mesh)
     step = pt.compile(train, backend=backend, blocks=True)

@@ -107,7 +107,7 @@ def _plain_tensors() -> dict[str, torch.Tensor]:
 
 
 def _spread(kind: Any, mesh: Any) -> dict[str, Any]:
-    """The tensors of `_plain_tensors` as local shards, whole where they are weights."""
+    """Returns the tensors of `_plain_tensors` as DTensors: sharded, but weights replicated."""
     out = {}
     for name, t in _plain_tensors().items():
         whole = name in ("w", "bias")
@@ -158,7 +158,7 @@ def measure(kind: Any, mesh: Any, rounds: int, n: int, with_steps: bool) -> Kind
 def _time_beside_plain(
     dtensors: dict[str, Any], rounds: int, n: int, may_raise: bool
 ) -> list[tuple[float, float]]:
-    """For each op the least microseconds, plain and on `dtensors`; nan where it raises."""
+    """Returns for each op the least microseconds, plain and on `dtensors`; nan if it raises."""
     plain = _plain_tensors()
     found = []
     for call in OPS.values():
@@ -210,7 +210,7 @@ def _block(d: int) -> torch.nn.Module:
 
 
 def _step_times(kind: Any, mesh: Any, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of forward + backward, and of an AdamW foreach step, of four blocks of d=16."""
+    """Returns the milliseconds of forward and backward, and of AdamW, for four blocks of d=16."""
     runs: dict[str, tuple[torch.nn.Module, Any, torch.optim.Optimizer]] = {}
     for name in ("plain", "spread"):
         torch.manual_seed(0)
@@ -254,7 +254,7 @@ def _step_times(kind: Any, mesh: Any, rounds: int) -> dict[str, dict[str, float]
 
 
 def _miss_time(rounds: int) -> float:
-    """Median microseconds of a call that has to be planned, over the ops, without its kernel."""
+    """Returns the median microseconds to plan a call, over all ops, without its kernel."""
     mesh = make_dp_mesh(2)
     tensors = _spread(ours, mesh)
     times = []

@@ -198,9 +198,7 @@ class RunningJob:
         return state["step"]
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Returns the environment variables of each process of the job, by process id, without the
-        first.
-        """
+        """Returns the environment variables of the job's processes, except the first, by id."""
         found = {}
         for place in Path("/proc").iterdir():
             if not place.name.isdecimal() or int(place.name) == self.process.pid:

@@ -69,8 +69,7 @@ def _rank(
 def measure(
     makes: Sequence[Make], ranks: int, rounds: int, *args: Any, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Times several ways to train, in turns. Returns the seconds per step of each, for the slowest
-    rank.
+    """Times several ways to train, in turns. Returns the slowest rank's seconds per step.
 
     Args:
         makes: functions at the top level of a module; `make(rank, ranks, *args)` returns the steps
@@ -216,9 +215,7 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the results as text: milliseconds of each way to train, and their ratio to the way
-    `base`.
-    """
+    """Returns the results as text: milliseconds of each way, and the ratio to the way `base`."""
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
         over, best = ratio(seconds, name, base), min(times) / min(seconds[base])

@@ -73,8 +73,7 @@ Counts = Counter[tuple[str, str]]
 
 @contextmanager
 def counting_kernels(counts: Counts) -> Iterator[None]:
-    """Counts the kernels in the code that Inductor generates inside the `with` block, into
-    `counts`.
+    """Counts the kernels that Inductor generates inside the `with` block, into `counts`.
 
     Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
     """
@@ -116,13 +115,13 @@ def _count_kernels(scheduler: Any, launched: Sequence[Any]) -> Counts:
 
 
 def _runs_on_gpu(node: Any) -> bool:
-    """False for what generated code computes on the host, such as an optimizer's step counts."""
+    """False if generated code computes a node on the host, such as an optimizer's step counts."""
     device = node.get_device()
     return device is None or device.type == GPU.type
 
 
 def _kind_of(node: Any) -> tuple[str, bool]:
-    """The kind of what a node of the scheduler runs, and whether it is a kernel of a library."""
+    """Returns the kind of a scheduler node, and True if it is a kernel of a library."""
     if not node.is_extern() and not node.is_template():
         return _kind_of_triton(node), False
     what = node.node
@@ -140,7 +139,7 @@ def _kind_of(node: Any) -> tuple[str, bool]:
 
 
 def _kind_of_triton(node: Any) -> str:
-    """The kind of a generated kernel; of one that does several things the first that fits."""
+    """Returns the kind of a generated kernel; the first that fits if it does several things."""
     inputs = _graph_inputs()
     if any(name in inputs for b in node.get_outputs() for name in b.get_mutations()):
         return "optimizer"
@@ -166,7 +165,7 @@ def _only_moves(node: torch.fx.Node) -> bool:
 
 
 def _touches_collective(node: torch.fx.Node) -> bool:
-    """True if what it makes goes into a collective, or what it reads comes out of one."""
+    """True if the result of a node enters a collective, or its operand comes from one."""
     for around in (lambda n: n.all_input_nodes, lambda n: n.users):
         seen, waiting = set[torch.fx.Node](), [node]
         while waiting:
@@ -180,10 +179,10 @@ def _touches_collective(node: torch.fx.Node) -> bool:
 
 
 def _count_bytes(node: Any) -> int:
-    """The bytes that it reads and writes; of a call with several results each counts by itself.
+    """Returns the bytes that a scheduler node reads and writes.
 
-    Inductor counts the whole buffer that an operand of a library's kernel is a view of, and, as an
-    operand, what the kernel only has to run after.
+    Each result of a call with several results is a node. For library kernels Inductor's own count
+    is too large: it includes whole buffers of views, and buffers that are not read.
     """
     result = node.node
     if not node.is_extern():
@@ -266,10 +265,9 @@ def _count_of_graph(program: Any) -> Counts:
 
 
 def _count_of_torch(shape: StepShape, chip: str) -> Counts:
-    """The kernels of the plain model and of the loss, by torch.compile.
+    """Counts the kernels of the plain model and of the loss, compiled by torch.compile.
 
-    Dynamo sees tensors on `meta`; the graphs that it makes are lowered for the chip, and what runs
-    is the graph on `meta`.
+    Dynamo traces tensors on `meta`. Its graphs are lowered for the chip, but run on `meta`.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
@@ -294,7 +292,7 @@ def _count_of_torch(shape: StepShape, chip: str) -> Counts:
 
 
 def _copy_to_device(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a graph of meta tensors that makes its new tensors on the GPU."""
+    """Returns a copy of a graph of meta tensors whose new tensors are on the GPU."""
     moved = copy.deepcopy(graph)
     for node in moved.graph.nodes:
         if str(node.kwargs.get("device")) == "meta":

@@ -44,7 +44,7 @@ def _step(model: nn.Module, x: torch.Tensor, make: Any) -> Callable[[], None]:
 
 
 def _peaks(rank: int, ranks: int, layers: int, width: int) -> list[tuple[str, int, int | None]]:
-    """Returns for each way its name, its counted peak in bytes, and the predicted one or None."""
+    """Returns for each way its name, and its peak in bytes: counted, and predicted or None."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = make_dp_mesh(ranks)

@@ -191,7 +191,7 @@ def _plain(found: Found, options: argparse.Namespace, seconds: float) -> dict[st
 
 
 def _in_jobs(names: Sequence[str], options: argparse.Namespace) -> Found:
-    """Each job sweeps every so-manieth op, and sends a line for each op and then all it found."""
+    """Sweeps the ops in several processes, which report each op and then all results."""
     jobs = []
     for i in range(max(1, options.jobs)):
         ours, theirs = FORK.Pipe(duplex=False)

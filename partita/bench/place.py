@@ -37,9 +37,7 @@ def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
 
 
 def make_rival_mesh(ranks: int) -> Any:
-    """Returns torch's own mesh over all ranks, for processes in which partita must not be
-    active.
-    """
+    """Returns torch's own mesh over all ranks, without making partita active in the process."""
     return dist.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))
 
 

@@ -105,7 +105,7 @@ class PlacedWay:
 
 
 def _plan_example(shape: ModelShape, machine: Machine, draw: random.Random) -> list[PlacedWay]:
-    """The best ways by plan, and some others that fit, drawn at random and simulated too."""
+    """Returns the plan's best ways, and some other simulated ways that fit, drawn at random."""
     ways = list(ways_of(shape, _RANKS, _BATCH, machine, Strategy(precision="float32")))
     search = WaySearch(shape, machine.memory_bytes, machine, prune=True, keep=_BEST)
     best = search.run(ways, most=_SIMULATED)
@@ -120,7 +120,7 @@ def _plan_example(shape: ModelShape, machine: Machine, draw: random.Random) -> l
 def _measure_ways(
     rank: int, ranks: int, name: str, ways: Sequence[Way], rounds: int
 ) -> list[float | str]:
-    """Median seconds of each way's step, or why it does not run."""
+    """Returns the median seconds of each way's step, or why it does not run."""
     steps: dict[str, Any] = {}
     failures: dict[int, str] = {}
     for number, way in enumerate(ways):
@@ -152,7 +152,7 @@ def _measure_example(name: str, found: Sequence[PlacedWay], rounds: int) -> list
 
 
 def _print_rows(rows: Sequence[PlacedWay]) -> float:
-    """Print an example's ways; returns by what share its winner is slower than the fastest."""
+    """Prints an example's ways. Returns by which fraction the plan's first is not the fastest."""
     for row in rows:
         place = f"{row.place:>3}." if row.place else "   -"
         end = row.failure or f"{row.measured * 1e3:>9.2f} ms"

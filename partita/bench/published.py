@@ -101,7 +101,7 @@ def _with_matmul(machine: Machine, share: float) -> Machine:
 
 
 def _compare_runs(name: str, runs: Sequence[PublishedRun]) -> float:
-    """Print one machine's runs; the largest error of those that are predicted."""
+    """Prints one machine's runs. Returns the largest error of the predicted ones."""
     machine, worst = load_machine(name), 0.0
     print(f"\n{machine.name}\n  {runs[0].source}")
     print(f"  {'':<56}{'tokens/s a GPU':>26}{'step, s':>20}\n  {'':<56}", end="")

@@ -59,9 +59,7 @@ def training(
 
 
 class NotCompiledError(RuntimeError):
-    """Raised if a rival that should be compiled ran eagerly, so that its measured time would be
-    wrong.
-    """
+    """Raised if a rival that should be compiled ran eagerly, so that its time is wrong."""
 
 
 class CompiledRival:

@@ -74,8 +74,7 @@ class _Row:
 
 
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
-    """Measures several training configurations. Returns the simulated and the measured seconds of
-    each.
+    """Measures training configurations. Returns the simulated and measured seconds of each.
 
     All must have the same number of ranks.
     """

@@ -248,9 +248,7 @@ def _local(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _count_kernels(step: Any) -> tuple[int, float]:
-    """Returns the number of kernels and copies of a step on the device, and their total time in
-    milliseconds.
-    """
+    """Returns the number of a step's kernels and copies, and their milliseconds in total."""
     # `acc_events`: torch 2.12 and earlier warn without it, though there is one cycle.
     with torch.profiler.profile(activities=activities_to_profile(), acc_events=True) as found:
         step()

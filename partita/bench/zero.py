@@ -58,8 +58,7 @@ class Shape:
 def sharded_step(
     model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any, stage: int, how: Any = None
 ) -> Step:
-    """Returns a function that makes one training step under `pt.zero`, or data parallel for stage
-    0.
+    """Returns a function that makes one training step under `pt.zero`.
 
     Args:
         batch: this rank's samples.
@@ -118,8 +117,7 @@ def measure_ways(
 
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Returns the ways (kinds of training) that a user selected in `only`, and "alone". All if none
-    was selected.
+    """Returns the ways (kinds of training) in `only`, and "alone"; all if `only` is empty.
 
     Raises:
         SystemExit: one of `only` is not in `ways`.

@@ -151,9 +151,7 @@ _lock = Lock()
 
 @contextmanager
 def _allow_classes(classes: list[Any]) -> Iterator[None]:
-    """Allow `torch.load(weights_only=True)` to make objects of these classes inside the `with`
-    block.
-    """
+    """Allow `torch.load(weights_only=True)` to make these classes inside the `with` block."""
     if not classes:
         yield
         return
@@ -162,11 +160,11 @@ def _allow_classes(classes: list[Any]) -> Iterator[None]:
 
 
 class _NotRead(Exception):
-    """A value that must not be read, or cannot be."""
+    """A stored value that is not allowed to be read, or cannot be read."""
 
 
 def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
-    """True if the boxes that these items fill cover a piece of these sizes."""
+    """True if the boxes of these read items together cover a shard of these sizes."""
     total = torch.Size(sizes).numel()
     if len(items) <= 1 or total == 0:
         return sum(item.lengths.numel() for item in items) >= total
@@ -242,8 +240,7 @@ class Reader(FileSystemReader):
         return ValueError(f"{self._folder / file} is damaged: {why}")
 
     def places(self, plan: LoadPlan) -> list[tuple[tuple[str, int, int], str]]:
-        """Returns where the chunks of a plan are in the files: `((file, offset, length), name)` for
-        each.
+        """Returns `((file, offset, length), name)` for each chunk of a plan.
 
         Raises:
             ValueError: the metadata has no position for a chunk.
@@ -334,10 +331,7 @@ def _is_count(n: Any) -> bool:
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError where a pickle names sizes that it has no content for.
-
-    Python's unpickler allocates as many entries as a damaged number says before it reads further.
-    """
+    """Raise ValueError if a pickle names sizes that are larger than its content."""
     value: Any
     for code, value, _ in pickletools.genops(content):
         is_size = code.name in ("PUT", "BINPUT", "LONG_BINPUT", "FRAME")
@@ -400,9 +394,7 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """A text that ranks compare: it must be equal on all ranks that could write this tensor or
-        value.
-        """
+        """A text that must be equal on all ranks that offer this tensor or value."""
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:
@@ -416,9 +408,7 @@ class Offer:
 
 
 def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
-    """Returns what a rank could write of a tensor: a list of one `Offer`, or [] if its shard is
-    empty.
-    """
+    """Returns a list of one `Offer`, for this rank's shard; [] if the shard is empty."""
     shape = tuple(piece.shape)
     return [
         Offer(name, path, piece.region, shape, piece.local.dtype)
@@ -427,24 +417,19 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """Returns the entries (`WriteItem`s) that tell torch's writer to write this rank's part of a
-    tensor.
-    """
+    """Returns the `WriteItem`s by which torch's writer writes this rank's shard."""
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 
 class SavePieces(DefaultSavePlanner):
-    """A save planner for torch's checkpoint writer: it writes shards, and values that are bytes
-    already.
-    """
+    """A save planner for torch's writer: it writes shards, and values as bytes."""
 
     def __init__(self, pieces: dict[str, Piece], values: dict[str, bytes]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces, self._values = pieces, values
 
     def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
-        """Decides which rank writes which parts of tensors and which values, so that each is
-        written once.
+        """Decides which rank writes which parts and values, so that each is written once.
 
         Of several ranks that offer the same part, the one with the fewest bytes so far writes it.
 
@@ -520,9 +505,7 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Writes what this rank was assigned to the checkpoint's files. Returns the position of
-        each part.
-        """
+        """Writes this rank's offers into the checkpoint's files. Returns the position of each."""
         # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
         written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()

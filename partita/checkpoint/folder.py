@@ -126,9 +126,7 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Returns an object with the given checksums of the chunks. Computes the checksum of
-        `.metadata`.
-        """
+        """Returns the checksums of `.metadata`, which are computed here, and of the chunks."""
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
@@ -173,8 +171,7 @@ class Checksums:
             raise ValueError(f"{path} is damaged: its checksum is wrong")
 
     def check_chunks(self, folder: Path, places: Iterable[tuple[Place, str]]) -> None:
-        """Compute the checksums of these chunks from the files, and compare them with the stored
-        ones.
+        """Compare the checksums of these chunks, computed from the files, with the stored ones.
 
         Args:
             places: the (file, offset, length) of each chunk, and the name of its tensor or value.

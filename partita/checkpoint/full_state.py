@@ -269,9 +269,7 @@ class _WriteJob:
         self._model, self._optimizer, self._description = model, optimizer, description
 
     def check(self, strict: Strict) -> Mismatches:
-        """Returns how the state dict differs from the model. Raises the error that rank 0 sent, if
-        any.
-        """
+        """Returns how the state dict differs from the model. Raises the error of rank 0, if any."""
         if isinstance(self._description, Exception):
             raise self._description
         self._there, self._values = self._description
@@ -549,9 +547,7 @@ def _save_once(
 
 @contextmanager
 def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put the values of `whole` into the modules inside the `with` block, by the ids of their
-    tensors.
-    """
+    """Replaces tensors of the modules by whole values (by id) inside the `with` block."""
     before: list[tuple[ParameterSlot, torch.Tensor]] = []
     for held in find_parameters_and_buffers(model):
         value = whole.get(id(held.tensor))
@@ -746,7 +742,7 @@ def _open_files(path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> 
 
 
 def _read_piece(file: Any, name: str, piece: Piece) -> None:
-    """Read the region of `piece` of the tensor `name` into its memory."""
+    """Read the region of `piece` from the tensor `name` in a file into the piece's memory."""
     with torch.no_grad():
         if not piece.shape:
             piece.local.copy_(file.get_tensor(name))
@@ -756,7 +752,7 @@ def _read_piece(file: Any, name: str, piece: Piece) -> None:
 
 
 def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """Returns the files at `path`, each with the names to read of it; None: all that it has."""
+    """Returns the files at `path`, each with the names to read; None: all names in it."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         files = sorted(path.glob("*.safetensors"))
@@ -823,11 +819,10 @@ def _with_checksums(header: bytes, crcs: Sequence[int]) -> bytes:
 
 
 def _check_file(path: Path, turn: int, turns: int) -> None:
-    """Compare a file with its checksums, if it has any: the header, and every `turns`-th tensor
-    from `turn` on.
+    """Compare a file's header, and every `turns`-th tensor from `turn` on, with checksums.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     with path.open("rb") as file:
         start = file.read(8)

@@ -187,8 +187,7 @@ def _with_lists(node: Any) -> Any:
 def grow_from_checkpoint(
     live: Any, there: Any, allocate: Allocate, replace: bool = False, path: KeyPath = ()
 ) -> Any:
-    """Adds to an object's state dict the entries that only the checkpoint has, so that it can load
-    them.
+    """Adds to an object's state dict the entries that only the checkpoint has.
 
     An example is the state of an optimizer that has not stepped yet. Tensors of `live` with the
     right size and dtype are kept.

@@ -81,10 +81,9 @@ Strict = bool | Literal["state"]
 
 
 def attempt(do: Callable[[], Any]) -> Any:
-    """Calls `do()` and returns its result, or the exception that it raised, to be sent to other
-    ranks.
+    """Calls `do()` and returns its result, or the exception that it raised.
 
-    The ranks then all raise the exception (`ControlPlane.decide`).
+    The exception is sent to the other ranks, and all raise it (`ControlPlane.decide`).
     """
     try:
         return do()
@@ -307,9 +306,7 @@ class _StagedState:
             self.texts[name] = text
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each value and plain tensor by name, by which ranks check that they are
-        equal.
-        """
+        """A hash of each value and plain tensor, by name, which ranks compare."""
         found = {name: _hash_tensor(self.pieces[name].local) for name in self.plain}
         return (found | self.marks) | {
             n: hashlib.sha1(text.encode()).hexdigest() for n, text in self.texts.items()
@@ -543,8 +540,7 @@ class _LoadJob:
         ] = []  # classes of values in the state: creating instances of these runs no code
 
     def check(self) -> Mismatches:
-        """Read the checkpoint's metadata, and return how it differs from the state. Nothing is
-        loaded.
+        """Returns how the checkpoint's metadata differs from the state. Nothing is loaded.
 
         Raises:
             ValueError: the checkpoint is damaged.
@@ -601,9 +597,7 @@ class _LoadJob:
     def _check_chunks(
         self, folder: Path, wanted: dict[str, Any], checksums: Checksums | None
     ) -> None:
-        """Raise ValueError where a chunk is missing or damaged. Reads the values, but does not put
-        them into the state yet.
-        """
+        """Raise ValueError if a chunk is missing or damaged. Reads the values, but stores none."""
         tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
         # A view copy is written when its value is complete, because its base is written, too.
         self._views = []
@@ -759,8 +753,7 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
-    """Raises an error on all ranks if any rank cannot load. Otherwise returns the names to skip
-    here.
+    """Raises an error on all ranks if any rank cannot load; returns the names to skip.
 
     Raises:
         LayoutError: some ranks found mismatches. Every rank raises it, with all mismatches.

@@ -79,17 +79,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return self._run.shard_model(super().prepare_model(model, *args, **options))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Returns a loader that yields the same global batch on each rank: the batches of all
-        ranks, joined.
-        """
+        """Returns a loader that yields the same global batch on each rank (`joined_batches`)."""
         if not (self.split_batches or getattr(data_loader, "_is_accelerate_prepared", False)):
             data_loader = self._run.join_batches(data_loader)
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns a scheduler that advances as often as with accelerate: once for each rank's
-        batch.
-        """
+        """Returns a scheduler that steps as often as accelerate's: once for each rank's batch."""
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler):
             prepared.__class__ = _SchedulerOfAllRanks

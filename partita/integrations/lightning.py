@@ -76,9 +76,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             module.log = partial(_log_whole, module)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader that yields the same global batch on each rank: the batches of all
-        ranks, joined.
-        """
+        """Returns a loader that yields the same global batch, of all ranks, on each rank."""
         return self._run.join_batches(dataloader)
 
     def batch_to_device(self, *args: Any, **options: Any) -> Any:
@@ -89,8 +87,7 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # -- results and states ------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns a copy of `tensor` in which DTensors are gathered to plain tensors, like
-        `all_gather`.
+        """Returns a copy of `tensor` with whole plain tensors for DTensors, like `all_gather`.
 
         Nothing has to be reduced, because each value covers the rows of all ranks already.
         """

@@ -30,8 +30,7 @@ from partita.tensor.dtensor import DTensor
 
 @dataclass(frozen=True)
 class ShardedRun:
-    """The mesh on which another package's trainer runs, with methods for its model, batches,
-    results.
+    """The mesh of another package's trainer, with methods for its model and batches.
 
     Attributes:
         mesh: the mesh; None in a job of one process.
@@ -55,9 +54,7 @@ class ShardedRun:
 
     @property
     def batches(self) -> int:
-        """The number of batches that form a global batch: one for each rank with rows of its
-        own.
-        """
+        """The number of batches in a global batch: one for each rank with its own rows."""
         if self.mesh is None:
             return 1
         wire, count = wire_of(self.mesh), 1

@@ -200,8 +200,7 @@ class Layout:
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
-        """True if the rank at coordinate `at` holds no element, although the global tensor has
-        some.
+        """True if the rank at coordinate `at` holds no element of a tensor that has some.
 
         This happens if a dimension has fewer elements than there are ranks to shard it.
         """

@@ -171,8 +171,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Every rank holds one addend. The value is the sum (or max, or min: `reduce_op`) over the
-    ranks.
+    """Every rank holds one addend; the value is the sum over ranks (`reduce_op`: or max, min).
 
     Only a Partial sum has a gradient, which is Replicate. There is no "avg": a mean is a sum
     divided by the global number of elements.
@@ -223,9 +222,7 @@ class Invariant(Placement):
 
 
 def own_placement(given: Any) -> Any:
-    """Converts a placement of `torch.distributed.tensor` to partita's. Other values are
-    unchanged.
-    """
+    """Converts a placement of torch.distributed.tensor to partita's; returns others unchanged."""
     kind = type(given)
     if isinstance(given, Placement) or not kind.__module__.startswith("torch."):
         return given
@@ -241,11 +238,11 @@ def own_placement(given: Any) -> Any:
 def own_placements(
     mesh: Mesh, given: Sequence[Any], order: Sequence[str]
 ) -> tuple[list[Any], Sequence[str]]:
-    """Converts a user's placements to partita's. Also returns the order in which axes split a
-    dimension.
+    """Converts a user's placements to partita's. Also returns the order of axes.
 
-    In torch, a `_StridedShard` on an axis says that later axes of the mesh split the dimension
-    first. Its split factor is the number of shards that these axes make.
+    If several axes split a dimension, the first in this order is the outermost. In torch, a
+    `_StridedShard` on an axis says that later axes of the mesh split the dimension first. Its split
+    factor is the number of shards that these axes make.
 
     Args:
         order: returned unchanged if there is no `_StridedShard`.

@@ -14,9 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fix:
-    """A correction that an error proposes: code to write, and what it would send ("all_reduce 12
-    MiB").
-    """
+    """A fix that an error proposes: code to write, and what it would send ("all_reduce 12 MiB")."""
 
     write: str
     moves: str = ""
@@ -60,9 +58,7 @@ class LayoutError(ValueError):
         return {name: getattr(self, name) for name in _PARTS}
 
     def with_place(self, place: str) -> LayoutError:
-        """Returns a copy of this error with the user's line `place`. If the error has a line,
-        returns it as it is.
-        """
+        """Returns a copy with the user's line `place`; the error itself if it has a line."""
         if self.place or not place:
             return self
         return _rebuild_error(type(self), self.parts | {"place": place})
@@ -96,8 +92,7 @@ def escape_controls(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns a text for a wrong argument in an error: a number or string itself, otherwise its
-    type.
+    """Returns a text for a wrong argument: a number or string itself, otherwise its type.
 
     Reading the value of a tensor may wait for other ranks, and a `repr` may be long.
     """

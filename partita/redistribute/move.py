@@ -103,17 +103,14 @@ class Move:
 
     @property
     def way(self) -> str:
-        """The placements of the moved axes before and after, as two letters. "SR" is an
-        all-gather.
-        """
+        """The placements of the moved axes before and after, as letters: "SR" is an all-gather."""
         axis = self.axes[0]
         start = placement_of_each_axis(self.before).get(axis, "R")
         end = placement_of_each_axis(self.after).get(axis, "R")
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
-        """Returns the move that backward makes: from the gradient of `after` to the gradient of
-        `before`.
+        """Returns the move of the gradient in backward: from that of `after` to that of `before`.
 
         Raises:
             LayoutError: a Partial max or min has no gradient.
@@ -175,11 +172,10 @@ def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
 
 
 def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Returns how many axes at the beginning are equal in two tuples of axes that split a
-    dimension.
+    """Returns how many axes are equal at the beginning of two tuples.
 
     Args:
-        stack, other: the axes, outermost first.
+        stack, other: axes that split a dimension, outermost first.
     """
     same = 0
     while same < min(len(stack), len(other)) and stack[same] == other[same]:
@@ -296,9 +292,7 @@ def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
 
 
 def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
-    """Returns the number of ranks along all axes of a move, and the first rank's bytes before and
-    after it.
-    """
+    """Returns a move's number of ranks, and the first rank's bytes before and after it."""
     have, got = (local_numel(m.shape, m.shards, mesh) * itemsize for m in (move.before, move.after))
     return math.prod(mesh.size(a) for a in move.axes), have, got
 
@@ -336,11 +330,11 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 
 
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
-    """Returns an estimate of the seconds of a redistribution, in forward and backward, without
-    planning it.
+    """Returns an estimate of the seconds of a redistribution, without planning it.
 
-    It is exact if one move is enough. Otherwise axes with the same change count as one move, and
-    moves with small results come first. The order in which axes can really change is ignored.
+    Forward and backward are included. It is exact if one move is enough. Otherwise axes with the
+    same change count as one move, and moves with small results come first. The order in which axes
+    can really change is ignored.
 
     Args:
         itemsize: bytes per element.

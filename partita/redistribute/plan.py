@@ -55,8 +55,7 @@ class Plan:
     _transposes: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
 
     def transpose(self, mesh: Mesh) -> Plan:
-        """Returns the redistribution of the gradient: each move transposed, in reverse order.
-        Cached.
+        """Returns the gradient's redistribution: each move transposed, in reverse order. Cached.
 
         Raises:
             LayoutError: a move reduces a max or a min, which has no gradient.
@@ -68,14 +67,13 @@ class Plan:
         return found
 
     def nbytes(self, mesh: Mesh, itemsize: int) -> int:
-        """Returns the bytes that the first rank sends in all moves, for elements of `itemsize`
-        bytes.
+        """Returns the bytes that the first rank sends in all moves; `itemsize` is bytes per
+        element.
         """
         return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
-        """Returns an estimate of the seconds of all moves, in forward and for the gradient in
-        backward.
+        """Returns an estimate of the seconds of all moves, in forward and in backward.
 
         Args:
             itemsize: bytes per element.
@@ -88,8 +86,7 @@ class Plan:
 
 @lru_cache(maxsize=_PLANS_KEPT)
 def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
-    """Returns the redistribution from `before` to `after` that costs least, forward and backward.
-    Cached.
+    """Returns the cheapest redistribution, forward and backward together. Cached.
 
     Args:
         before, after: layouts with one global shape, over axes of `mesh`. If `after` has no dtype,
@@ -157,9 +154,7 @@ class _PlanSearch:
         self.sizes: dict[Stacks, int] = {}
 
     def find_path(self) -> tuple[Move, ...]:
-        """Returns the moves of the cheapest path. If several paths cost the same, it returns one
-        with the fewest moves.
-        """
+        """Returns the moves of the cheapest path; of equally cheap ones, one with fewest moves."""
         cost_of = {self.start: 0.0}
         came: dict[State, State] = {}
         done: set[State] = set()
@@ -232,9 +227,9 @@ class _PlanSearch:
     def _find_movable_axes(
         self, state: State, place: str
     ) -> Iterator[tuple[tuple[str, ...], Stacks]]:
-        """Axes at `place` that could move together, and the stacks without them.
+        """Yields axes with the placement `place` that may move together, and stacks without them.
 
-        Axes that are where they belong stay there.
+        Axes that have their final placement are left out.
         """
         stacks, places = state
         if place != "S":
@@ -257,9 +252,10 @@ class _PlanSearch:
                 yield free, tuple(stack[:i] for stack, i in zip(stacks, cut, strict=True))
 
     def _arrange_stacks(self, base: Stacks, free: tuple[str, ...]) -> Iterator[Stacks]:
-        """Yields stacks with the axes `free` added where they belong.
+        """Yields stacks (axes that split each dimension) with the axes `free` added.
 
-        Axes that cannot go there yet are added behind one stack; each stack is tried.
+        An axis is added in its final position, if the axes before it are there. The others are
+        added behind one stack; each stack is tried.
         """
         stacks = []
         for stack, goal in zip(base, self.goal[0], strict=True):

@@ -76,7 +76,7 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
 
 
 def _tell_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Returns the runs, those of a name that others have by name and number."""
+    """Returns the runs with distinct names: "name (2)" for the second run of a name."""
     found: list[RunFacts] = []
     for i, run in enumerate(runs):
         before = sum(one.name == run.name for one in runs[:i])
@@ -121,14 +121,16 @@ def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFa
 
 
 def _escape(text: str) -> str:
-    """Text from outside as HTML, which keeps its lines and tabs; of other characters that do
-    something the names are shown."""
+    """Returns text from outside as HTML, with its line breaks and tabs.
+
+    Other control characters are replaced by their escapes.
+    """
     parts = _BREAKS.split(text)
     return escape("".join(p if p in ("\n", "\t") else escape_controls(p) for p in parts))
 
 
 def _figure_html(figure: Any) -> str:
-    """Returns the place of a figure, and after it what `_DRAW` draws there."""
+    """Returns the HTML of a figure: an empty element and its data, which `_DRAW` draws in it."""
     facts = figure.to_json().replace("<", "\\u003c")  # which would end the script
     return (
         f'<div class="figure" style="height:{figure.layout.height}px"></div>'
@@ -149,7 +151,11 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _table_of(head: Sequence[str], rows: Iterable[Mapping[str, Any]], *keys: str) -> str:
-    """Returns a table of the values that rows have under `keys`, the first one being a size."""
+    """Returns a table with a row for each of `rows`: a size, and then other values.
+
+    Args:
+        keys: the key of the size, and the keys of the other values.
+    """
     size, *others = keys
     cells = [(_format_size(row[size]), *(row[key] or "-" for key in others)) for row in rows]
     return _table_html(head, cells)
@@ -247,7 +253,7 @@ def _timeline_html(run: RunFacts) -> str:
 
 
 def _describe_other_ways(run: RunFacts) -> str:
-    """Returns which collectives run in place of others that the step contains; "" if none."""
+    """Returns which collectives the timeline has in place of those in the ledger; "" if none."""
     requested = {move["kind"] for move in run.moves if move["nbytes"]}
     run_there = {e.kind for e in run.timeline} & {*_COLLECTIVES}
     others, gone = (
@@ -375,15 +381,14 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def _new_figure(*titles: str) -> Any:
-    """Returns a figure without data, of a column for each title; of one where there is no title."""
+    """Returns an empty figure with a column for each title; with one column without titles."""
     from plotly.subplots import make_subplots
 
     return make_subplots(rows=1, cols=len(titles) or 1, subplot_titles=titles or None)
 
 
 def _label(text: str) -> str:
-    """Text from outside for a figure: plotly reads tags in it (`<stdin>:3`, a link), and gives
-    entities back as characters."""
+    """Returns text from outside for a figure, without the tags and entities that plotly reads."""
     return escape(escape_controls(text), quote=False)
 
 
@@ -475,7 +480,11 @@ def _describe_event(event: TimelineEvent) -> str:
 
 
 def _places_shown(totals: Sequence[int], count: int) -> list[int]:
-    """Returns the places to draw: of each few that stand together the one at which most is held."""
+    """Returns at most `_POINTS` of the places to draw: of each few adjacent places the highest.
+
+    Args:
+        totals: the bytes at each place.
+    """
     if count <= _POINTS:
         return list(range(count))
     few = -(-count // _POINTS)
@@ -515,7 +524,7 @@ def _moves_figure(run: RunFacts) -> Any:
 
 
 def _passes_figure(run: RunFacts) -> Any:
-    """The predicted peak above the inputs and the bytes that a rank sends, after each pass."""
+    """Returns a figure of the predicted peak and the bytes that a rank sends, after each pass."""
     figure = _new_figure("peak above the inputs, MiB", "sent, MiB")
     names = ["captured", *(p["name"] for p in run.passes)]
     for column, what in ((1, "peak"), (2, "sent")):

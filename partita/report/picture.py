@@ -25,7 +25,7 @@ class DimPiece:
         offset, length: the position of the piece, in elements.
         at: on each axis that splits the dimension, the coordinate of the ranks that hold this
             piece.
-        left_out: 0 for a piece that is drawn. If there are too many pieces, one of them stands for
+        left_out: 0 for a piece that is drawn. If there are too many pieces, one of them represents
             several that are not drawn, and this is their number.
     """
 
@@ -129,9 +129,7 @@ def draw(layout: Layout, mesh: Mesh) -> Picture:
 
 
 def _choose_drawn_dims(layout: Layout, mesh: Mesh) -> tuple[int | None, int | None]:
-    """Returns the dimensions that become rows and columns: the last two that are split, or the
-    last.
-    """
+    """Returns the dimensions to draw as rows and columns: the last two that are split, or one."""
     dims = range(len(layout.shape))
     split = [d for d in dims if any(mesh.size(a) > 1 for a in layout.shards[d])]
     whole = [d for d in dims if d not in split]
@@ -197,9 +195,7 @@ def _describe_empty_ranks(layout: Layout, mesh: Mesh) -> Iterator[str]:
 
 
 def _describe_places(places: Sequence[dict[str, int]], count: int) -> str:
-    """Returns which of `count` coordinates these are: "dp=50…63", or for several axes the first
-    ones.
-    """
+    """Returns which of `count` coordinates these are: "dp=50…63", or the first of them."""
     if len(places[0]) > 1:
         texts = [" ".join(f"{a}={n}" for a, n in place.items()) for place in places]
         return f"{_join_shortened(texts, ', ')} ({len(places):,} of {count:,} places)"
@@ -209,7 +205,7 @@ def _describe_places(places: Sequence[dict[str, int]], count: int) -> str:
 
 
 class _Label:
-    """Names the ranks that hold a piece, and remembers which signs it used."""
+    """Writes the ranks of a picture's cells, and the notes on the signs that it has used."""
 
     def __init__(self, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self.count = layout, mesh, 0
@@ -315,9 +311,7 @@ def _panel_html(panel: Panel, picture: Picture, width: int) -> str:
 
 
 def _fraction_of_dim(piece: DimPiece, of: Sequence[DimPiece]) -> float:
-    """Returns the fraction of the dimension that a piece is; one that represents many is drawn as
-    one.
-    """
+    """Returns the fraction of the width of a drawing that a piece gets."""
     lengths = [of[0].length if p.left_out else p.length for p in of]
     length = of[0].length if piece.left_out else piece.length
     return round(length / max(sum(lengths), 1), 4) or 1

@@ -213,7 +213,7 @@ _text, _list, _dict = _of_type(str, "a text"), _of_type(list, "a list"), _of_typ
 
 
 def _number(at: str, value: Any) -> None:
-    """Also NaN and infinity, which a loss may be."""
+    """Checks a number. NaN and infinity are allowed, because a loss may be such."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         _refuse(at, value, "a number")
     try:
@@ -235,7 +235,7 @@ def _whole(at: str, value: Any) -> None:
 
 
 def _all_of(kind: Check, check: Check) -> Check:
-    """Returns a list or an object whose values are alike."""
+    """Returns a check of a list or an object whose values all pass `check`."""
 
     def check_all(at: str, value: Any) -> None:
         kind(at, value)
@@ -249,7 +249,11 @@ _list_of, _table_of = partial(_all_of, _list), partial(_all_of, _dict)
 
 
 def _row_of(*checks: Check, least: int | None = None) -> Check:
-    """A list with a value for each check; those behind the first `least` may be left out."""
+    """Returns a check of a list with a value for each of `checks`; the last ones may be missing.
+
+    Args:
+        least: the least number of values; None: all of them.
+    """
     counts = range(len(checks) if least is None else least, len(checks) + 1)
 
     def check_row(at: str, value: Any) -> None:
@@ -262,7 +266,7 @@ def _row_of(*checks: Check, least: int | None = None) -> Check:
 
 
 def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
-    """Returns an object that has these, and may have those in `also`."""
+    """Returns a check of an object that has the keys `checks`, and may have those in `also`."""
 
     def check_object(at: str, value: Any) -> None:
         _dict(at, value)
@@ -276,7 +280,7 @@ def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
 
 
 def _memory(at: str, value: Any) -> None:
-    """Check the memory of a step: for each class a number for each place."""
+    """Checks the memory of a step: for each class, a number for each place."""
     if value is None:  # of a step that was not captured
         return
     _MEMORY(at, value)
@@ -288,7 +292,7 @@ def _memory(at: str, value: Any) -> None:
 
 
 def _parameter(at: str, value: Any) -> None:
-    """[name, layout, mesh, bytes]; the layout is one over that mesh."""
+    """Checks `[name, layout, mesh, bytes]`, where the layout fits the mesh."""
     _PARAMETER(at, value)
     try:
         mesh = parse_mesh(value[2])
@@ -402,9 +406,7 @@ def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
 
 
 def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
-    """Returns a timeline as gzipped JSON, which Perfetto opens. Equal timelines give equal
-    bytes.
-    """
+    """Returns a timeline as gzipped JSON for Perfetto; equal timelines give equal bytes."""
     return gzip.compress(json.dumps(_trace_of(events)).encode(), mtime=0)
 
 

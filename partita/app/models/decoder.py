@@ -99,7 +99,7 @@ class Block(nn.Module):
 def _rotary_table(
     context: int, size: int, *, base: float, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The cosines and sines (context, size) of rotary positions (Su et al., arXiv 2104.09864)."""
+    """Returns cosines and sines (context, size) of rotary positions (arXiv 2104.09864)."""
     frequency = base ** (-torch.arange(0, size, 2, device=device) / size)
     angle = torch.outer(torch.arange(context, device=device), frequency)
     angle_td = torch.cat([angle, angle], dim=1)
@@ -107,8 +107,6 @@ def _rotary_table(
 
 
 def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Applies rotary positions: rotates each pair (x[i], x[i + d/2]) by the angle of its
-    position.
-    """
+    """Rotates each pair (x[i], x[i + d/2]) by the angle of its position (rotary positions)."""
     first, second = x_bhtd.chunk(2, dim=-1)
     return x_bhtd * cos_td + torch.cat([-second, first], dim=-1) * sin_td

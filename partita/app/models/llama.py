@@ -66,9 +66,7 @@ def make_block(width: int, heads: int, groups: int, hidden: int) -> Block:
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped heads: `heads // groups` query heads share a key and value
-    head.
-    """
+    """Causal attention in which `heads // groups` query heads share a key and value head."""
 
     def __init__(self, width: int, heads: int, groups: int):
         super().__init__()

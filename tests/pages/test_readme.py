@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-# Every warning is an error, but for what peft calls of transformers.
-STRICT = ["-W", "error", "-W", "ignore::FutureWarning:transformers.modeling_utils"]
+from tests.programs.scripts import run_script
+
+IGNORED = [FutureWarning]  # of transformers, whose functions peft calls
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ONE_PROGRAM = {"errors", "from_scratch"}  # pages whose blocks go on from each other
@@ -69,9 +68,7 @@ def test_a_block_of_the_readme_or_of_a_page_runs_as_it_stands(
 ):
     script = tmp_path / "block.py"  # a file, so that errors and ledgers can name its lines
     script.write_text(block)
-    ran = subprocess.run(
-        [sys.executable, *STRICT, script], cwd=tmp_path, capture_output=True, text=True
-    )
+    ran = run_script(script, cwd=tmp_path, ignored=IGNORED)
     assert ran.returncode == 0, ran.stderr
     if printed is not None:
         assert match_printed(printed).search(ran.stdout), ran.stdout

@@ -32,6 +32,8 @@ import torch.distributed as dist
 
 from partita.comm.device import HOST, Device
 
+from .scripts import PRELOADED
+
 __all__ = ["run_ranks"]
 
 _GRACE = 3.0  # seconds that the others get to report once a rank has failed
@@ -60,9 +62,7 @@ def run_ranks(
         TimeoutError: names the ranks that had not ended; their stacks are on stderr.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.device_mesh", "partita", "partita.checkpoint.dcp_format"]
-    )
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ends: list[Connection] = []

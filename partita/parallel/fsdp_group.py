@@ -724,6 +724,7 @@ class BackwardPass:
             has not ended.
         nested: parameters with hooks to whose gradient a nested pass has added.
         held: the gradients of blocks with more calls to come, by token, block and flat buffer.
+        kept: the parameters of which `no_sync` has kept a gradient of this pass.
         accumulates: for each parameter, True if it required a gradient when its last gradient
             arrived. In plain autograd this decides if the sum is added to `.grad` or dropped.
         switches: for each parameter that a hook has frozen or unfrozen, the handles of hooks
@@ -743,6 +744,7 @@ class BackwardPass:
         default_factory=dict
     )
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+    kept: set[DTensor] = field(default_factory=set)
     accumulates: dict[DTensor, bool] = field(default_factory=dict)
     switches: dict[DTensor, list[Any]] = field(default_factory=dict)
     unwatched: Any = None
@@ -1094,12 +1096,20 @@ class ZeroState(ShardedState):
             k: the index of the flat buffer in the group.
             shares: this rank's unreduced gradients.
             counts: the calls of the forward to which they belong.
+
+        Raises:
+            LayoutError: a hook has frozen a parameter of which this pass has kept a gradient.
         """
         shards = counts.shards[group]
         params = [shards[i] for i in group.members[k]]
         key = k, *map(id, params)
         keeps = self.keeps_partial_gradients and self._may_keep(params)
         adds = (keeps or key in group.held_gradients) and self._are_added(params)
+        here = self.current_pass()
+        if keeps and adds:
+            here.kept.update(params)
+        elif not adds:
+            self._refuse_frozen([p for p in params if p in here.kept])
         if adds and key in group.held_gradients:
             shares = group.held_gradients.pop(key)[1].add(shares)
         if adds and keeps:
@@ -1107,6 +1117,26 @@ class ZeroState(ShardedState):
             self.holds_partial_gradients = True
         else:
             self.reduce(group, k, shares, counts, shards)
+
+    def _refuse_frozen(self, kept: Sequence[DTensor]) -> None:
+        """Raise LayoutError if the running pass does not add to `.grad` of one of `kept` any more.
+
+        In one process the gradients of all forwards of a pass are added at once, or none is.
+        """
+        accumulates = self.current_pass().accumulates
+        frozen = [p for p in kept if not accumulates.get(p, True)]
+        if frozen:
+            raise LayoutError(
+                f"a hook has frozen {self._name_of(frozen[0])} between the gradients of two "
+                "forwards of its block",
+                place=user_line(),
+                reason="in one process it gets none of them; under no_sync, stage 3 of ZeRO has "
+                "already added the first to those of earlier backward passes",
+                fixes=(
+                    Fix("p.requires_grad_(False)", "before backward, or after it"),
+                    Fix("loss.backward()", "without no_sync, where a hook freezes parameters"),
+                ),
+            )
 
     def _may_keep(self, params: list[DTensor]) -> bool:
         """True if partial gradients of `params` may be kept: no hook waits for them."""

@@ -257,6 +257,26 @@ def test_a_gradient_that_no_sync_kept_reaches_a_parameter_that_was_frozen_since(
             assert found == pytest.approx(right, rel=1e-9)
 
 
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_block_is_not_frozen_between_its_gradients_of_one_pass_under_no_sync(freezes):
+    """The first gradient was kept with those of earlier passes, so it could not be dropped."""
+
+    def run(mesh):
+        model, x = make_three_layers(mesh)
+        if freezes:
+            model[1].register_full_backward_hook(lambda *_: model[2].requires_grad_(False) and None)
+        with pt.no_sync(model) if mesh is not None else nullcontext():
+            (model(x).square().mean() + model(2 * x).square().mean()).backward()
+        return [float(p.grad.norm()) for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        if freezes:
+            with pytest.raises(pt.LayoutError, match="in the block '2' between the gradients"):
+                world.run(run)
+        else:
+            assert world.run(run)[0] == pytest.approx(run(None), rel=1e-9)
+
+
 @pytest.mark.parametrize("read", [lambda model: list(model.parameters()), None])
 def test_a_block_is_neither_frozen_nor_unfrozen_in_its_own_forward(read):
     def body(mesh):

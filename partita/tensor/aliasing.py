@@ -116,7 +116,7 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         write(copy, *args, **kwargs)
         return copy
     _refuse_overlapping_pieces(copy)
-    _refuse_repeated_write(write, copy)
+    refuse_repeated_write(write.__name__, copy)
     own, copied = copied, _before_overlap(copy, copied)
     settled = spec.reduced
     with local_ops():
@@ -156,23 +156,27 @@ _SETS_VALUES = ("copy_", "fill_", "zero_")
 """Writes of all elements whose result does not depend on how often an element is written."""
 
 
-def _refuse_repeated_write(write: Function, copy: DTensor) -> None:
+def refuse_repeated_write(name: str, x: DTensor) -> None:
     """Raise LayoutError if an op updates, or writes a part of, a view whose elements share memory.
 
     Torch updates such an element once for each place in the view. A view copy holds each place, and
-    the places that are not written would give the base their old values.
+    the places that are not written would give the base their old values. An op whose result is
+    copied into `x` reads all places before it writes one.
+
+    Args:
+        name: the name of the op.
+        x: the written tensor: a view copy, or one that gets a copy of the result.
     """
-    name = write.__name__
-    if name in _SETS_VALUES or is_without_overlap(twin := make_meta_twin(copy, dense=True)):
+    is_copy = state_of(x).copied_view is not None
+    if name in _SETS_VALUES or is_without_overlap(twin := make_meta_twin(x, dense=is_copy)):
         return
     if any(n > 1 and not stride for n, stride in zip(twin.shape, twin.stride(), strict=True)):
         return  # as by expand(): torch raises an error of its own
     raise LayoutError(
         f"{name} of a view whose elements share memory, as by unfold()",
         place=user_line(),
-        operands=(str(copy._spec.layout),),
-        reason="the view has another layout than its base, so it has its own memory, in which "
-        "such an element has several places",
+        operands=(str(x._spec.layout),),
+        reason="the op writes a copy of the view, in which such an element has several places",
         fixes=(Fix(f"x.{name}(...)", "of the base"), Fix("view = view.clone()", "before that")),
     )
 

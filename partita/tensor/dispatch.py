@@ -25,7 +25,7 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
-from .aliasing import write_through_copy
+from .aliasing import refuse_repeated_write, write_through_copy
 from .arguments import (
     OpCall,
     collect_tensors,
@@ -403,6 +403,7 @@ def run_gathered(call: OpCall) -> Any:
         elif t._spec is not after and path not in written:
             targets.append(Target(path, after))
         elif t._spec is not after:
+            refuse_repeated_write(form.name, t)
             with local_ops():
                 copies[path] = move_local(t, t._spec, after, form.name, "implicit").clone()
     kernel = form.local
@@ -437,7 +438,7 @@ def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
 
     Raises:
         RuntimeError: as in torch: a tensor requires grad, or `out` cannot hold the result's dtype.
-        LayoutError: `out` has another shape than the result.
+        LayoutError: `out` has another shape than the result, or elements that share memory.
     """
     func = op.func if op.form.operator is None else op.form.operator.packet
     held = collect_tensors(out)
@@ -447,6 +448,9 @@ def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
             f"{func.__name__}(): functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad."
         )
+    for into in held:
+        if isinstance(into, DTensor):
+            refuse_repeated_write(func.__name__, into)
     result = func(*args, **kwargs)
     for into, value in zip(held, collect_tensors(result), strict=True):
         if not torch.can_cast(value.dtype, into.dtype):

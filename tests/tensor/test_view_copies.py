@@ -455,6 +455,27 @@ SETS = {
 }
 
 
+COPIES = {
+    "out=": lambda v: torch.mul(v, 2, out=v),
+    "a sum into out=": lambda v: torch.sum(v[..., None].clone(), -1, out=v),
+    "moved first": lambda v: v.cumsum_(0),
+}
+
+
+@pytest.mark.parametrize("name", [*COPIES])
+def test_no_result_is_copied_into_elements_that_share_memory(name):
+    """Torch writes such an element once for each place of the view, and reads it in between."""
+    with pt.ranks(dp=2) as world:
+
+        def run(mesh):
+            x = pt.distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [pt.Shard(0)])
+            with pytest.raises(pt.LayoutError, match="whose elements share memory"):
+                COPIES[name](x.unfold(1, 3, 1))
+            assert torch.equal(x.full_tensor(), torch.arange(24.0).view(4, 6))
+
+        world.run(run)
+
+
 @pytest.mark.parametrize("name", [*UPDATES, *SETS])
 @pytest.mark.parametrize("placement", [pt.Shard(0), pt.Shard(1)], ids=str)
 def test_a_view_whose_elements_share_memory_is_updated_as_often_as_on_one_device(name, placement):

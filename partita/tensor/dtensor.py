@@ -75,12 +75,10 @@ class DTensor(torch.Tensor):
 
     Its methods and attributes describe the global tensor, as on one device. A subclass must have no
     `__slots__` and no `__init__`, because an instance is made by replacing a plain tensor's class.
-
-    Other modules add attributes when they are imported. `dispatch` adds `__torch_function__` and
-    frequent methods, `dtensor_gradients` adds `grad`, and `torch_patches` adds an attribute for
-    Dynamo.
     """
 
+    # Other modules add attributes when they are imported: `dispatch` adds `__torch_function__` and
+    # frequent methods, `dtensor_gradients` adds `grad`, `torch_patches` adds one for Dynamo.
     _spec: Spec
 
     if TYPE_CHECKING:  # added by `dtensor_gradients`; and attributes of torch's

@@ -173,7 +173,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     for option in fields(Options):
         facts = option.metadata
         usual = option.default if facts["show"] is None else facts["show"](option.default)
-        # What is not given is left out, so that a config file can say it.
+        # Omitted options are suppressed, so that a config file can set them.
         given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": facts["what"]}
         if isinstance(option.default, bool):
             given |= {"action": argparse.BooleanOptionalAction}
@@ -222,7 +222,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return _refuse("train", error)
     try:
-        if not is_launched():  # the parent has said it
+        if not is_launched():  # the parent has printed these lines
             for line in options.leave_out_idle()[1]:
                 progress.say(line)
         if not is_rank():
@@ -266,7 +266,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     found |= {o.name: given[o.name] for o in fields(Options) if o.name in given}
     ranks, mesh = arguments.ranks, found.get("mesh")
     if "mesh" not in given and (ranks, arguments.tp) != (None, None):
-        # The file's mesh gives way, but for the number of ranks where only --tp is new.
+        # The options override the file's mesh. With --tp alone, its number of ranks stays.
         if ranks is None and mesh is not None:
             ranks = math.prod(size for _, size in mesh)
         mesh = None
@@ -429,7 +429,7 @@ def run_explain(options: argparse.Namespace) -> int:
         raise
     except LayoutError as error:  # all its lines count: place, reason and fixes
         return _refuse("explain", error)
-    except BaseException as error:  # the function may raise, and end, as it likes
+    except BaseException as error:  # the user's function may raise anything, even SystemExit
         name, _, _ = options.call.partition("(")
         said = describe_raised(name.strip(), error, is_user_s=":" in name)
         return _refuse("explain", said)
@@ -555,7 +555,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     try:
         if options.report:
             check_plotly()
-        # Before what may take a minute.
+        # First, because the rest may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
         if getattr(options, "zero", 0) and "dp" not in mesh:

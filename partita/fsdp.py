@@ -381,7 +381,7 @@ def _owners_of(module: Any) -> set[ZeroState]:
 
 def _name_axes(mesh: Any) -> tuple[tuple[str, ...], str]:
     """Returns the axes of a mesh that replicate, and the one that shards."""
-    names = (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of says what is no mesh
+    names = (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of refuses other objects
     if len(names) > 2:
         raise LayoutError(
             f"fully_shard: the mesh has {len(names)} dimensions: {' '.join(names)}",

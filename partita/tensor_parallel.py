@@ -350,7 +350,7 @@ def parallelize_module(
             fixes=(Fix(f"parallelize_module(module, mesh[{axes[-1]!r}], plan)", "one of them"),),
         )
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    # A module that two names of the plan find gets one style once.
+    # A module that matches two names of the plan gets the same style only once.
     once = {
         (inner, style if isinstance(style, str) else id(style)): style
         for pattern, style in plan.items()
@@ -429,7 +429,7 @@ def _make_style(given: Any) -> Any:
 
 
 def _names_of(mesh: Any) -> tuple[str, ...]:
-    return (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of says what is no mesh
+    return (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of refuses other objects
 
 
 def _find_modules(module: nn.Module, pattern: str) -> list[nn.Module]:

@@ -99,7 +99,7 @@ def _read_text(path: Path, most: int) -> bytes:
         ValueError: the file cannot be read.
     """
     try:
-        # Not to wait for who writes to a pipe.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # links to nowhere, sockets

@@ -36,7 +36,7 @@ from .logs import printable
 
 EVENTS = "PARTITA_EVENTS_FD"
 _GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
-PATIENCE = 2.0  # seconds that a rank may be stopped (SIGSTOP) before the job ends of it
+PATIENCE = 2.0  # seconds that a rank may be stopped (SIGSTOP) before the job ends
 Show = Callable[[str, dict[str, Any]], None]
 _START = str(Path(__file__).with_name("start_rank.py"))
 _ENDING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
@@ -79,7 +79,7 @@ class _Child:
     def make_last_known(self) -> _LastKnown:
         """Returns what is known about the rank when the job ends, for the message to the user."""
         code = self.process.returncode if self.has_died() else None
-        # A signal from outside says all; what was written before has nothing to do with it.
+        # If a signal ended the rank, the last lines of its log do not explain the end.
         is_explained = not self.has_died() or self.failed is not None or code in _ENDING
         log = "" if is_explained else _last_lines(self.log)
         stopped = self.stopped_by if self.has_stopped() else 0
@@ -132,7 +132,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
                     child.note_stop()
                 has_died = any(child.has_died() for child in children)
                 if has_died or any(child.has_stopped() for child in children):
-                    if has_died:  # of one that is stopped they wait
+                    if has_died:  # the others fail too, but would wait for a stopped one
                         _gather_last_words(selector, handle_event)
                     ends = [child.make_last_known() for child in children]
                     message = _describe_end_of_job(ends, saved)
@@ -246,7 +246,7 @@ def state_of_child(pid: int, which: int) -> int:
 
 def _reap_child(child: _Child) -> None:
     """Waits for the end of a rank, and kills processes that it has started, such as compilers."""
-    if hasattr(os, "waitid"):  # while it is not reaped, its number is not another's
+    if hasattr(os, "waitid"):  # until it is reaped, no other process gets its id
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
     if child.process.returncode is None:
@@ -284,8 +284,8 @@ def _last_lines(log: IO[bytes]) -> str:
 
 def _end_children(children: list[_Child]) -> None:
     for child in children:
-        if child.process.returncode is None:  # its number is its own until it is waited for
-            # A rank may hang in a collective, where it heeds nothing milder.
+        if child.process.returncode is None:  # until it is reaped, no other process gets its id
+            # SIGKILL, because a rank may hang in a collective, where other signals have no effect.
             os.kill(child.process.pid, signal.SIGKILL)
     for child in children:
         _reap_child(child)

@@ -33,7 +33,7 @@ from partita.report import (
 
 from .options import Options, flag
 
-_NOT_KEPT = ("at", "done", "failed")  # where ranks are, for who watches them
+_NOT_KEPT = ("at", "done", "failed")  # for the launcher: where a rank is, and how it ended
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -190,7 +190,7 @@ class JsonLines:
         try:
             print(line, file=self._file, flush=True)
         except OSError:
-            with contextlib.suppress(OSError):  # what it could not write it tries again
+            with contextlib.suppress(OSError):  # close() tries to write the rest again
                 self._file.close()
             raise
 
@@ -223,7 +223,7 @@ class ReportPage:
 
     def begin(self, options: dict[str, Any]) -> None:
         if self._goes_on_from is not None and self._goes_on_from.is_file():
-            with contextlib.suppress(ValueError, OSError):  # of what is no log nothing is known
+            with contextlib.suppress(ValueError, OSError):  # the file is not a log
                 self._run = replace(read_log(self._goes_on_from), name=self.path.stem)
         self.record_event("begin", {"options": options, "time": time.time()})
 
@@ -315,7 +315,7 @@ class MlflowLog:
 
 # -- progress on a terminal ------------------------------------------------------------------------
 
-_LAST_STEPS = 10  # whose median says how fast a run is
+_LAST_STEPS = 10  # the number of last steps whose median is the speed
 PAUSE = 10.0  # seconds without a line after which plain progress prints one
 
 

@@ -51,7 +51,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
     Args:
         emit: a function that gets each event: `emit("step", step=3, loss=2.1, ...)`.
         text: the training data; by default read from `options.data`.
-        mesh: the mesh, if it exists already (that of `pt.ranks`).
+        mesh: an existing mesh, such as that of `pt.ranks`; None makes one.
 
     Raises:
         ValueError: options that do not fit model, text or checkpoint; a loss that is not finite.
@@ -124,7 +124,7 @@ def build_model(options: Options, mesh: Any) -> GPT:
     ).to(choose_device(options.device).type if mesh is None else mesh.device_type)
     if mesh is not None:
         axes = mesh.mesh_dim_names
-        # A byte has 256 values: to split so few words would cost more than it saves.
+        # The vocabulary has 256 tokens, too few for a split that pays.
         plan = pt.plans.gpt(split_words=False, sequence=options.sp) if "tp" in axes else None
         pt.parallelize(model, mesh, plan)
         if "dp" in axes:
@@ -155,7 +155,7 @@ def _make_eager_step(model: GPT, optimizer: Any, options: Options, emit: Emit) -
             total = total + loss.detach()
         emit("at", phase="optimizer", step=step)
         optimizer.step()
-        return total  # shares of all micro-batches: settled once, when it is read
+        return total  # Partial: reduced once, when it is read
 
     return run
 
@@ -401,7 +401,7 @@ class _CheckpointSchedule:
 # -- timeline of a step ----------------------------------------------------------------------------
 
 _MARK = "partita at "
-_COLLECTIVES = {  # as libraries call them, without blanks
+_COLLECTIVES = {  # the libraries' names, without blanks
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
     "allreduce": "all_reduce",

@@ -92,7 +92,7 @@ def counting_kernels(counts: Counts) -> Iterator[None]:
         launched.clear()
         code = generate(self)
         counts.update(_count_kernels(self.scheduler, launched))
-        # What a kernel leaves in parts is added up by torch itself.
+        # If a kernel returns partial sums, a call of torch adds them.
         counts["launches", "reductions"] += len(_SUM_OF_PARTS.findall(code[0].value))
         return code
 
@@ -125,7 +125,7 @@ def _kind_of(node: Any) -> tuple[str, bool]:
     if not node.is_extern() and not node.is_template():
         return _kind_of_triton(node), False
     what = node.node
-    if type(what).__name__ == "MultiOutput":  # one result of a call with several
+    if type(what).__name__ == "MultiOutput":  # an item of a call with several results
         name, is_launch = str(getattr(what.inputs[0], "op_overload", "")), False
     else:
         called = getattr(what, "op_overload", None) or getattr(what, "python_kernel_name", "")

@@ -48,7 +48,7 @@ def moves(options: argparse.Namespace) -> dict[str, Any]:
         cases["ZeRO-3 Llama layer"] = lambda n: _of_layer(n, options.layer_width)
     print(f"\n{'':<28}{'':<9}" + "".join(f"{n:>10}" for n in sizes) + f"{'ratio':>8}")
     for name, case in cases.items():
-        case(2)  # what is imported and compiled once is no cost of a move
+        case(2)  # warm-up: imports and compilation do not count
         runs = [{n: case(n) for n in sizes} for _ in range(max(1, options.times))]
         found[name] = {n: _least([run[n] for run in runs]) for n in sizes}
         _print(name, found[name], sizes)

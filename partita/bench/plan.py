@@ -64,7 +64,7 @@ EXAMPLES = {
         ModelShape(_make_llama, 2, 128, 8, 4, 64, 256, pt.plans.llama, "llama"),
         ModelShape(
             _make_digits,
-            heads=1,  # tp splits none of it
+            heads=1,  # tp shards nothing
             groups=1,
             context=1,
             plan=dict,
@@ -77,7 +77,7 @@ EXAMPLES = {
             _make_experts,
             heads=8,
             groups=8,
-            context=16,  # a graph has each step of its recurrent layer
+            context=16,  # short, because a graph unrolls the recurrent layer
             plan=plan_experts,
             name="moe",
             sums=0,
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     draw, slower = random.Random(options.seed), []
     for name in options.examples:
-        # Right before what it predicts: a machine that others use is not the same an hour later.
+        # Calibrate just before the prediction, because the load of a shared machine changes.
         machine = load_machine(options.machine) if options.machine else calibrate(_RANKS)
         planned = _plan_example(EXAMPLES[name], machine, draw)
         slower.append(_print_rows(_measure_example(name, planned, options.rounds)))

@@ -119,7 +119,7 @@ def measure_budgets(
         many: the number of budgets.
 
     Yields:
-        Each budget in bytes, and the peaks with it.
+        Each budget in bytes, and the step's peak memory with it.
     """
     most = measure_peaks(mesh, setup, **options).predicted
     least = _least(mesh, setup, **options)

@@ -326,7 +326,7 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
         _profiling.event, _profiling.silenced = None, event
 
 
-# -- who listens -----------------------------------------------------------------------------------
+# -- listeners -------------------------------------------------------------------------------------
 
 
 def dispatch_listeners() -> tuple[Any, ...]:

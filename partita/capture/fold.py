@@ -591,7 +591,7 @@ class _BlockRun:
     """One call of a block in a traced step: its nodes, and how they are compared.
 
     Attributes:
-        kinds: the class of the block; for an update that of the optimizer, then of the block.
+        kinds: (the block's class,); for an update (the optimizer's class, the block's class).
         forward, backward: its nodes, in order; the nodes of an update are in `forward`.
         own: all of them, with their positions.
         outside_inputs: the nodes outside the block that it reads, in the order of first use.

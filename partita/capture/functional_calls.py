@@ -632,7 +632,7 @@ _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
 
 
 def _without_gaps(like: torch.Tensor) -> torch.Tensor:
-    """Returns an empty dense tensor whose dimensions are ordered in memory as those of `like`."""
+    """Returns an empty dense tensor with the same memory order of dimensions as `like`."""
     order = sorted(range(like.dim()), key=lambda d: -like.stride(d))  # type: ignore[operator]
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
 
@@ -642,7 +642,7 @@ def _make_empty_draw(like: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _draw_bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
-    """Returns ones with probability `p`, else zeros, with memory ordered as that of `like`."""
+    """Returns ones with probability `p`, else zeros, in the memory order of `like`."""
     return _without_gaps(like).bernoulli_(p)
 
 
@@ -687,7 +687,7 @@ def _compute_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _compute_gradient(grad: torch.Tensor, log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Returns the gradient of `log_probs`; `grad` is that of each sequence's loss."""
+    """Returns the gradient of `log_probs`, from the gradient of each sequence's loss (`grad`)."""
     *operands, blank, zero_infinity = args
     made = _aten._ctc_loss(log_probs, *args)
     given = (grad, log_probs, *operands, *made, blank, zero_infinity)

@@ -179,7 +179,7 @@ def trace_without_writes(
 class _Noting(fx.Interpreter):
     """Interprets a graph while another is traced from it; new nodes get the notes of the old.
 
-    Its results are those of the graph, then the values of the nodes in `makers`.
+    Its results are the graph's results, then the values of the nodes in `makers`.
     """
 
     def __init__(self, graph: fx.GraphModule, makers: Sequence[fx.Node]):
@@ -520,7 +520,7 @@ class _Rewrite:
         raise UnsureOfWrites
 
     def _record_write(self, old: fx.Node, value: Any) -> None:
-        """Set the new value of an old node that is written, and of what it is a view of."""
+        """Set the new values of a written node, and of the tensors that it is a view of."""
         memory = self.memory.get(old)
         if memory is None or not isinstance(value, fx.Node):
             raise UnsureOfWrites

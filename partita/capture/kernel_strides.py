@@ -107,7 +107,7 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
     """Returns the strides of a dense tensor whose dimensions have this order in memory.
 
     Args:
-        order: the dimensions, the one that varies slowest in memory first.
+        order: the dimensions; the first one varies slowest in memory.
     """
     strides, size = [0] * len(shape), 1
     for d in reversed(order):

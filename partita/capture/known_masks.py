@@ -157,7 +157,7 @@ def _is_of_scores(mask: torch.Tensor, query: Any, scores: tuple[int, ...]) -> bo
     return math.prod(scores) > 0 and all(n in (1, m) for n, m in pairs)
 
 
-# -- what a mask hides -----------------------------------------------------------------------------
+# -- keys that a mask hides ------------------------------------------------------------------------
 
 
 def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:

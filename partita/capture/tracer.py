@@ -375,7 +375,7 @@ class Tracer:
             finally:
                 self.called_last = functions.called_last
 
-    # -- what comes out ----------------------------------------------------------------------------
+    # -- collecting results ------------------------------------------------------------------------
 
     def collect_state(self) -> None:
         """Add the values that the state has after the run to the graph's outputs.

@@ -382,8 +382,7 @@ class Offer:
         name: the name of the tensor or value.
         path: the keys that lead to it.
         region, shape, dtype: for a tensor: `(offset, length)` of the part in each dimension, and
-            the
-            shape and dtype of the whole tensor. None for a value.
+            the whole tensor's shape and dtype. None for a value.
     """
 
     name: str
@@ -505,7 +504,7 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Writes this rank's offers into the checkpoint's files. Returns the position of each."""
+        """Writes the parts that this rank offers into files, and returns where each one is."""
         # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
         written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()

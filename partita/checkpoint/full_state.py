@@ -118,11 +118,11 @@ def full_state_dict(
 
 @dataclass
 class _FullCopies:
-    """Whole copies of tensors, one of each. All ranks make them together.
+    """Whole copies of tensors, each made once. All ranks make them together.
 
     Attributes:
         keeps: True if this rank gets them; otherwise it only takes part in gathering.
-        device: the device of the copies; None: that of each tensor.
+        device: the device of the copies; None: the device of each tensor.
         made: the copies so far, by the ids of the tensors.
     """
 
@@ -393,7 +393,7 @@ def _write_leaf(leaf: Leaf, value: Any) -> None:
 
 
 def _exchange_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.Parameter]) -> None:
-    """Replace an optimizer's parameters by those that `new` has by their ids."""
+    """Replace an optimizer's parameters by the new ones in `new`, whose keys are ids."""
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
@@ -509,7 +509,7 @@ def _save_once(
     call: inspect.BoundArguments,
     spread: Mapping[int, DTensor],
 ) -> Any:
-    """Gather what is `spread`, and call `plain` on the rank that writes.
+    """Gather the DTensors in `spread`, and call `plain` on the rank that writes.
 
     Raises:
         LayoutError: other ranks do not call it; a tensor has no value.

@@ -150,7 +150,7 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-# -- entries that a fresh object lacks -------------------------------------------------------------
+# -- entries that a new object lacks ---------------------------------------------------------------
 
 Allocate = Callable[[KeyPath, Stored], "torch.Tensor | None"]
 """`(path within the object, metadata)`: allocates a tensor for an entry of the checkpoint."""

@@ -106,10 +106,10 @@ def _number_parameters(raw: Any, names: NamedGroups) -> dict[str, Any] | None:
 
 
 def _pack_by_name(raw: Any, names: NamedGroups) -> Any:
-    """Returns a state dict of an optimizer, and those of optimizers in it, packed and by name.
+    """Returns an optimizer's packed state dict, with parameter names as keys; inner ones, too.
 
     Raises:
-        ValueError: the optimizer keeps something else by a parameter's name, or by no name.
+        ValueError: another key of the state equals a parameter's name, or is not a string.
     """
     number = _number_parameters(raw, names)
     if number is None:
@@ -136,7 +136,7 @@ def _pack_by_name(raw: Any, names: NamedGroups) -> Any:
 def _unpack_by_number(tree: Any, raw: Any, names: NamedGroups) -> Any:
     """Undo `_pack_by_name` for an optimizer whose own state dict is `raw`.
 
-    A group gets the options that were saved, and keeps those of its own that were not.
+    A group gets the saved options, and keeps its own options that were not saved.
     """
     if not isinstance(tree, Mapping) or not isinstance(raw, Mapping) or KIND in tree:
         return unpack_containers(tree)

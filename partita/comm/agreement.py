@@ -127,7 +127,7 @@ class AgreedKeys:
             self._numbers, self._keys, self._distance = {}, [], 1
         number = self._numbers.setdefault(key, len(self._numbers))
         self._append(number)
-        # As text, in which C finds the longest end that occurs before.
+        # As text, so that a fast search in C finds the longest suffix that occurred before.
         text = "".join(map(chr, self._keys[-_REMEMBERED - _COMPARED :]))
 
         def find_earlier(n: int) -> int:
@@ -300,7 +300,7 @@ def _error_from_json(parts: dict[str, Any]) -> BaseException:
     else:
         try:
             error = kind(parts["text"])
-        except TypeError:  # it takes more than a text, as a UnicodeDecodeError does
+        except TypeError:  # it needs more arguments, as UnicodeDecodeError does
             error = ValueError(f"{parts['class']}: {parts['text']}")
     for note in parts["notes"]:
         error.add_note(note)
@@ -539,7 +539,7 @@ class _OfGroups(ControlPlane):
         try:
             packed = _pack_or_error(mine)
             got = unpack(self._control.decide(why, packed, answer_packed, shown, watched=watched))
-        except RuntimeError as error:  # of the group: `answer`'s own are outcomes
+        except RuntimeError as error:  # from the group: errors of `answer` are outcomes
             if (
                 isinstance(error, LayoutError)
                 or (gone := make_lost_rank_error(error, why, range(self.size))) is None
@@ -548,7 +548,7 @@ class _OfGroups(ControlPlane):
             raise gone from error
         if isinstance(got, _Failed) and got.rank == self.rank:
             mine.__notes__ = got.error.__notes__
-            got.error = mine  # of its own class, and with its traceback
+            got.error = mine  # this rank's own error, with its class and its traceback
         return got
 
     def _start_background(self, why: str, shown: str) -> Decide:

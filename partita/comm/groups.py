@@ -470,7 +470,7 @@ def _append_user_line(why: str) -> str:
 
 # -- meetings in the store -------------------------------------------------------------------------
 
-_LOOK = 0.002, 0.1  # seconds between two looks into the store: at first, and at most
+_LOOK = 0.002, 0.1  # seconds between two reads of the store: at first, and at most
 _CAPTURE = "capture"
 _meetings: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
 """The number of times that this rank has taken part in each kind of meeting of a group."""

@@ -84,9 +84,9 @@ def init_device_mesh(
     mesh = _init_device_mesh(
         device_type, tuple(mesh_shape), mesh_dim_names=mesh_dim_names, **options
     )
-    wire = wire_of(mesh)  # makes it, so that `find_saved_wire` finds it from now on
+    wire = wire_of(mesh)  # `find_saved_wire` finds the wire from now on
     if isinstance(wire, GroupWire):
-        wire.make_control()  # here, because all ranks call this; later one may come alone
+        wire.make_control()  # here, because all ranks call this
     return mesh
 
 
@@ -209,7 +209,7 @@ def wire_of(device_mesh: object) -> Wire:
             place=user_line(),
             fixes=(Fix("pt.init_device_mesh(...)", "initializes them under torchrun"),),
         )
-    if _world is not dist.group.WORLD:  # groups that were destroyed took theirs with them
+    if _world is not dist.group.WORLD:  # the groups were destroyed, and new ones made
         _wires.clear()
         forget_histories()
         _world = dist.group.WORLD
@@ -312,7 +312,7 @@ MEETING = "PARTITA_MEETING"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """The network interface that no other machine can reach."""
 
-_LOOK_INTO_STORE = 0.02  # seconds between two looks into the store
+_LOOK_INTO_STORE = 0.02  # seconds between two reads of the store
 
 
 def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
@@ -348,7 +348,7 @@ def _agree_on_round_name(store: dist.Store, rank: int, world: int, timeout: time
     """
     until = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex
-    name = me  # rank 0's
+    name = me  # of rank 0
     if rank == 0:
         store.set("partita/round", name)
     while time.monotonic() < until:
@@ -360,10 +360,10 @@ def _agree_on_round_name(store: dist.Store, rank: int, world: int, timeout: time
                 )
                 return name
         elif store.check(["partita/round"]):
-            name = store.get("partita/round").decode()  # it may yet be that of an earlier round,
+            name = store.get("partita/round").decode()  # perhaps of a round without me
             store.set(f"partita/{name}/{rank}", me)
             everyone = f"partita/{name}/all"
-            if store.check([everyone]) and me in json.loads(store.get(everyone)):  # without me
+            if store.check([everyone]) and me in json.loads(store.get(everyone)):
                 return name
         time.sleep(_LOOK_INTO_STORE)
     raise TimeoutError(f"rank {rank} of {world} waited {timeout} for the other ranks to start")

@@ -289,7 +289,7 @@ class _Turn:
             raise verdict.error()
 
 
-# -- what ranks bring to a meeting, and why they must stop -----------------------------------------
+# -- meetings of ranks, and verdicts ---------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -276,7 +276,7 @@ def _watch_for_deadlock() -> None:
             text = f"{what}, at {user_line(frame) or 'no line'}"
             post = make_post(Need(text, ranks, meets=bool(count[0]), count=count))
             if not first:
-                post["id"] = said["id"]  # it is the same wait
+                post["id"] = said["id"]  # the same wait as in the last post
             if first or post["begun"] != said["begun"]:
                 said, posted = post, now
                 put_post(store, me, post)
@@ -573,7 +573,7 @@ def _has_begun_other(post: Post, other: Post) -> bool:
 
 
 def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int) -> LayoutError:
-    """Write the verdict, unless another rank has. Returns the error of the one that was written."""
+    """Write the verdict, unless another rank has written one. Returns the written one's error."""
     lines = [
         f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
         for r, p in sorted(posts.items())

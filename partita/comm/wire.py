@@ -67,7 +67,7 @@ def on_first_wire(act: Callable[[], None]) -> None:
 
 def _begin_wires() -> None:
     global _waiting
-    with _beginning:  # another thread's wire is made when all has been done
+    with _beginning:  # other threads wait until all patches are done
         for act in _waiting or ():
             act()
         _waiting = None
@@ -152,7 +152,7 @@ class Wire(Transport):
         self.scope = scope() if scope_of_rank is None else scope_of_rank
         self.agreed: dict[object, Any] = {}  # what ranks have compared: by series, `AgreedKeys`
         self._reading: Reading | None = None  # of the value being moved
-        self.data_axes: tuple[str, ...] = ()  # over which `zero` has sharded a model
+        self.data_axes: tuple[str, ...] = ()  # the axes over which `zero` has sharded a model
         self.sites: dict[int, int] = {}  # by call, how often it made DTensors (`tensor/origins`)
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
@@ -291,7 +291,8 @@ class Wire(Transport):
 
         Args:
             why: the reason, which must be equal on all ranks: "compares from_local".
-            deadline: seconds to wait for ranks that do not wait for anything (`waiting`).
+            deadline: seconds to wait for ranks that still compute; by default the timeout of the
+                process group.
             compared: other text that must be equal on all ranks.
             shown: details of what this rank does, for errors.
 

@@ -76,7 +76,7 @@ def _collector_paused() -> Iterator[None]:
         if was:
             # Move all objects to the oldest generation. Otherwise the next collections would visit
             # each node once for each younger generation.
-            if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
+            if not gc.get_freeze_count():  # otherwise unfreeze would undo the user's freeze
                 _OLD_OBJECTS.count_moved(gc.get_count()[0])
                 gc.freeze()
                 gc.unfreeze()
@@ -135,7 +135,7 @@ def kept_within(
         prepare(program)
         taken = 0 if budget is None else _find_peak_bytes(program)
         if budget is None or taken <= budget:
-            program.budget_search = None  # which holds the form that it would try next
+            program.budget_search = None  # its reference keeps the next form alive
             return program
         least = taken if least is None else min(least, taken)
         less = peak_of(program) - 1

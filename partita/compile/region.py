@@ -347,7 +347,7 @@ def split(program: Program) -> ForwardBackwardPair:
     drop_unused(graph)
     late.intersection_update(graph.nodes)
     needs = _read_by(program, late, given)
-    # A number is no tensor of the call, and an input that forward writes has changed by then.
+    # A number is not a tensor of the call, and an input that forward writes has changed by then.
     inside = [n for n in needs if n not in given or _is_no_tensor(given[n]) or _is_written(n)]
     parts = sorted({o.part for o in program.outputs if o.kind == "cotangent"})
     return ForwardBackwardPair(

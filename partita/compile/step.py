@@ -173,7 +173,7 @@ def compile(
 # -- the step --------------------------------------------------------------------------------------
 
 _REFUSED_KEPT = 1024  # signatures of calls that could not be captured
-_MOST_PROGRAMS_TRIED = 64  # by one call
+_MOST_PROGRAMS_TRIED = 64  # the most programs that one call tries
 
 Found = tuple[CapturedProgram | None, list[Any], RefusedCall | StepRaises | None]
 """(program, leaves, None) for a call; or (None, [], the reason to run eagerly, if known)."""
@@ -471,7 +471,7 @@ class CompiledStep:
 
         Also returns the condition that does not hold, or "".
         """
-        why = ""  # of the newest program
+        why = ""  # why the newest program does not fit
         for key, program in reversed(self._programs.items()):
             if key[0] != signature:
                 continue
@@ -525,7 +525,7 @@ class CompiledStep:
             return program.run(tensors, None if known is None else known.inputs(tensors))
         except BaseException as error:
             program.undo_writes()
-            if isinstance(error, RuntimeError):  # perhaps of a collective that others lack
+            if isinstance(error, RuntimeError):  # perhaps other ranks lack the collective
                 for wire in program.wires:
                     if (away := explain_failed_collective(wire, error)) is not None:
                         raise away from error

@@ -257,7 +257,7 @@ def checks_value(node: fx.Node) -> bool:
     return node.op == "call_function" and facts_of(node.target).checks
 
 
-# -- what a node is --------------------------------------------------------------------------------
+# -- facts of nodes --------------------------------------------------------------------------------
 
 
 def examples_of(graph: fx.Graph) -> list[torch.Tensor]:

@@ -199,7 +199,7 @@ class Storages:
         self.maker: list[fx.Node] = []
         self.passing: dict[fx.Node, int] = {}
         self._graph, self._groups = graph, groups
-        self._shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor in a node's value
+        self._shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor of the value, its storage
         known: dict[int, int] = {}
         for node in graph.graph.nodes:
             if node.op == "output":

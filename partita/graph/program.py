@@ -700,7 +700,7 @@ def _find_lenders(spec: Spec) -> dict[int, _Lender]:
     return found
 
 
-# -- what was compiled of it -----------------------------------------------------------------------
+# -- compiled programs -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

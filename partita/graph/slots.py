@@ -97,7 +97,7 @@ class Slot:
         """Returns the value in this place; None if the place no longer exists."""
         try:
             return self.value
-        except (LookupError, AttributeError, ValueError):  # of a cell the last
+        except (LookupError, AttributeError, ValueError):  # ValueError: an empty cell
             return None
 
     def put(self, value: Any) -> None:

@@ -116,7 +116,7 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
     return [name, str(p.layout_over_mesh), axes, nbytes]
 
 
-# -- what passes did -------------------------------------------------------------------------------
+# -- reports of passes -----------------------------------------------------------------------------
 
 
 def explain_passes(captured: CapturedForms) -> str:

@@ -229,7 +229,7 @@ _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
 """Files of torch that only forward a call."""
 _CHECKS = "torch/distributions/"
 _MOST_QUESTIONS = 4096  # in one step
-_MOST_TRIES = 8  # of other guesses, if the step raises
+_MOST_TRIES = 8  # captures with other guesses, if the step raises
 
 
 Answer = bool | float

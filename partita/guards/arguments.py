@@ -96,7 +96,7 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
             parts = _flatten_container(value)[0]
         found.append(value)
         inside += [v for v in parts if type(v) not in _WITHOUT_IDENTITY]
-    return found[3:]  # without the call itself, its args and its kwargs
+    return found[3:]  # without the call, its args and its kwargs
 
 
 def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:

@@ -734,7 +734,7 @@ class CaptureRun:
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
-    # -- what comes out ----------------------------------------------------------------------------
+    # -- collecting results ------------------------------------------------------------------------
 
     def _collect_outputs(self, result: Any) -> None:
         """Add to `outputs` the step's result, and the new values of slots and gradients."""

@@ -200,7 +200,7 @@ class CapturedProgram(Program):
         made: dict[int, Any] = {}
         value: Any
         for i, (output, value) in enumerate(zip(self.forward_outputs, found, strict=True)):
-            if output.asks_gradient:  # of an input an alias, not the caller's tensor
+            if output.asks_gradient:  # for an input, an alias and not the caller's tensor
                 value = (value.detach() if i in self.returned_inputs else value).requires_grad_()
             if output.spec is not None:
                 value = as_dtensor(
@@ -390,7 +390,7 @@ def _line_of_node(node: fx.Node) -> str:
     return note_of(node).source
 
 
-# -- what ledgers, strict() and check_ranks() get --------------------------------------------------
+# -- events for ledgers, strict() and check_ranks() ------------------------------------------------
 
 
 def list_sent_moves(program: Program) -> list[Record]:

@@ -812,7 +812,7 @@ Description = dict[str, dict[str, str]]
 """A call's description: for each part, a text for each property, as {"x": {"shape": "(8, 4)"}}."""
 _FIRST_CALL = "the first call"
 _OTHER_OBJECTS = "two places or arguments are one object, and were two, or the other way round"
-_SHOWN = 3  # parts that differ, in a reason
+_SHOWN = 3  # the most differing parts that a reason lists
 _REMEMBERED = 1000
 _IN_A_ROW = 3  # captures in a row because of one value, after which it counts as a counter
 
@@ -1023,7 +1023,7 @@ class History:
             )
         warnings.warn(
             f"{self.what} is captured at each call: {reason}. {advice}",
-            stacklevel=6,  # of the call of the step
+            stacklevel=6,  # the line that calls the step
         )
 
     def note_drop(self, key: Any) -> None:

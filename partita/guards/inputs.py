@@ -1,10 +1,10 @@
 """The state of a step: the modules, optimizers and tensors that it uses, and where each tensor is.
 
-`find_state` searches in closures, defaults, globals that the code uses, and the object of a method;
-in those of the user's functions that these refer to; in places that a capture run has read; and in
-`state=`. Each tensor gets a *slot*, the place where it is stored. The *leaves* of a call are the
-values of all slots, then the leaves of the arguments (`tensors_of_call`). Inputs of a graph refer
-to them by index.
+`find_state` searches in closures, defaults, globals that the code uses, and the object of a method.
+It searches functions of the user to which these refer in the same way, places that a capture run
+has read, and `state=`. Each tensor gets a *slot*, the place where it is stored. The *leaves* of a
+call are the values of all slots, then the leaves of the arguments (`tensors_of_call`). Inputs of a
+graph refer to them by index.
 
 A slot is identified by the path on which it was found. If an object on the path has been replaced,
 a new search gives the slots their new places (`State.has_changed`). Guards check that the step

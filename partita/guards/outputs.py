@@ -51,7 +51,7 @@ from .values import (
 # -- what a step leaves in attributes --------------------------------------------------------------
 
 _SHARED = (torch.Tensor, types.ModuleType, types.CodeType, types.FrameType)
-_MOST_OBJECTS = 10_000  # that one search visits
+_MOST_OBJECTS = 10_000  # the most objects that one search visits
 
 
 class ModuleAttributes:
@@ -170,7 +170,7 @@ class InputAttributes:
                     )
 
 
-# -- what holds a tensor that the step made --------------------------------------------------------
+# -- objects that hold a tensor that the step made -------------------------------------------------
 
 
 def check_result(value: Any, known: Container[int]) -> None:

@@ -403,7 +403,7 @@ class ReadRecord(PlaceRecord):
     def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called, held = known.value, f"{known.name}.{name}", dict_of(known.value)
         known_optimizer = has_type(owner, torch.optim.Optimizer) and id(owner) in self._given_names
-        if known_optimizer and name in ("state", "param_groups"):  # these are inputs
+        if known_optimizer and name in ("state", "param_groups"):  # entries of these are inputs
             return
         if has_type(owner, logging.Logger) and name in _CHANGED_BY_LOGGING:
             self.read_place(place_of_log_level(known.name, owner), shallow=True)

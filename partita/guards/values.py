@@ -224,8 +224,8 @@ def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
     Keys are equal if a program cannot distinguish the values.
 
     Args:
-        walk: the walk to continue; None for a new one. Do not use it for numbers that are graph
-            inputs.
+        walk: the walk of the object that contains the value; None for a new one. The key of a
+            number always has its value, even if `walk.numbers` has the number.
     """
     kind = type(value)
     if kind in _BY_REPR:

@@ -59,7 +59,7 @@ def _place_whole(value: Any, mesh: Any, placements: Any) -> Any:
 
 def patch_output_layer() -> None:
     """Patch the fused output layer of TRL's trainers, so that it accepts DTensors."""
-    names, name = vars(trl.trainer.utils), "_ChunkedLogProbFunction"  # theirs, and private
+    names, name = vars(trl.trainer.utils), "_ChunkedLogProbFunction"  # private names of trl
     if name not in names:
         raise ImportError(f"this version of TRL has no {name}: pip install 'trl<2'")
     names[name] = _LogProbsOfRows

@@ -251,7 +251,7 @@ def own_placements(
     strided = {a: p for a, p in zip(mesh.names, out, strict=True) if _is_strided(p)}
     if not strided or order:
         return out, order
-    found: list[str] = []  # from the last axis on, each put behind those that split before it
+    found: list[str] = []  # each axis, from the last one on, comes after those that split before it
     for axis, p in reversed(list(zip(mesh.names, out, strict=True))):
         factor = p.split_factor if axis in strided else 1
         dim = getattr(p, "dim", None)
@@ -261,7 +261,7 @@ def own_placements(
                 found.insert(i, axis)
                 break
         else:
-            return out, order  # no order of ours says this: it is refused as no placement
+            return out, order  # no order is equivalent: refused later
     return [Shard(p.dim) if _is_strided(p) else p for p in out], found
 
 

@@ -142,7 +142,7 @@ class _BlockHooks:
         return prepared
 
     def _prepare_inputs(self, args: Any, kwargs: Any, call: _ForwardCall | None) -> Any:
-        """Returns the inputs of a forward, cast and watched; None where they stay as they are."""
+        """Returns the cast and watched inputs of a forward; None if they are unchanged."""
         precision = self.group.zero.precision
         dtype = precision.param_dtype
         cast = dtype is not None and precision.cast_inputs
@@ -240,8 +240,8 @@ class _ForwardCall:
         since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).
-        needs: True if backward will read the parameters (that of an embedding does not). What a
-            checkpoint inside saves is not included.
+        needs: True if backward will read the parameters. (The backward of an embedding does not.)
+            What a checkpoint inside saves is not included.
         node: a weak reference to the `_GatherBlock` node, which gives parameters their gradients.
         watches_inputs: True if the block is done only when its inputs' gradients have arrived. This
             is so only if a parameter gets no gradient. Otherwise no node reads a parameter after
@@ -654,7 +654,7 @@ class _GraphGather:
 
 
 def _write_back(whole: DTensor, p: DTensor) -> None:
-    """Write what the forward wrote into a gathered parameter into this rank's shard."""
+    """Copy a gathered parameter that forward has written into this rank's shard."""
     if whole.dtype != p.dtype:
         raise not_captured(f"a parameter {WRITTEN_AS} {whole.dtype}", DIGITS_LOST, WRITE_AFTER)
     with torch.no_grad():

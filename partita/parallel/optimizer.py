@@ -305,7 +305,7 @@ def _step_as_plain(
     kwargs: _Kwargs,
     originals: Mapping[Any, Any] | None = None,
 ) -> None:
-    """Run the step while the class of parameters, gradients and state is that of plain tensors.
+    """Run the step while parameters, gradients and state have the class of plain tensors.
 
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
 

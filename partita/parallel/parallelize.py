@@ -312,7 +312,7 @@ def _place_on_axes(spec: Spec, places: Pairs) -> Spec:
     return spec if layout == spec.layout else spec_of(layout, spec.wire)
 
 
-# -- what a plan says ------------------------------------------------------------------------------
+# -- entries of a plan -----------------------------------------------------------------------------
 
 Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
 """Maps patterns of names to placements of parameters, or to boundaries of modules. `*` matches any

@@ -436,7 +436,7 @@ def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
     return None
 
 
-# -- first values of what no file has --------------------------------------------------------------
+# -- initial values of tensors that no file has ----------------------------------------------------
 
 
 def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:

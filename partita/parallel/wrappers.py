@@ -62,7 +62,7 @@ def _refuse_to_wrap(wrapper: str, models: Sequence[nn.Module], ranks: Sequence[i
 
 
 def _list_trainer_fixes() -> list[Fix]:
-    """Returns the imports to write in place of those of the trainers that the program uses."""
+    """Returns fixes for the program's imports of trainers: the imports to write instead."""
     trainers = {
         "transformers.trainer": "from partita.integrations.trainer import Trainer",
         "accelerate": "from partita.integrations.accelerate import Accelerator",

@@ -380,7 +380,7 @@ class WaySearch:
         def rank(way: Way) -> tuple[float, ...]:
             seconds, size = thought[way]
             doubt = max(size / self.memory, 1.0) ** _DOUBT
-            of = way.strategy  # the simplest first
+            of = way.strategy  # of equal ways, the simplest
             return seconds * doubt, of.remat, of.micro_batches, of.zero, of.sequence
 
         return min(left, key=rank)
@@ -394,7 +394,7 @@ class WaySearch:
         nearest = max(likeness.values())
         alike = [one for one, count in likeness.items() if count == nearest]
         pairs = [(self.found[one], self._guess_cost(one)) for one in alike]
-        # Nothing is said of a model whose needs are not known (`_measure_needs`).
+        # The guess is 0 if the model's needs are unknown (`_measure_needs`).
         logs = [[math.log(real[i] / said[i]) for real, said in pairs if said[i]] for i in (0, 1)]
         ratios = [math.exp(sum(each) / max(len(each), 1)) for each in logs]
         return seconds * ratios[0], size * ratios[1]
@@ -495,7 +495,7 @@ def _replace_strategy(way: Way, **changes: Any) -> Way:
     return dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, **changes))
 
 
-# -- what a model needs ----------------------------------------------------------------------------
+# -- needs of a model ------------------------------------------------------------------------------
 
 _PRODUCTS = ("matmul", "batched_matmul", "convolution", "convolution_backward")
 _LEAST_SIZE = 2
@@ -659,7 +659,7 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Returns the needs of a model; only its weights if it cannot run without memory."""
     places: tuple[Any, ...] = (nullcontext(), torch.device("meta")), (FakeTensorMode(), HOST)
-    for mode, device in places:  # of fakes transformers reads no values, of meta tensors it does
+    for mode, device in places:  # transformers reads values of meta tensors, but not of fakes
         try:
             with mode, device:
                 return _run_once(shape, layers, batch, context)

@@ -227,9 +227,9 @@ def _fit_link(collectives: Mapping[str, MeasuredCurve], ranks: int) -> Link:
 
 # -- a rank that measures --------------------------------------------------------------------------
 
-_SECONDS = 20.0  # of all passes
-_KEPT = 4  # results of so many calls are kept alive, as in a step
-_ELEMENTS = (64, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)  # of four bytes, of a collective
+_SECONDS = 20.0  # the seconds for all passes
+_KEPT = 4  # the results of this many calls are kept alive, as in a step
+_ELEMENTS = (64, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)  # four-byte elements in a collective
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ _SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20)  # elements of four bytes
 _LARGE, _HUGE = 1 << 20, 1 << 22
 _POOL = 1 << 23  # bytes of the tensors of one size, where these are smaller
 _IN_A_ROW = 3
-_WIDTH = 128  # of the rows of a kernel that works on rows
+_WIDTH = 128  # elements in a row, for kernels that work on rows
 
 
 @dataclass(frozen=True)

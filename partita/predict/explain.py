@@ -114,7 +114,7 @@ def _check_operands(given: Any) -> None:
 def _name_of_function(fn: Any) -> str:
     if isinstance(fn, nn.Module):
         return type(fn).__name__
-    # What torch.library.custom_op gives has the name of its operator only.
+    # An op made by torch.library.custom_op has only the operator's name.
     name = getattr(fn, "__name__", None) or getattr(fn, "_name", None) or type(fn).__name__
     return str(name)
 
@@ -299,7 +299,7 @@ def _layouts_of(values: Any) -> tuple[Layout, ...]:
     return tuple(leaf.layout_over_mesh for leaf in leaves if isinstance(leaf, DTensor))
 
 
-# -- what a row needs ------------------------------------------------------------------------------
+# -- operands and moves of a row -------------------------------------------------------------------
 
 
 def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) -> ConsideredRow:
@@ -340,7 +340,7 @@ def _name_of(path: Path, parameters: Sequence[str]) -> str:
     return f"{head}{inside}"
 
 
-# -- what was found --------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,8 @@ class Machine:
     def reached_link(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
         """Returns the latency and bandwidth that collectives over these axes reach in practice.
 
-        They are those of a link in `links`, or a fraction (`efficiency`) of those of the slowest
-        link.
+        They are the figures of a link in `links`, or a fraction (`efficiency`) of the slowest
+        link's.
         """
         given = self.given_link(axes)
         if given is not None:
@@ -283,7 +283,7 @@ class Machine:
         """
         if self.given_link(axes) is not None or self._is_within_hosts(axes, mesh):
             return False
-        inner = 1  # neighbours along the axes after the last of these, which share no collective
+        inner = 1  # the product of the axes after the last one in `axes`
         for name, size in reversed([*mesh.items()]):
             if name in axes:
                 break
@@ -292,12 +292,12 @@ class Machine:
 
     def _is_within_hosts(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
         """True if every ring over these axes is inside one host."""
-        span, inner = 1, 1  # the neighbours among which every ring is, and those seen so far
+        span, inner = 1, 1  # the consecutive ranks that contain a ring; those of all axes so far
         for name, size in reversed([*mesh.items()]):
             inner *= size
             if name in axes:
                 span = inner
-        # They may begin on one host and end on the next, where hosts do not divide into such.
+        # If `span` does not divide the ranks of a host, a ring may lie on two hosts.
         return self.ranks_per_host % span == 0 or inner <= self.ranks_per_host
 
     def _count_neighbours(self, axes: Sequence[str], mesh: Mapping[str, int]) -> int:
@@ -367,7 +367,7 @@ def read_link(text: str) -> tuple[str, Link]:
         raise MachineError(f"--link: {error}") from None
 
 
-# -- what a file must hold ------------------------------------------------------------------------
+# -- contents of a file ----------------------------------------------------------------------------
 
 _Read = Callable[[str, Any], Any]
 """Called with a key and its value, which it reads. Raises MachineError, naming the key."""
@@ -555,8 +555,8 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
 
     Args:
         whole: bytes of the unsharded tensor. This is the result of an all-gather, the input of a
-            reduce-scatter or all-reduce, or what a rank has before an all-to-all. For others it is
-            what is sent.
+            reduce-scatter or all-reduce, or what a rank has before an all-to-all. For other kinds
+            it is the tensor that is sent.
 
     Raises:
         ValueError: a kind that is not known.

@@ -201,7 +201,7 @@ def make_value_read_error(error: Exception) -> LayoutError:
 # -- calls as text ---------------------------------------------------------------------------------
 
 _HOMES = {"F": torch.nn.functional, "torch": torch, "Tensor": torch.Tensor}
-_DIGITS = 20  # of a number of ranks that is read as one
+_DIGITS = 20  # the most digits of a number of ranks
 _CALL = re.compile(r"\s*(?P<name>[\w.:]+)\s*(?:\((?P<args>.*)\))?\s*", re.DOTALL)
 _LAYOUT = re.compile(r"[a-z]+\d*\[[^\]]*\](\s*\{[^}]*\})?")
 
@@ -392,7 +392,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
         with _ScheduleMode(schedule), resize_listener(schedule.note_resized):
             result = step(*args)
         found = schedule.memory_with(held)
-        del result  # until here, as the caller of a step keeps the result alive
+        del result  # only now, because the caller of a step keeps the result alive
     return found
 
 

@@ -9,8 +9,8 @@ If a machine does not overlap communication, the compute stream waits for each c
 it is issued. An all-reduce is the exception. It may run while the rank computes, and delays it only
 by the time of sending its bytes.
 
-A kernel takes the longer of two times, that of its operations and that of its bytes, plus a fixed
-cost. Both are for the fraction of the machine's peaks that kernels reach (Williams, Waterman and
+A kernel takes the time of its operations or of its bytes, whichever is longer, plus a fixed cost.
+Both are for the fraction of the machine's peaks that kernels reach (Williams, Waterman and
 Patterson 2009, "Roofline: an insightful visual performance model").
 """
 
@@ -335,7 +335,7 @@ def _check_mesh(
         held |= of_step
         in_order = [axis for axis in sizes if axis in of_step] == [*of_step]
         if any(sizes.get(axis) != size for axis, size in of_step.items()) or (
-            is_by_sizes and not in_order  # neighbours share hosts: the order has a meaning
+            is_by_sizes and not in_order  # the order matters, because neighbours share hosts
         ):
             said, is_so = _format_mesh(sizes), _format_mesh(of_step)
             raise StrategyError(f"the argument mesh is {said}, and the step's is {is_so}")
@@ -439,9 +439,9 @@ class _Player:
     def __init__(self, program: Program, machine: Machine, mesh: Mapping[str, int]):
         self.program, self.machine, self.mesh = program.flat(), machine, mesh
         self.found = SimulatedStep()
-        self.now = 0.0  # on the compute stream
-        self.free: dict[str, float] = {}  # when an axis's links are
-        self.ready: dict[fx.Node, tuple[float, str]] = {}  # what is under way, and on what stream
+        self.now = 0.0  # seconds, on the compute stream
+        self.free: dict[str, float] = {}  # by axis: the time when its links are free
+        self.ready: dict[fx.Node, tuple[float, str]] = {}  # its end, its stream
         self.by_dtype: dict[str, float] = {}
         self.met = 0.0  # the time of the last collective, at which the ranks waited for each other
 
@@ -758,7 +758,7 @@ def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
     if is_table and operand is node.args[0]:
         return float(_nbytes_of_node(node))
     if "copy_" in name and operand is node.args[0] and len(node.args) > 1:
-        return 0.0  # it is only written
+        return 0.0  # its former value is not read
     return math.inf
 
 
@@ -788,7 +788,7 @@ def _dtype_of_operands(node: fx.Node) -> str:
     return "float32"
 
 
-# -- what was found --------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 _CLASSES = "weights gathered gradients optimizer activations workspace arguments".split()
 _SHOWN = 8

@@ -324,7 +324,7 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
     """
     cost = _seconds_one_way(KINDS[way], n, have, got)
     if op == "sum":
-        # A gradient has the local shape of its value: backward the two sizes change places.
+        # A gradient has the local shape of its value, so in backward the two sizes are exchanged.
         cost += _seconds_one_way(KINDS[DUAL[way[1]] + DUAL[way[0]]], n, got, have)
     return cost
 

@@ -210,7 +210,7 @@ class _PlanSearch:
         places = state[1]
         goals = [self.goal_of[a] for a in free]
         if target == "sum":
-            # Zeros are shares of a sum, and of nothing else.
+            # A missing share can be zeros only in a sum.
             pure = "max" not in places and "min" not in places
             return place != "sum" and pure and all(goal == "sum" for goal in goals)
         if place == target:

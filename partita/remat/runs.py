@@ -131,8 +131,8 @@ class RecordedCall:
             them.
         draws: if it draws random numbers, the states of the generators.
         kept: its kept result, or None.
-        reads: those of its tensors that come from outside of the region.
-        borrowed: for a kept opaque call (one that is kept or run as a whole): saved tensors that
+        reads: the tensors from outside of the region that the call reads.
+        borrowed: if the call is opaque (kept or repeated only as a whole): the saved tensors that
             are views of its inputs, as (input, size, stride, offset).
     """
 

@@ -8,7 +8,7 @@ backward, with local tensors.
 A call's key is its function, the user's frames between the region and the call, and its arguments.
 A tensor argument is described by its shape, layout and dtype, and by the call that made it. If the
 second run takes another path, its first new call is not found. A policy decides which results a
-region keeps: those of the functions, modules and names in it.
+region keeps: it lists functions, modules and names.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ class Wrapped:
         return self if instance is None else partial(self, instance)
 
 
-# -- what a policy may name ------------------------------------------------------------------------
+# -- names in a policy -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ pre { background: #f6f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; 
 .runs > div { min-width: 0; } .layout { margin: 14px 0; } .note { color: #666; font-size: 13px; }
 .table { overflow-x: auto; } .warning { color: #a3301c; white-space: pre-wrap; margin: 4px 0; }
 """
-# At the end of the page, where every column stands: a column is as wide as the page until the next
-# one is read. A picture that was drawn is drawn anew when its place gets another width.
+# This is at the end of the page, because a browser that has not read the next column makes this one
+# as wide as the page. A picture is drawn again if its column gets another width.
 _DRAW = """
 const places = new ResizeObserver(found => found.forEach(one => Plotly.Plots.resize(one.target)));
 for (const place of document.querySelectorAll(".figure")) {
@@ -70,7 +70,7 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
         OSError: the file cannot be written.
     """
     check_plotly()
-    # Half of a pair, which JSON may hold, is no character of UTF-8.
+    # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
     page = _page_html(_tell_apart(runs))
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
@@ -209,7 +209,7 @@ def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
     """Yields what was trained, on what, and when."""
     options = run.options
     if run.began is not None:
-        with suppress(ValueError, OverflowError, OSError):  # no year that there is
+        with suppress(ValueError, OverflowError, OSError):  # a year out of range
             began = datetime.fromtimestamp(run.began, UTC)
             yield "began", f"{began:%Y-%m-%d %H:%M} UTC"
     if "mesh" in options:
@@ -259,7 +259,7 @@ def _describe_other_ways(run: RunFacts) -> str:
     others, gone = (
         ", ".join(sorted(a - b)) for a, b in ((run_there, requested), (requested, run_there))
     )
-    if not others or not gone:  # what only reads a value is none of the step's moves
+    if not others or not gone:  # extra collectives alone may be reads of values
         return ""
     return f" Collectives are named by what the backend runs: {others}, to do {gone}."
 
@@ -301,7 +301,7 @@ def _passes_html(run: RunFacts) -> str:
 def _draw_layout(layout: str, mesh: str) -> str:
     try:
         return html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
-    except ValueError:  # of an axis whose name has blanks, the text cannot be taken apart again
+    except ValueError:  # the name of an axis has blanks, so the text cannot be parsed
         return f"<div>{_escape(layout)} over {_escape(mesh)}</div>"
 
 
@@ -373,7 +373,7 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
         "template": "plotly_white",
         "height": height,
         "margin": {"l": 70, "r": 30, "t": 30, "b": 50},
-        # Of more rows the legend grows away from what is drawn.
+        # Above the picture, so that a legend of several rows does not cover it.
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "hovermode": "x unified",
         **more,
@@ -562,7 +562,7 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
             raise ValueError(f"{option}: {path} may not be written by this user")
     taken = {os.path.realpath(path): "is what is read" for path in inputs}
     for option, path in paths.items():
-        if path.exists() and not path.is_file():  # a terminal or a pipe takes all that comes
+        if path.exists() and not path.is_file():  # a terminal or a pipe: nothing is replaced
             continue
         if os.path.realpath(path) in taken:
             raise ValueError(f"{option}: {path} {taken[os.path.realpath(path)]}: name another file")

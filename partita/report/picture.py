@@ -200,7 +200,7 @@ def _describe_places(places: Sequence[dict[str, int]], count: int) -> str:
         texts = [" ".join(f"{a}={n}" for a, n in place.items()) for place in places]
         return f"{_join_shortened(texts, ', ')} ({len(places):,} of {count:,} places)"
     ((axis, first),), ((_, last),) = places[0].items(), places[-1].items()
-    # Whoever holds nothing of a dimension that one axis splits is behind all that hold some.
+    # Coordinates without elements follow all coordinates with elements, so these are a range.
     return f"{axis}={first}" + (f"…{last}" if last > first else "")
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from partita.layout import Layout, Mesh
 
-_EVENT = '{"event": '  # what a line of a log begins with
+_EVENT = '{"event": '  # the beginning of a line of a log
 
 
 @dataclass
@@ -72,7 +72,7 @@ class RunFacts:
             self.about = facts
         elif event == "step":
             while self.steps and self.steps[-1]["step"] >= facts["step"]:
-                self.steps.pop()  # the run goes on from before it
+                self.steps.pop()  # the run was resumed before this step
             self.steps.append(facts)
         elif event == "timeline":
             self.timeline = [TimelineEvent(*row) for row in facts["events"]]
@@ -155,7 +155,7 @@ def _is_cut(line: str, following: str | None) -> bool:
     return begins and (following is None or following.startswith(_EVENT + '"begin"'))
 
 
-# -- what an event must hold -----------------------------------------------------------------------
+# -- fields of an event ----------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
 """A function of a value's path in its event, such as `["moves"][3]["nbytes"]`, and the value.
@@ -281,7 +281,7 @@ def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
 
 def _memory(at: str, value: Any) -> None:
     """Checks the memory of a step: for each class, a number for each place."""
-    if value is None:  # of a step that was not captured
+    if value is None:  # the step was not captured
         return
     _MEMORY(at, value)
     count = len(value["places"])

@@ -32,7 +32,7 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 @rule(reduced)
 def _reduced_sentence(x: Arg) -> str:
-    # A dimension that is whole stays whole: what x meets next may be split along another one.
+    # A whole dimension stays whole, because the next operand may be split along another one.
     names = Names(n if x.is_split(d) else f"{n}!" for d, n in enumerate(x.names))
     return f"{names} -> {names}"
 
@@ -174,7 +174,7 @@ def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
     """
     at = reduced(argmax(x, dim, True, sign))
     if x.requires_grad and torch.is_grad_enabled():
-        # gather would save x for backward. torch.max does not, so x may be written afterwards.
+        # gather would save x for backward; torch.max does not, so programs may write x afterwards.
         values = x.masked_fill(~is_at_place(x.detach(), at, dim), 0).sum(dim, keepdim=True)
     else:
         values = torch.gather(x, dim, at)
@@ -207,7 +207,7 @@ def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
         x = x.to(torch.get_default_dtype())
     x, dtype = widen(x), x.dtype
     top = reduced(partial_max(x, dim, True))
-    top = top.masked_fill(top.abs() == math.inf, 0)  # unlike softmax, which is nan there
+    top = top.masked_fill(top.abs() == math.inf, 0)  # softmax would return nan there
     shifted = subtract_reduced(x, top)
     out = (shifted.exp().sum(dim, keepdim=True).log() + top).to(dtype)
     return out if keepdim else out.squeeze(Names.of(x.ndim).dims(dim))
@@ -241,7 +241,7 @@ def moments(
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
     """Returns the sum of |x|^p over `dim`, as in norms. It is an op with its own rule."""
-    if p == 2:  # without |x|, whose gradient at 0 is 0: the second derivative would be wrong
+    if p == 2:  # not by |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
     size = x.abs()
@@ -267,7 +267,7 @@ def vector_norm(
         norm = amax(wide.abs(), dim, keepdim, 1 if ord > 0 else -1)
     elif ord == 0:
         count = (wide != 0).sum(dims, keepdim=keepdim).to(wide.dtype.to_real())
-        norm = _NoGradient.apply(count, x)  # which torch's has neither
+        norm = _NoGradient.apply(count, x)  # torch's has no gradient either
     elif ord == 1:
         norm = wide.abs().sum(dims, keepdim=keepdim)
     else:

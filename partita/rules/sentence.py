@@ -200,7 +200,7 @@ class Names(tuple[str, ...]):
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
             return tuple(range(len(self)))
         found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
-        return found if self else ()  # torch accepts dim=0 for a tensor of no dimensions
+        return found if self else ()  # torch accepts dim=0 for a 0-d tensor
 
     def without(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Names:
         """Returns the names that are left after a reduction over `dim`.

@@ -57,12 +57,12 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
     """
     source = args[0]
     if func is T.__getitem__:
-        if not is_index_of_view(args[1]):  # a mask where the plan was made for a number
+        if not is_index_of_view(args[1]):  # a mask, though the plan was made for a number
             return out
         # The index of this call, not that of the call for which the plan was made.
         args = tree_map_only(torch.Tensor, lambda i: i.detach().clone(), args[1:])
         args = (source, *args)
-        if out is not source and state_of(out).copied_view is not None:  # of a value between
+        if out is not source and state_of(out).copied_view is not None:  # of an inner value
             own_state(out).copied_view = None
             out._spec = spec_of(out._spec.layout, out._spec.wire)
     alias = _alias_of(source)
@@ -77,7 +77,7 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
 
 
 def _alias_of(x: DTensor) -> DTensor:
-    """Returns an alias of `x`, which keeps its shape when that of `x` is changed in place."""
+    """Returns an alias of `x` that keeps its shape if the shape of `x` is changed in place."""
     with local_ops():
         # `view_as` would change the stride of a dimension of one element.
         alias = as_dtensor(torch.ops.aten.alias(x), x._spec)
@@ -171,7 +171,7 @@ def refuse_repeated_write(name: str, x: DTensor) -> None:
     if name in _SETS_VALUES or is_without_overlap(twin := make_meta_twin(x, dense=is_copy)):
         return
     if any(n > 1 and not stride for n, stride in zip(twin.shape, twin.stride(), strict=True)):
-        return  # as by expand(): torch raises an error of its own
+        return  # as by expand(): torch raises its own error
     raise LayoutError(
         f"{name} of a view whose elements share memory, as by unfold()",
         place=user_line(),

@@ -243,7 +243,7 @@ def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any)
     before.requires_grad_(now.requires_grad)
     if grad is not None:
         before.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, device_mesh)
-    setattr(part, key, before)  # as the user's code sets it: recurrent layers keep a list of theirs
+    setattr(part, key, before)  # by setattr: recurrent layers list their parameters
 
 
 # -- factories -------------------------------------------------------------------------------------
@@ -558,7 +558,7 @@ def local_map(
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
                 tensors.append(x)
-                # By default the dual: it is not ambiguous, because `func` computes on pieces.
+                # By default the dual: not ambiguous, because `func` computes on pieces.
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
         operands: Operands | None = None

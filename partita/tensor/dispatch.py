@@ -207,7 +207,7 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     try:
         key = op.key(*args, **kwargs)
     except TypeError:
-        # The arguments do not fit the rule's parameters, so the call runs as without a rule.
+        # The arguments do not fit the rule's parameters, so the call runs as if there were no rule.
         check_call_fits_rule(call)
         return _choose_run_without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)

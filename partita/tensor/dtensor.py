@@ -766,7 +766,7 @@ def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
     return axes, spec.wire.index(axes), spec.wire.mesh_size(axes)
 
 
-# -- do pieces make one tensor ---------------------------------------------------------------------
+# -- checks that pieces make one tensor ------------------------------------------------------------
 # A fault may occur on one rank only. So the ranks exchange what they found, and then all raise the
 # same error, or none.
 

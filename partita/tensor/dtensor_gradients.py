@@ -120,7 +120,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
             if grad.stride() != x.stride():
                 grad = _match_strides(grad, x)
         typed = as_dtensor(grad, spec)
-        # One with a history stays Partial where a clip or a norm reads it: a reduced one would be
+        # With a history it stays Partial when a clip or a norm reads it: a reduced one would be
         # another object.
         if not typed.requires_grad:
             own_state(typed).gradient_of = (weakref.ref(x),)
@@ -412,7 +412,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_hook`, with a hook that gets DTensors."""
-    _reduce_postponed(x)  # what came before is none of the hook's
+    _reduce_postponed(x)  # the hook gets later gradients only
     typed = type_hook(x, hook)
     with local_ops():
         return x.register_hook(typed)
@@ -428,7 +428,7 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
         note = typed.note  # type: ignore[attr-defined]
         hooks = hooks_of_backward(x)
         hooks[handle.id] = hooks.pop(note.id)
-    handle.extra_dict_ref += (note.hooks_dict_ref,)  # so that its `remove` takes off both
+    handle.extra_dict_ref += (note.hooks_dict_ref,)  # so that its `remove` removes both hooks
     return handle
 
 
@@ -951,8 +951,9 @@ def _agree_on_gradients(params: list[DTensor], pending: dict[DTensor, DTensor]) 
         if p in pending:
             wires.setdefault(pending[p]._spec.wire, []).append((i, p))
     for wire, group in wires.items():
-        # By positions, specs and origins, which are equal on all ranks; ids of objects are not. A
-        # list of the parameters that have gradients gives other ones the same positions.
+        # The key has positions, specs and origins, which are equal on all ranks; ids of objects are
+        # not. Positions alone do not suffice: in a list of only the parameters that have gradients,
+        # they belong to other parameters.
         made = [p.__dict__.get(ORIGIN) for _, p in group]
         key = (
             len(params),
@@ -1017,8 +1018,8 @@ def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, 
     mesh = wire.mesh
     pending = {axis for axis, _ in partial}
     others = tuple(a for a in mesh.names if a not in pending)
-    # The flat buffers of ranks that hold other shards may differ in size where shards are uneven;
-    # the first rank's is the largest, and all are made as long, so that all make one move.
+    # With uneven shards, the sizes of the ranks' flat buffers differ. All are made as long as the
+    # first rank's, which is the largest, so that all ranks make one move.
     longest = sum(p._spec.largest for p in params)
     copies = math.prod([mesh.size(a) for a in others])
     before = Layout((longest * copies,), (others,), partial)
@@ -1073,7 +1074,7 @@ def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 @keep_in_class
 def _make_typed_function(cls: type[Function]) -> type[Function]:
-    """Returns a subclass of `cls` whose backward gets DTensors where its forward did."""
+    """Returns a subclass of `cls` whose backward gets DTensors if its forward did."""
     body: dict[str, Any] = {}
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

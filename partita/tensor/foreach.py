@@ -130,7 +130,7 @@ def _place_arguments(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, 
 
 def _run_with_moves(plan: _ListPlan, func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a call that needs redistributions, or whose tensors are on several meshes."""
-    by_name = op.form.name in ("addcdiv", "addcmul")  # one for each place
+    by_name = op.form.name in ("addcdiv", "addcmul")  # each place has its own
     if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):
         args = (*args[:3], args[3].tolist())
     if plan.wires:
@@ -204,14 +204,14 @@ def _make_op_or_clamp(function: Function, clamp: Function) -> Function:
     def call_or_clamp(x: torch.Tensor, other: Any) -> torch.Tensor:
         if isinstance(other, torch.Tensor):
             return function(x, other)
-        if x.requires_grad:  # half of it where both are equal: no gradient of a clamp
+        if x.requires_grad:  # if equal, x gets half the gradient; by a clamp, all of it
             return function(x, torch.full((), other, dtype=x.dtype, device=x.device))
         return clamp(x, other)
 
     return call_or_clamp
 
 
-# What lists may be given numbers for, where the op itself takes none in that place.
+# Ops whose list form accepts a number in a place where the op itself accepts only a tensor.
 _NUMBERS_TOO: dict[str, Function] = {
     "maximum": _make_op_or_clamp(torch.maximum, torch.clamp_min),
     "minimum": _make_op_or_clamp(torch.minimum, torch.clamp_max),
@@ -232,7 +232,7 @@ def _plan_place(i: int, args: Args, kwargs: Kwargs, op: Op) -> CallPlan | None:
     function = _function_named(op.form.name)
     if not op.form.inplace or function is None:
         return None
-    # The native kernel serves where nothing moves, and the result lies as what it is written into.
+    # The native kernel serves if nothing moves and the result has the written operand's layout.
     plan = make_plan(OpCall(form_of(function), function, place, kwargs))
     if plan is None or plan.choice is None or not isinstance(place[0], DTensor):
         return None
@@ -244,7 +244,7 @@ def _plan_place(i: int, args: Args, kwargs: Kwargs, op: Op) -> CallPlan | None:
 
 def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
     single, outs = _find_single_op(op), []
-    by_name = op.form.name in ("addcdiv", "addcmul")  # the op itself takes its number so only
+    by_name = op.form.name in ("addcdiv", "addcmul")  # the op accepts `value` only by name
     for i, place in enumerate(plan.places):
         mine, options = _arguments_at_place(i, args), kwargs
         if by_name and len(mine) == 4:
@@ -269,7 +269,7 @@ def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
             if isinstance(value, DTensor):
                 if value._spec is not target and value._spec.shape == target.shape:
                     new[(j, i)] = move_local(value, value._spec, target, op.form.name, "implicit")
-                    if args[0][i]._spec is not target:  # a share is no value to step from
+                    if args[0][i]._spec is not target:  # Partial: step on the reduced value
                         new[(j, i)] = as_dtensor(new[(j, i)].clone(), target)
                         shares.append((value, new[(j, i)]))
             elif value.dim() > 0:
@@ -277,7 +277,7 @@ def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     args, kwargs = replace_at_paths(args, kwargs, new)
     with local_ops():
         out = func(*args, **kwargs)
-        # These kernels do not count what they change, and we keep what is made of tensors by count.
+        # The kernels increase no version counters, which decide whether kept results are valid.
         lists = [a for a in args if type(a) in (list, tuple)]
         increment_version([x for a in lists for x in a if isinstance(x, torch.Tensor)])
     for value, stepped in shares:
@@ -286,8 +286,7 @@ def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 # -- norms and infinities of many tensors ----------------------------------------------------------
-# They need the other ranks once, not once for each tensor. Both read gradients: those that are
-# pending are reduced first, in buckets.
+# One reduction serves all tensors. Pending gradients among them are reduced first, in buckets.
 
 
 def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tensor]:
@@ -313,7 +312,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
             if not math.isinf(ord):
                 # Of the ranks that hold the same piece, only the first counts it.
                 copied = [[a for a in axes if not x.placement(a).is_shard()] for x in layouts]
-                # The power comes first: 0 is what adds nothing, and 0 ** ord is not.
+                # The power first: copies on other ranks must count 0, but 0 ** ord may not be 0.
                 values = values if ord in (0, 1) else values**ord
                 values = torch.where(wire.is_first_along(copied, values.device), values, 0)
             whole = _reduce_norms(values, wire, axes, ord, "norms")

@@ -138,7 +138,7 @@ def facts_of(target: Any) -> OpFacts:
     A target is an operator of torch, `operator.getitem`, or a function with `declare_facts`. For
     anything else all properties are False.
     """
-    if target is operator.getitem:  # of what a call has given
+    if target is operator.getitem:  # an item of a call's result
         return OpFacts(is_view=True, moves=True)
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -323,7 +323,7 @@ def _is_operator_drawing(name: str) -> bool:
     return any(
         facts_of(getattr(packet, overload)).draws
         for packet in packets
-        if isinstance(packet, OpOverloadPacket)  # else an attribute of the namespace itself
+        if isinstance(packet, OpOverloadPacket)  # others are attributes of the namespace itself
         for overload in packet.overloads()
     )
 
@@ -363,7 +363,7 @@ _FACTS_OF_FUNCTIONS = {
         view_as_complex atleast_1d atleast_2d atleast_3d""",
     "may_copy": "contiguous reshape flatten ravel to type",
     "reshapes": "squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_",
-    # Beside those that reshape.
+    # In addition to those that reshape.
     "changes_shape": "as_strided_ resize_ resize_as_ set_",
     # Torch does not tag them, since they are made of others.
     "draws": """scaled_dot_product_attention feature_dropout feature_alpha_dropout rrelu binomial
@@ -402,7 +402,7 @@ _CASTS = {
         log_softmax norm nuclear_norm prod softmax sum""",
 }
 
-# -- what autocast does to an op -------------------------------------------------------------------
+# -- autocast --------------------------------------------------------------------------------------
 
 _INSIDE = {"cross_entropy_loss": "nll_loss", "nll_loss_nd": "nll_loss"}
 """Composites whose work is done by an op on the lists, listed themselves or not."""
@@ -410,9 +410,9 @@ _INSIDE = {"cross_entropy_loss": "nll_loss", "nll_loss_nd": "nll_loss"}
 
 @cache
 def _list_aten_overloads() -> dict[str, list[str]]:
-    """Returns the overloads of each of torch's own operators; not those that name dimensions."""
+    """Returns the overloads of each of torch's own operators that do not name dimensions."""
     found: dict[str, list[str]] = defaultdict(list)
-    # Private: torch says nowhere else which ops its lists hold for a device.
+    # Private torch: the only list of all registered operators.
     for name in torch._C._dispatch_get_all_op_names():
         space, _, op = name.partition("::")
         base, _, overload = op.partition(".")
@@ -475,7 +475,7 @@ def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
     """
 
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
-        # Private, but one question for all devices: nothing is looked for where there is none.
+        # Private torch: one check for all devices, for calls without autocast.
         if not torch._C._is_any_autocast_enabled():
             return run(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -615,7 +615,7 @@ def form_of(func: Function) -> Form:
             bare = _BARE_CALLS.get(func)
             return Form(func, op, _find_rule_named(op), local=_builtin_twin(func), bare=bare)
         return Form(func, op, None, inplace)
-    # Of zero_ there is only the form in place.
+    # `zero_` has no other form than the one in place.
     rule = _find_rule_named(op) or _find_rule_named(name)
     return Form(func, op, rule, inplace, reshapes, writes=writes)
 
@@ -678,7 +678,7 @@ def parameter_names(func: Function, count: int) -> tuple[str, ...]:
     return tuple(names) + tuple(f"operand{i}" for i in range(len(names), count))
 
 
-# -- what is called in place of a function ---------------------------------------------------------
+# -- replacements of functions ---------------------------------------------------------------------
 
 OVERRIDES: dict[Function, Function] = {}
 """The function that is called in place of a function of torch if a DTensor is among its
@@ -804,7 +804,7 @@ def _wrap_with_plain_pieces(func: Function) -> Function:
     return run_on_pieces
 
 
-# -- what a function writes ------------------------------------------------------------------------
+# -- arguments that a function writes --------------------------------------------------------------
 
 _STATISTICS = ("running_mean", "running_var")
 _UPDATING = ("training", "use_input_stats")
@@ -813,7 +813,7 @@ _UPDATING = ("training", "use_input_stats")
 def written_by(func: Function) -> tuple[Written, ...]:
     """Returns the arguments that a function writes in place, by its schema or signature."""
     if isinstance(func, types.FunctionType):
-        # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
+        # Its own signature: a wrapped function, as of Tensor.__pow__, may be a builtin without one.
         return _find_written_statistics(
             list(inspect.signature(func, follow_wrapped=False).parameters)
         )
@@ -843,8 +843,8 @@ def _find_written_statistics(names: list[str]) -> tuple[Written, ...]:
 
 # -- Python functions that are entered -------------------------------------------------------------
 
-# An init function hands itself over by its name in its module, where transformers puts functions of
-# its own while it initialises a model; these call torch's. To enter one of them would not end.
+# An init function passes itself on by its name in torch.nn.init. While transformers initialises a
+# model, it puts its own functions there, which call torch's: to enter one would never end.
 _INITS = {
     name: func
     for name, func in vars(torch.nn.init).items()

@@ -206,16 +206,17 @@ class CallPlan:
             value = get_at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
-                    # Also the gradient that its owner holds is reduced.
+                    # This also reduces the gradient that its owner holds.
                     reduce_pending_gradients(pending_gradients((value,)))
                 new[path] = _move_operand(value, target.spec, self.op)
             else:
                 check_plain_tensor(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
-                    # Its gradient is to come back whole, as plain autograd goes on with it.
+                    # Its gradient must be whole, because plain autograd continues with it.
                     whole = spec_of_plain(value, self.wire)
                     value = move_local(value, whole, target.plain, self.op, "implicit")
-                # An alias at least: an op may return its operand, and the user's is not re-tagged.
+                # At least an alias: an op may return its operand; the user's tensor is not
+                # re-tagged.
                 new[path] = move_local(value, target.plain, target.spec, self.op, "implicit")
         return replace_at_paths(args, kwargs, new)
 
@@ -264,7 +265,7 @@ class CallPlan:
     def _learn_output_specs(self, outs: Sequence[torch.Tensor]) -> None:
         """Set the results' specs from the choice of rows.
 
-        Sizes that the sentence does not determine are those of this first result.
+        Sizes that the sentence does not determine are taken from this first result.
         """
         assert self.bound is not None and self.choice is not None
         if len(outs) != len(self.bound.outputs):
@@ -282,7 +283,7 @@ class CallPlan:
             if spec.local_shape != out.shape:
                 raise self._make_broken_plan_error(out, spec)
             specs.append((spec, spec.local_shape))
-        self.outputs = tuple(specs)  # one of them may come alone in a tuple too: x.chunk(1)
+        self.outputs = tuple(specs)  # a tuple may have one item, as of x.chunk(1)
         if len(specs) == 1:
             self.spec, self.local_shape = specs[0]
         self.direct = self._is_direct()
@@ -311,7 +312,7 @@ class CallPlan:
 def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
     if type(out) is tuple or type(out) is list:
         found = [t for t in out if type(t) in PLAIN]
-        if len(found) == len(out):  # as it mostly is
+        if len(found) == len(out):  # the usual case
             return found
     return [t for t in collect_tensors(out) if type(t) in PLAIN]
 
@@ -451,11 +452,11 @@ def _no_key(*args: Any, **kwargs: Any) -> Any:
 
 
 # -- keys ------------------------------------------------------------------------------------------
-# The key of a call is exactly what the op's rule declares that it reads. The key function is
+# The key of a call contains exactly the arguments that the op's rule declares. The key function is
 # generated from the rule's parameters, so Python's own binding of positional and keyword arguments
-# normalises the call, and an argument that the rule does not declare has no way into the key. A
-# DTensor enters as its spec, a plain tensor as its shape, a float as nothing but its type, a number
-# in an operand's place not at all.
+# normalises the call, and undeclared arguments cannot enter the key. A DTensor enters as its spec,
+# a plain tensor as its shape, a float as its type alone, and a number in an operand's place not at
+# all.
 
 KeyFunction = Function
 
@@ -637,16 +638,16 @@ def _key_of_argument(what: int, value: Any) -> Any:
         return value._spec
     if what == OPERAND:
         return operand_kind(value)
-    # Where a bool is expected, an int given in its stead means the same.
+    # Where a bool is expected, an int means the same.
     return value if kind in (_PLAIN_VALUES if what == FLAG else HASHABLE) else freeze_value(value)
 
 
 # -- the memory of plans ---------------------------------------------------------------------------
-# Each op keeps its plans in a dictionary of its own, which dispatch reads directly. A second, older
-# generation stands behind it: when the young generations of all ops together reach half of the
-# limit, they become the old ones, and the old ones are dropped. A hit costs no bookkeeping; what is
-# used survives (it is found among the old and moved back); what is not used is gone after at most
-# two turns. So this is LRU, with the age of an entry known to a generation.
+# Each op has its own dictionary of plans, which dispatch reads directly, and a second one of older
+# plans. When the first dictionaries of all ops together reach half of the limit, they become the
+# older ones, and the previous older ones are dropped. A plan that is found among the older ones
+# moves back to the first. So this is an LRU cache that knows ages by generation, and a hit costs no
+# bookkeeping.
 
 
 class CacheInfo(NamedTuple):
@@ -796,9 +797,9 @@ def set_cache_limit(n: int) -> None:
 
 # -- the part in C ---------------------------------------------------------------------------------
 # Key functions, `handle` and the methods that skip torch's parser have twins in C (`in_c/`), which
-# leave what is unusual to those in Python. Both give the same keys, so that they share the plans.
-# Without a C compiler the package installs without them, and `PARTITA_HOT_PATH=python` leaves them
-# aside.
+# leave unusual calls to the Python functions. Both make equal keys, so they share the plans.
+# Without a C compiler the package is installed without them; `PARTITA_HOT_PATH=python` disables
+# them.
 
 FORM = 1
 """The version of the interface between this package and its C module. A module that was built from

@@ -154,8 +154,8 @@ def _plan_rewrite(call: OpCall, answer: Decomposition) -> CallPlan:
     rewrite = _wrap_writing_into_first(rewrite, form) if form.inplace else rewrite
     copies = False
     if call.gives_view:
-        # What the ops inside do to make a view is not known: what is split is taken as copied, and
-        # what an index of tensors picks is.
+        # It is not known how the ops inside make the view. A view of a split tensor is assumed to
+        # be a copy; a selection by index tensors is one.
         spec = call.args[0]._spec
         copies = spec.is_sharded or spec.is_copy or form.name == "getitem"
     return CallPlan(
@@ -207,7 +207,7 @@ def _plan_sentence(call: OpCall, answer: KernelRule) -> CallPlan | None:
     paths = [path for path, _ in call.operands]
     if any(path not in paths for path in call.tensors):
         check_call_fits_rule(call)
-        return None  # a tensor where the rule declares none: nothing is known of it
+        return None  # a tensor in a place where the rule declares none
     bound = _bind_sentence(call, answer.text)
     if bound is None:
         return None
@@ -216,7 +216,7 @@ def _plan_sentence(call: OpCall, answer: KernelRule) -> CallPlan | None:
         return None
     targets = _find_targets(call, choice)
     if form.writes and any(target.path in call.written for target in targets):
-        return None  # what is written keeps its layout
+        return None  # a written operand must keep its layout
     first: Any = call.args[0] if call.args else None
     copies = call.gives_view and (
         bool(targets) or first._spec.is_copy or choice.partial[0] != first._spec.layout.partial
@@ -250,7 +250,7 @@ def _bind_sentence(call: OpCall, text: str) -> Bound | None:
     """Returns the sentence bound to the operands' shapes; None if they do not fit it."""
     rule, must_fit = call.form.rule, True
     try:
-        sentence = parse(text)  # else it is of sizes that torch would refuse, or wrong itself
+        sentence = parse(text)  # an error: torch would refuse these sizes, or the sentence is wrong
         must_fit = rule is not None and rule.must_fit
         return bind(sentence, tuple(_classify_operand(v) for _, v in call.operands))
     except SentenceError as error:
@@ -391,7 +391,7 @@ def _wrap_writing_into_first(run: Function, form: Form) -> Function:
         out = run(x, *args, **kwargs)
         if out is x:
             return x
-        if form.reshapes:  # the same memory, seen otherwise
+        if form.reshapes:  # a view of the same memory
             return x.as_strided_(out.size(), out.stride(), out.storage_offset())
         return x.copy_(out)
 

@@ -144,7 +144,7 @@ def _derive_alpha_dropout(x: Any) -> KernelRule:
     ) -> Any:
         if not train or p in (0, 1):  # nothing is drawn
             return torch.alpha_dropout(input, p, train)
-        # What is dropped becomes -b, and then all is brought back to mean 0 and variance 1.
+        # Dropped elements become -b. Then all are rescaled to mean 0 and variance 1.
         b = 1.7580993408473766
         scale = 1 / math.sqrt((b * b * p + 1) * (1 - p))
 
@@ -154,7 +154,7 @@ def _derive_alpha_dropout(x: Any) -> KernelRule:
             kept = out.bernoulli_(1 - p, generator=generator)
             return kept.sub_(1).mul_(b * scale).add_(b * scale * p)
 
-        shift = draw_piece(draw)  # above 0 where it is kept
+        shift = draw_piece(draw)  # positive for kept elements
         return input * ((shift > 0) * scale) + shift
 
     return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, drop_elements))
@@ -184,7 +184,7 @@ def _register_like(function: Function) -> None:
         return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
 
     def derive_like(x: Any) -> LikeRule:
-        # Another form of the function may be called, as an operator of ATen.
+        # The call may be of another form of the function, such as an ATen operator.
         return LikeRule(
             x.shape, local=lambda call: _on_pieces(x, partial(make_like, call.run))(call)
         )

@@ -61,8 +61,8 @@ _data: Any = torch._C.TensorBase.data
 
 @implements(find_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
-    # What is written through it is not counted in x's version. It is counted in that of an alias
-    # which all tensors that this gives share.
+    # Writes through the result are not counted in x's version, but in the version of an alias that
+    # all results of this getter share.
     state = own_state(x)
     if state.copied_view is not None:  # a write through it must reach the base
         return T.detach(x)
@@ -471,7 +471,7 @@ def _is_part_of_another(x: DTensor) -> bool:
         return x.untyped_storage().nbytes() != math.prod(x.shape) * x.element_size()
 
 
-# -- what has no global meaning --------------------------------------------------------------------
+# -- properties without a global meaning -----------------------------------------------------------
 
 
 def _answer_if_replicated(

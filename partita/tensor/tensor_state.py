@@ -309,7 +309,7 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
     )
 
 
-# -- what is remembered of a tensor ----------------------------------------------------------------
+# -- state of a tensor -----------------------------------------------------------------------------
 
 WRITTEN_UNSEEN = "written_unseen"
 """The attribute that marks a storage with a `.data`, whose writes torch does not count."""
@@ -343,7 +343,7 @@ class RetypedValue:
     may be used while the tensor's version and grad_fn are unchanged.
 
     Attributes:
-        version, grad_fn: those of the tensor when the alias was made.
+        version, grad_fn: the tensor's version and `grad_fn` when the alias was made.
     """
 
     spec: Spec
@@ -555,7 +555,7 @@ def current(x: Any) -> Any:
     return x if copied is None else copied.take_again(x)
 
 
-# -- who watches a thread --------------------------------------------------------------------------
+# -- watchers of a thread --------------------------------------------------------------------------
 
 
 class Watcher(Protocol):
@@ -630,7 +630,7 @@ class _Here(threading.local):
 HERE = _Here()
 
 
-# -- what the engine of autograd is doing ----------------------------------------------------------
+# -- state of the autograd engine ------------------------------------------------------------------
 # Private torch, because nothing public has this. `tests/tensor/test_private_torch.py` tests it.
 
 

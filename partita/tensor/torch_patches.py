@@ -89,11 +89,11 @@ def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
     functools.update_wrapper(function, replaced)
     function.__module__, function.__qualname__ = homes[0].__name__, name
     del function.__wrapped__  # type: ignore[attr-defined]  # a compiler would go round it
-    with contextlib.suppress(ValueError):  # a builtin may not say
+    with contextlib.suppress(ValueError):  # a builtin may have no signature
         function.__signature__ = inspect.signature(replaced)  # type: ignore[attr-defined]
     for home in homes:
         setattr(home, name, function)
-    # C looks methods up by name, and finds `function`: it has the rule of what it replaces.
+    # C looks up methods by name, and finds `function`. So `function` gets the replaced one's rule.
     if replaced in RULES:
         RULES[function] = RULES[replaced]
     if replaced in OVERRIDES:
@@ -119,8 +119,8 @@ _TABLES_OF_HOOKS = [
 def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     if HERE.trace.swap_contents(t1, t2):
         return
-    # torch swaps no tensor with weak references; ours are set anew. Where ZeRO shards a parameter,
-    # the object in the model stays the one that it shards.
+    # torch swaps no tensor that has weak references, so ours are removed and made again. If ZeRO
+    # shards a parameter, it continues to shard the object that is in the model.
     before = [t._spec if isinstance(t, DTensor) else None for t in (t1, t2)]
     all_layouts = [state_of(t).zero_layouts for t in (t1, t2)]
     if before[0] is not before[1] and any(all_layouts):
@@ -138,11 +138,12 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
     try:
         _plain_swap(t1, t2)
     except BaseException:
-        renewals.reverse()  # each is its own again
+        renewals.reverse()  # each refers to its former tensor again
         raise
     else:
         for t, layouts, its_hooks in zip((t1, t2), all_layouts, hooks, strict=True):
-            # torch leaves the dictionaries of hooks where they were, but calls those of the other.
+            # torch does not swap the dictionaries of hooks, but then calls the other tensor's
+            # hooks.
             for (_, put), known in zip(_TABLES_OF_HOOKS, its_hooks, strict=True):
                 put(t, known)
             if isinstance(t, DTensor):
@@ -210,7 +211,7 @@ _plain_resize = torch.Tensor.resize_
 
 
 def _clear_allocations() -> None:
-    # `torch.device` as a context gives a device to the functions that C calls: torch's own.
+    # `with torch.device(...)` gives a device to torch's own constructors, which C calls.
     constructors = ("empty", "empty_strided", "empty_permuted")
     _device_constructors().update([_clear_results_of(name, torch) for name in constructors])
     _clear_results_of("empty_like", torch)
@@ -222,7 +223,7 @@ def _clear_allocations() -> None:
 on_first_wire(_clear_allocations)
 
 
-# -- what refuses ----------------------------------------------------------------------------------
+# -- functions that refuse DTensors ----------------------------------------------------------------
 
 
 _plain_to_dlpack = torch.utils.dlpack.to_dlpack
@@ -230,7 +231,7 @@ _plain_to_dlpack = torch.utils.dlpack.to_dlpack
 
 def _to_dlpack(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, DTensor):
-        return tensor.__dlpack__()  # which says why not
+        return tensor.__dlpack__()  # raises the error
     return _plain_to_dlpack(tensor)
 
 
@@ -327,7 +328,7 @@ _plain_script_module = put_in_place_of(
 )
 
 
-# torch.autograd.forward_ad ends here, as jvp does.
+# torch.autograd.forward_ad is refused here, as is jvp.
 def _make_dual(*_: Any, **__: Any) -> Any:
     raise make_transform_error("jvp")
 
@@ -392,15 +393,15 @@ _plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
 class _LegacyType(type):
     """The class of the replacements of `torch.FloatTensor` and similar types."""
 
-    plain: Any  # what it stands for
+    plain: Any  # the type that it replaces
 
-    # Until there are DTensors torch's type is called, by way of C: collectives of objects do it.
+    # Calls the replaced type: torch's collectives of objects call these types.
     __call__ = property(operator.attrgetter("plain"))  # type: ignore[assignment]
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.plain)
 
-    # Whoever had the type before it was exchanged compares it to what stands there now.
+    # Code that got torch's type before it was replaced compares it with the replacement.
 
     def __eq__(cls, other: object) -> bool:
         return _plain_type(other) is cls.plain
@@ -505,7 +506,7 @@ def _replace_method(method: Function) -> Function:
 
 _plain_new, _plain_new_tensor = _replace_method(_new), _replace_method(_new_tensor)
 torch.overrides.get_ignored_functions.cache_clear()
-_device_constructors.cache_clear()  # what `torch.set_default_device` goes by
+_device_constructors.cache_clear()  # `torch.set_default_device` uses this list
 
 # -- backward hooks of modules ---------------------------------------------------------------------
 
@@ -545,7 +546,7 @@ def _type_back(grad: Any, spec: Spec | None) -> Any:
     return move_local(grad, grad._spec, spec.gradient, "hook", "gradient")
 
 
-# torch offers no way in: it makes its BackwardHooks by this name.
+# Private torch: it makes its BackwardHooks by this name, and there is no public way.
 torch_module.BackwardHook = _TypedBackwardHook  # type: ignore[misc]
 
 # -- hooks of saved tensors ------------------------------------------------------------------------
@@ -595,7 +596,7 @@ def _keep_layouts() -> None:
         frame._layouts = specs_of_values(args)
 
     def get_inputs(frame: Any) -> list[Any]:
-        with torch.enable_grad():  # as the region itself is run again: an alias has its history
+        with torch.enable_grad():  # as when the region runs again, so that an alias has a history
             return list(type_pieces(get(frame), frame._layouts))
 
     _Frame.save_inputs, _Frame.get_inputs = save_inputs, get_inputs
@@ -612,10 +613,10 @@ if frames_hold_inputs(_Frame):
 
 
 # -- in a captured step ----------------------------------------------------------------------------
-# A region is one as `pt.remat` makes it. Torch runs it again from random numbers that it has put
-# aside: a graph draws when it runs, and the second mask would be another. So capture runs the
-# region once and marks it; what is made again in backward is then chosen in the graph, which keeps
-# what was drawn.
+# A checkpoint of torch is captured as a region of `pt.remat`. Torch would run it again with the
+# saved state of its generator, but a graph draws when it runs, so its second mask would differ. So
+# capture runs the region once and marks it. A graph pass then chooses what backward recomputes, and
+# keeps what was drawn.
 
 BEGINS = name_of_checkpoint_generator(torchs)
 """The name of the generator that `checkpoint` runs around a function that it will rerun."""
@@ -637,7 +638,8 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
         return super(torchs.CheckpointFunction, cls).apply(again, preserve, *args)
 
     def mark_region() -> Any:
-        # One that runs its forward without gradients has some where an argument has.
+        # The reentrant form runs forward without grad; its results require grad if an argument
+        # does.
         trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         with HERE.trace.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
             return function(*args)
@@ -756,7 +758,7 @@ def _answer_dynamo(function: Any) -> None:
 
 _answer_dynamo(torch.Tensor.untyped_storage)
 _answer_dynamo(torch.Tensor.storage_offset)
-after_import("torch._dynamo.trace_rules", _skip_files)  # which takes seconds
+after_import("torch._dynamo.trace_rules", _skip_files)  # not now: the import takes seconds
 
 
 # -- flex_attention --------------------------------------------------------------------------------
@@ -832,7 +834,7 @@ def _with_wholes(mod: Any) -> Any:
 def _on_pieces(
     query: Any, key: Any, value: Any, enable_gqa: bool, outputs: int, run: Any, options: Kwargs
 ) -> Any:
-    raise NotImplementedError  # on plain tensors torch's own function runs
+    raise NotImplementedError  # for plain tensors, torch's own function runs
 
 
 @rule(_on_pieces)
@@ -914,7 +916,7 @@ def _slice_block_mask(mask: BlockMask, rows: _Range, heads: _Range) -> BlockMask
                 t = t.narrow(dim, *piece)
         return t
 
-    # As it is made of what is below: torch's own `from_kv_blocks` would sort anew.
+    # Made from its parts, because torch's `from_kv_blocks` would sort again.
     mod = mask.mask_mod
     return BlockMask(  # type: ignore[misc]
         mask.seq_lengths,

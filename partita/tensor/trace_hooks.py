@@ -24,7 +24,7 @@ class TraceHooks:
     """
 
     def is_behind_forward(self) -> bool:
-        """True while a capture traces the backward that a caller may run after the program."""
+        """True while a capture traces a backward that the program's caller runs later, or never."""
         return False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:

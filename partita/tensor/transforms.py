@@ -260,7 +260,7 @@ def _run_on_wholes(name: str, function: Function, maker: WholeValues | None = No
         wholes.finish(given)
 
         def finish_result(leaf: Any) -> Any:
-            if isinstance(leaf, (types.FunctionType, functools.partial)):  # as that of `vjp`
+            if isinstance(leaf, (types.FunctionType, functools.partial)):  # as `vjp` returns
                 return _run_on_wholes(name, leaf, wholes if wholes.wire is not None else None)
             return wholes.type_result(leaf)
 

@@ -299,7 +299,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
-        # Without operands the result is a leaf itself, which stays what it is (`x.to(x.dtype)`).
+        # Without operands the result is a leaf itself (`x.to(x.dtype)`), and stays one.
         if tried is not None and tried.operands and torch.is_grad_enabled():
             # By number: this call may pass by name what the call of `tried` passed by position.
             given = [*locate_operands(args, kwargs).values()]
@@ -393,15 +393,15 @@ def _run_on_meta(
         ):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
-        # What torch's ops say may be of sizes that are not the first rank's. A user's op may be
-        # reading values, which a tensor without storage lacks. Private torch: its text.
+        # An error of torch's ops may be about sizes that are not the first rank's. A user's op may
+        # have read values, which a tensor without storage lacks. Private torch: its text.
         if is_users and "meta" not in str(error).lower():
             raise
         return None
     graded = {i: m for i, m in enumerate(metas.values()) if m.requires_grad}
     reached = nodes_behind(outs, map(node_of_tensor, graded.values()))
     graded = {i: m for i, m in graded.items() if node_of_tensor(m) in reached}
-    # A backward of the user's own runs when the program's backward does, and not before.
+    # The backward of a user's op must not run before the program's backward.
     first = [] if is_users else _order_of_gradients(outs, graded)
     return _MetaRun(outs, {i: graded[i] for i in [*first, *graded]}, bool(saved))
 
@@ -481,13 +481,14 @@ def _tie_outputs_to_operands(out: Any, operands: list[torch.Tensor], tried: _Met
     if len(outs) != len(tried.outs):
         return out
     storages = {o.untyped_storage()._cdata for o in operands}
-    # Graphs keep these. They would keep the memory of the operands, such as of gathered weights.
-    # Autograd first runs what was made last, and so gives the first operand its gradient first.
+    # Graphs keep these empty tensors: the operands would keep memory, such as gathered weights. In
+    # reverse: autograd runs the last node first, so the first operand gets its gradient first.
     empty = [_EmptyOperand.apply(o) for o in reversed(operands)][::-1]
     for i, (t, there) in enumerate(zip(outs, tried.outs, strict=True)):
         if there.requires_grad and t.untyped_storage()._cdata not in storages:
-            # All gradients are zeros. What torch's kernels give of nothing may have a history that
-            # ranks with elements lack. A checkpoint reruns where backward reads what they saved.
+            # All gradients are zeros. An empty result may have a history that ranks with elements
+            # lack. It stays only under a checkpoint, whose rerun depends on the tensors that
+            # kernels saved.
             plain = t if t.numel() or saving_hooks() is not None else t.detach()
             outs[i] = _Tie.apply(plain, tried, i, *empty)
     if isinstance(out, torch.Tensor):

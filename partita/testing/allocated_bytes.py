@@ -80,7 +80,7 @@ def _waiting_long() -> Iterator[None]:
         if event != "c_return":
             return
         name = getattr(function, "__name__", "")
-        if not name:  # an operator's, which has none of its own
+        if not name:  # an operator of torch has no `__name__`
             name = getattr(frame.f_locals.get("self"), "_opname", "")
         if "wait" in name:
             time.sleep(_GRACE)

@@ -122,7 +122,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
         try:
             found.append(reference_of(form, sample))
         except Exception:
-            refused += 1  # what one device refuses is not for us to get right
+            refused += 1  # torch itself refuses this sample
     return found, refused
 
 
@@ -171,7 +171,7 @@ def _make_call(form: Form, sample: Any) -> Callable[[Convert], tuple[Any, list[t
             )
         if form.info.is_factory_function and "device" not in kwargs:
             kwargs["device"] = "cpu"
-        torch.default_generator.manual_seed(0)  # no GPU's: that takes a millisecond
+        torch.default_generator.manual_seed(0)  # not those of GPUs, which takes a millisecond
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if form.writes and isinstance(input, torch.Tensor) and input.requires_grad:
@@ -349,7 +349,7 @@ def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) 
         scale = min(max(1.0, float(exact.abs().max())), LARGEST_SCALE)
         allowed = ATOL * scale + RTOL * exact.abs()
         if reference.narrow:
-            # Of what is not finite on one device (0 * inf of a rank that adds nothing) no more.
+            # Elements that are inf or nan on one device are not compared: 0 * inf is possible.
             finite = torch.isfinite(right.to_dense())
             same = bool((~torch.isfinite(mine.to_dense()) | finite).all())
             return same and _as_near(ours[finite], theirs[finite], exact[finite], right.dtype)

@@ -29,7 +29,7 @@ def distribute_argument(
         turn: a number that selects one of several layouts.
         first: True for the first argument, which is never left plain.
     """
-    # A plain tensor that requires grad has no place beside a DTensor: its gradient has no layout.
+    # A plain tensor that requires grad is refused beside a DTensor: its gradient has no layout.
     stays = not (first or t.requires_grad)
     t = t.detach()
     placements = _choose_placements(t, klass, turn, [mesh.size(i) for i in range(mesh.ndim)])
@@ -46,7 +46,7 @@ def distribute_argument(
             weight *= 2 ** (n - 1) if place == 0 else -(2 ** (n - 1 - place))
     local = piece.to_local()
     if local.is_floating_point() or local.is_complex():
-        # What has no double is brought by one rank alone.
+        # An element that cannot be doubled exactly is on one rank only; the others have 0.
         exact = torch.isfinite(local) & (local.abs() < 1e30)
         alone = all(at[i] == 0 for i, p in enumerate(placements) if p.is_partial())
         other = local if alone else torch.zeros_like(local)
@@ -60,7 +60,7 @@ def _choose_placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[i
     """Returns one placement per axis; None to leave `t` a plain tensor."""
     if t.layout is not torch.strided:
         return [pt.Replicate()] * len(sizes)
-    # Nothing is added in 8 bits.
+    # Never Partial in 8-bit dtypes, which torch cannot add.
     floating = t.element_size() > 1 and (t.is_floating_point() or t.is_complex())
     left = list(t.shape)
     found: list[Any] = []

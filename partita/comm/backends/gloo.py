@@ -54,10 +54,10 @@ class Gloo(Backend):
         return False  # each piece would be a round of messages
 
     def staging_of_gather(self, out: torch.Tensor) -> int:
-        return out.nbytes  # the ring ends in one flat buffer
+        return out.nbytes  # the ring gathers into one flat buffer
 
     def staging_of_scatter(self, x: torch.Tensor) -> int:
-        return x.nbytes  # the shares, or the all-reduce of a copy
+        return x.nbytes  # the received shares, or a copy for the all-reduce
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:
         way = self.way_of_sum(x, n)
@@ -181,7 +181,7 @@ def prepare_control(environment: Any, loopback: str) -> None:
 
 def timeouts_of_job() -> list[timedelta]:
     """Returns the timeouts of the job's default group, one for each kind of device."""
-    # Private torch: a timeout that was given is kept by the backends only.
+    # Private torch: only the backends know a timeout that the user has set.
     world: Any = dist.group.WORLD
     found = []
     for kind in world._device_types:

@@ -217,7 +217,7 @@ class _FakeRun(TorchDispatchMode):
     # -- what happens ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is WAIT:  # over fake tensors it returns a new one, and really its operand
+        if func is WAIT:  # it returns its operand, but over fake tensors a new one
             self._under_way.pop(id(args[0].untyped_storage()), None)
             return args[0]
         out = func(*args, **(kwargs or {}))

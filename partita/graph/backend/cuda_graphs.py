@@ -97,7 +97,7 @@ def _describe_source(node: fx.Node) -> str:
     return f", from {source}" if source else ""
 
 
-# -- what runs on the host -------------------------------------------------------------------------
+# -- work of the host ------------------------------------------------------------------------------
 
 
 class HostSplit:
@@ -131,7 +131,7 @@ class HostSplit:
         self.host_inputs = [i for node, i in place.items() if node in self._of_host]
         self.device_inputs = [i for node, i in place.items() if node not in self._of_host]
         given_by_host = self._find_crossing()
-        given_by_device: list[int] = []  # places of outputs
+        given_by_device: list[int] = []  # positions of outputs
         self.crossing = len(given_by_host)
         self.outputs: list[tuple[str | None, Any]] = []
         for i, given in enumerate(end.args[0]):
@@ -147,7 +147,7 @@ class HostSplit:
                 given_by_device.append(i)
         self.host = extract_graph(program.graph, self._of_host, given_by_host)
         self._graph = fx.Graph()
-        self._values: dict[fx.Node, fx.Node] = {}  # of the device's graph
+        self._values: dict[fx.Node, fx.Node] = {}  # values of the device's graph
         crossing = given_by_host[: self.crossing]
         self.device = self._make_device_program(crossing, given_by_device, end.args[0])
 
@@ -254,7 +254,7 @@ def _computes_in_half(node: fx.Node) -> bool:
     return of_halves and (_is_half(value) or value.dtype is torch.bool)
 
 
-# -- what a call does ------------------------------------------------------------------------------
+# -- recording and replay --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class ReplayedProgram:
                 return recorded
             for i in moved:
                 self._is_copied[i], self._has_moved[i] = self._has_moved[i], True
-            self._recorded = recorded = None  # the next one takes its memory
+            self._recorded = recorded = None  # frees its memory for the next recording
         self._recorded = self._record(given)
         return self._recorded
 
@@ -355,7 +355,7 @@ class ReplayedProgram:
             raise make_recording_error(error) from error
         addresses = {i: x.data_ptr() for i, x in enumerate(given) if i not in copies}
         results = _ReplayResults(recording.value, held)
-        recording.value = None  # views of state among it would keep that
+        recording.value = None  # its views would keep the state alive
         return _RecordedProgram(recording, copies, crossing, addresses, results)
 
     def _replay(
@@ -367,7 +367,7 @@ class ReplayedProgram:
         for i, copy in recorded.copies.items():
             copy.copy_(given[i])
         for to, x in zip(recorded.crossing, crossing, strict=True):
-            # Of memory that is not pinned the driver has taken a copy when this returns.
+            # If `x` is not pinned, the driver has already copied it when this returns.
             to.copy_(x, non_blocking=True)
         recorded.recording.replay()
         for i in self.split.device.written:
@@ -382,7 +382,7 @@ def _make_like(x: torch.Tensor, device: torch.device | None = None) -> torch.Ten
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=place)
 
 
-# -- what a recording gives ------------------------------------------------------------------------
+# -- results of a recording ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -427,9 +427,9 @@ class _ReplayResults:
     def __init__(self, values: Sequence[torch.Tensor], held: Sequence[torch.Tensor]):
         inputs = {_address_of(x): i for i, x in enumerate(held)}
         sharers = Counter(_address_of(x) for x in {id(x): x for x in values}.values())
-        # For each value how it is shown, and of what: of the input at a place, of which nothing
-        # is kept (one that is copied begins where its copy does); of a storage of the recording,
-        # which is copied; or a value that has one for itself.
+        # For each value, how to make it and its source: the position of an input (which is not kept
+        # alive; a copied input begins where its copy does), a storage of the recording (which is
+        # copied), or the value itself if its storage has no other value.
         self._shown: list[tuple[_View, int | torch.UntypedStorage | torch.Tensor]] = []
         for value in values:
             view, address = _View.of(value), _address_of(value)

@@ -176,7 +176,7 @@ class GraphWriter:
         if target is operator.getitem:
             return f"{name} = {args[0]}[{args[1]}]"
         if self.groups is not None:
-            if target is WAIT:  # only an all-reduce may be under way still
+            if target is WAIT:  # only an all-reduce may still be running
                 is_begun = node.args[0] in self._under_way
                 wait = self.bind(_wait_for_collective) if is_begun else ""
                 return f"{name} = {wait}({args[0]})"

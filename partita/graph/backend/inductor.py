@@ -283,8 +283,8 @@ class _BuildRequest:
         elif self._is_boxed:
             call = _call_with_list(artifact)
         seconds = time.perf_counter() - begin
-        # When memory of a section is freed depends on what its caller holds: so the code is kept,
-        # from which ranks that load it find their memory schedule, too.
+        # The code is saved too: from it, ranks that load the artifact find the section's memory
+        # schedule, which depends on the inputs that their callers hold.
         metadata = self.facts | {"seconds": seconds, "code": code}
         if payload is not None:
             self.store.put(self.key, Artifact(payload, metadata))
@@ -325,7 +325,7 @@ rank compiles while others wait."""
 
 _aten = torch.ops.aten
 
-_FORMAT = 4  # of a payload
+_FORMAT = 4  # the version of a payload's format
 # Files that decide what is compiled of a graph, and the schedule of its memory.
 _FILES_OF_COMPILER = (
     "versions.py",
@@ -361,11 +361,11 @@ def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, li
     for node in graph.graph.nodes:
         node.meta.pop(NOTE, None)
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
-            # Of bytes, as which process groups carry bools: Inductor's vector code does not
+            # Process groups carry bools as bytes. Inductor's vector code for this view does not
             # compile.
             node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
         if node.target is _aten._assert_async.default:
-            # Only in a graph that cannot be cut. Without a message, torch.fx drops it.
+            # This occurs only in a graph that cannot be cut. Without a message, torch.fx drops it.
             message = "Expected Tensor with single nonzero value, but got zero"
             node.target, node.args = _aten._assert_async.msg, (*node.args, message)
         if node.target is all_to_all:
@@ -489,7 +489,7 @@ def _find_cpu_features() -> str:
     return platform.processor()
 
 
-# -- how torch is set ------------------------------------------------------------------------------
+# -- settings of torch -----------------------------------------------------------------------------
 
 
 def use_private_cache() -> None:
@@ -514,7 +514,7 @@ def use_private_cache() -> None:
 def _silence_torch(stack: ExitStack) -> None:
     stack.enter_context(torch.no_grad())
     stack.enter_context(warnings.catch_warnings())
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
+    warnings.simplefilter("ignore", DeprecationWarning)  # warnings of torch about its own code
 
 
 def _set_attribute(stack: ExitStack, owner: type, name: str, value: Any) -> None:
@@ -530,8 +530,8 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
 
     from .inductor_scheduling import Choices, InOrder, lowering_buckets
 
-    # A thread keeps the choices of its first compile, whatever the setting says then: the setting
-    # is for the cache's keys alone. Before it is made, so that the user's are there again after.
+    # A thread keeps the choices of its first compile, so they are set here; the setting is only for
+    # the cache's keys. Before the setting, so that the user's choices are restored in the end.
     stack.enter_context(V.set_choices_handler(Choices()))
     stack.enter_context(config.patch(CONFIG))
     if hasattr(config, "combo_kernel_max_num_args"):  # `inductor_scheduling` counts them
@@ -539,10 +539,10 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
     stack.enter_context(config.patch(hooks))
     stack.enter_context(lowering_buckets())
-    # A result in torch's own cache then is of this program, not of one that looks like it.
+    # So torch's own cache returns results of this program only, not of a similar one.
     stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))  # type: ignore[attr-defined]
     if hasattr(functorch, "bypass_autograd_cache_key"):
-        # Torch does not save a result that it has no cache key for.
+        # Torch does not save a result without a cache key.
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
 
 
@@ -598,7 +598,7 @@ def _name_of_library(argtypes: Sequence[str], source: str) -> str:
     return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
 
 
-# -- what is saved of a result ---------------------------------------------------------------------
+# -- saving results --------------------------------------------------------------------------------
 
 _LINES = {
     f"from torch._inductor.{theirs}\n": f"from partita.graph.backend.inductor import {ours}\n"

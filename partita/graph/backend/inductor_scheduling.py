@@ -45,7 +45,7 @@ from ..graph_nodes import note_of, order_by_needs
 from ..passes.regather import only_moves
 
 _SMALL = 1 << 16  # bytes, below which lifetimes do not matter
-_MOST_ARGUMENTS = 250  # of a kernel of several; as Inductor's own, which counts what stays inside
+_MOST_ARGUMENTS = 250  # of a combined kernel; Inductor's own limit counts inner values too
 _SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 
 
@@ -118,7 +118,7 @@ class Choices(InductorChoices):
             if _are_neighbors(node1, node2):
                 shared = least  # nothing lives longer for it
             elif node1.is_reduction() and node2.is_reduction():
-                # Inductor's score of sums over rows and over columns is no number of bytes.
+                # For sums over rows and over columns, Inductor's score is not a number of bytes.
                 shared = max(shared, _count_shared_reads(scheduler, node1, node2))
         if least > _SMALL and _SHARED * shared < least:
             return False
@@ -218,7 +218,7 @@ class InOrder(_Pass):  # type: ignore[misc]
             ready[node] = max(places, default=-1)
         behind: dict[int, list[Any]] = {}
         for node in nodes:
-            # What reads inputs alone could run at the start: it is put before its first reader.
+            # A node that reads only inputs may run at any time: it is put before its first reader.
             if node in late and (ready[node] >= 0 or _writes_input(node)):
                 behind.setdefault(ready[node], []).append(node)
         done: set[Any] = set()
@@ -244,7 +244,7 @@ def _combine_updates(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
     parts = {name for node in summed for name in node.get_buffer_names()}
     order = _delay_updates(order, needs, parts)
     combined: list[Any] = []
-    group, behind = list[Any](), list[Any]()  # kernels, and what takes no kernel and follows
+    group, behind = list[Any](), list[Any]()  # kernels, and the nodes without a kernel that follow
     arguments = set[str]()
     for node in [*order, None]:
         if isinstance(node, NopKernelSchedulerNode) and group:

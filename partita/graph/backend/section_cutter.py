@@ -253,7 +253,7 @@ class _GraphCutter:
         made = _SectionGraph(self, part)
         if not made.has_effect_or_value:
             return
-        key = made.key()  # which does not say on which GPU, as that differs between ranks
+        key = made.key()  # does not contain the GPU's index, which differs between ranks
         devices = _devices_of(made.graph)
         section = self.known.get((key, devices))
         if section is None:
@@ -267,7 +267,7 @@ class _GraphCutter:
         given = [self._values[n] for n in made.inputs]
         call = add_call(self._outer, call_subgraph, (section, given))  # type: ignore[arg-type]
         first = note_of(part[0])
-        note = Note(first.source, first.phase, again=first.again)  # what moves is not the section
+        note = Note(first.source, first.phase, again=first.again)  # without the note's move
         call.meta = {NOTE: note, "val": [n.meta["val"] for n in made.outputs]}
         for i, node in enumerate(made.outputs):
             self._values[node] = piece = add_call(self._outer, operator.getitem, (call, i))
@@ -401,7 +401,7 @@ def _with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     before it, so that nothing is written where one raises. A `getitem` follows its call directly.
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    place: dict[fx.Node, int] = {}  # in the new order; moved nodes share that of their predecessor
+    place: dict[fx.Node, int] = {}  # in the new order; a moved node has its predecessor's place
     for i, node in enumerate(calls):
         if node.target is operator.getitem:
             i = place.get(node.args[0], i)  # type: ignore[call-overload, arg-type]

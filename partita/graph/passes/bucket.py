@@ -68,7 +68,7 @@ def bucket(program: Program) -> str:
         groups.setdefault(key, []).append(node)
     least = _least_bytes(groups.values())
     joined = buckets = 0
-    # Joining moves what reads the results, members of other parts and groups too: they are sorted.
+    # Sorted each time: joining moves readers of the results, which may be in other parts or groups.
     for members in groups.values():
         for part in map(sorted, _split_joinable(sorted(members), least)):
             if len(part) > 1:

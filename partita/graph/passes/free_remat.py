@@ -83,8 +83,8 @@ class _Values:
         self._no_sources = {node for one in UseRuns(graph).found for node in one.chain}
         self._no_sources |= memory_that_is_written(graph).keys()
         self._kept: set[fx.Node] = set()
-        self._read: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # of an owner's memory
-        self._free: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}  # calls and sources
+        self._read: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # by owner
+        self._free: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}  # values: calls, sources
         self.late_reads: dict[fx.Node, list[int]] = {}
         for node in graph.nodes:
             if note_of(node).kept:
@@ -97,9 +97,9 @@ class _Values:
         if is_late(node):
             if not is_late(read):
                 self._read[owner].add(read)
-            if self._owner[node] is not owner:  # of a view the readers count
+            if self._owner[node] is not owner:  # the readers of a view count, not the view
                 self.late_reads.setdefault(owner, []).append(self._place[node])
-        elif owner in self.late_reads:  # an update, a later forward, or the output
+        elif owner in self.late_reads:  # read by an update, a later forward, or the output
             self._kept.add(owner)
 
     def find_free_calls(self, value: fx.Node) -> set[fx.Node]:

@@ -82,7 +82,7 @@ def _find_ready_places(
     The result also has the own position of each node that is not late.
     """
     ready = {**place, **dict.fromkeys(late, floor)}
-    # A reader of an input may stand behind writes of other inputs: repeat until nothing changes.
+    # A reader of an input may follow writes of other inputs: repeat until nothing changes.
     changing = True
     while changing:
         changing = False

@@ -54,8 +54,8 @@ def dedupe(program: Program) -> str:
 # -- inverse moves ---------------------------------------------------------------------------------
 
 
-# An all-gather of which each rank then slices its own piece, and the like. No reduction is undone:
-# the sum is not what went in.
+# Pairs of moves that return their operand, such as an all-gather from which each rank slices its
+# own piece. No reduction is undone, because its sum differs from its operand.
 _UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}
 
 
@@ -108,7 +108,7 @@ def cast(program: Program) -> str:
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
     for gather in [n for n in order if note_of(n).kind == "all_gather" and is_collective(n)]:
         moved_by = partial(_operands_moved_by, dtype=gather.meta["val"].dtype)
-        # A cast commutes with what only moves elements.
+        # A cast commutes with calls that only move elements.
         chain = find_moved(gather, order, lambda n: facts_of(n.target).moves, moved_by)
         readers = {user for node in chain for user in node.users if user not in chain}
         dtype = _find_narrower_dtype(gather, readers)
@@ -154,7 +154,7 @@ def _cast_first(
     narrow.meta[NOTE] = note_of(gather)  # the cast is part of the move
     for reader in readers:
         source: Any = reader.args[0]
-        if reader.meta["val"].stride() != source.meta["val"].stride():  # it also packed a piece
+        if reader.meta["val"].stride() != source.meta["val"].stride():  # contiguous, too
             source = put(_aten.clone.default, source, before=reader)
         replace(reader, source)
 

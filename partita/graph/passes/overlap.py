@@ -181,7 +181,7 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
             if end is None or place[wait] > place[end]:
                 continue
             if not _try_wait_behind(order, wait, end, limit):
-                break  # those before it would be there for longer still
+                break  # earlier ends would keep the memory even longer
             moved[wait] = True
     return moved.values()
 

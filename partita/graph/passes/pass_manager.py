@@ -163,7 +163,7 @@ def _lint_graph(program: Program, name: str) -> None:
         raise IllegalGraph(f"after {name}: {str(error).splitlines()[0]}") from error
 
 
-# -- what a pass must keep -------------------------------------------------------------------------
+# -- invariants of a pass --------------------------------------------------------------------------
 
 _PHASES = ("forward", "backward", "update")
 _KINDS = {
@@ -279,7 +279,7 @@ def _make_note(program: Program, node: fx.Node, name: str) -> Note:
     return Note(source, phase, "", kind, axes, nbytes, name, "explicit")
 
 
-# -- what a pass changed ---------------------------------------------------------------------------
+# -- changes by a pass -----------------------------------------------------------------------------
 
 _SHOWN = 6  # lines of a diff, in text
 

@@ -154,7 +154,7 @@ def _close_over_inputs(
     waiting = list(chosen)
     while waiting:
         node = waiting.pop()
-        is_item = node.target is operator.getitem  # of what has other items, which may be held
+        is_item = node.target is operator.getitem  # its call may have other items that are held
         for read in node.all_input_nodes:
             if (
                 read not in chosen
@@ -191,7 +191,7 @@ def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
             kept.update(storages.made_by(node))
         if any(_is_read_by_others(node, user) for user in node.users):
             kept.update(storages.of[node])
-    # A view of what is kept is recomputed: it is free. A wait is not, without its collective.
+    # A view of a kept value is recomputed (it is free); a wait only with its collective.
     again = {n for n in inside if kept.isdisjoint(storages.made_by(n))}
     return {n for n in again if n.target is not WAIT or n.args[0] in again}
 
@@ -266,7 +266,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             with graph.inserting_before(node):
                 for needed in order_by_needs([read], needs, made):
                     copy_for_backward(needed)
-                    # At once, else all items would stay until the last of them is read.
+                    # All items at once: otherwise all would stay until the last one is read.
                     for item in list(needed.users):
                         if item in chosen and item.target is operator.getitem and item not in made:
                             made.add(item)

@@ -23,7 +23,8 @@ from ..rule import (
 from ..rule import builtin_rule as rule
 
 # -- convolution -----------------------------------------------------------------------------------
-# `g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.
+# `g` is the number of groups, `i` of input channels and `o` of output channels in a group. If `i`
+# is split, one rank adds the bias.
 
 
 def _register_conv(takes: str, transposed: bool, *functions: Any) -> None:
@@ -77,8 +78,8 @@ _register_conv(_takes, True, *_transposed)
 
 
 # -- pooling ---------------------------------------------------------------------------------------
-# What decides the size of the result is declared: it must be in the key, although only the kernel
-# works the size out.
+# The rules declare the arguments that determine the size of the result, because these must be in
+# the key, although only the kernel computes the size.
 
 
 def _register_pool(

@@ -69,7 +69,7 @@ def _derive_gather(
     if input.ndim == 0 or index.ndim != input.ndim:
         return None
     i = input.names.at(dim)
-    # Where the index is shorter than the input it reads the beginning: those stay whole.
+    # An index that is shorter in a dimension reads only the beginning: this dimension stays whole.
     same = [d == i or a == b for d, (a, b) in enumerate(zip(input.shape, index.shape, strict=True))]
     ours, theirs = input.names.put(i, "x"), input.names.put(i, "i")
     ours = Names(n if s else f"y{d}!" for d, (n, s) in enumerate(zip(ours, same, strict=True)))
@@ -123,7 +123,7 @@ def _derive_scatter(input: Arg, dim: int, index: Arg, src: Any, add: bool) -> st
         sizes = [t.shape[d] if t.ndim else 1 for t in tensors]
         if d != i and len(set(sizes)) == 1:
             words = [input.names[d]] * 3
-        elif d == i and add and sizes[1] == sizes[2]:  # what is added may come in any order
+        elif d == i and add and sizes[1] == sizes[2]:  # elements may be added in any order
             words = [f"{input.names[d]}!", "xi", "xi"]
         else:
             words = [f"a{d}!", f"i{d}!", f"j{d}!"]
@@ -149,7 +149,7 @@ def scatter_add(input: Arg, dim: int, index: Arg, src: Arg) -> str:
 
 @rule(torch.scatter_reduce)
 def scatter_reduce(input: Arg, dim: int, index: Arg, src: Arg, _reduce: Any = None) -> str | None:
-    # Not linear: the same dimensions, but each operand by itself.
+    # The dimensions are those of scatter_add, but the op is not linear: "," replaces "+" and "*".
     text = _derive_scatter(input, dim, index, src, add=False)
     return text[2:].replace(" + [", ", ").replace("] * ", ", ")
 
@@ -182,14 +182,14 @@ def index_put(
     input: Arg, indices: Sequence[Any], values: Arg, accumulate: bool = False
 ) -> str | None:
     tensors = [t for t in indices if isinstance(t, Arg)]
-    # One dimension of each index: whether it is a mask or not, it stands for one of the input's.
+    # Each index has one dimension: as a mask or not, it indexes one dimension of the input.
     if any(t.ndim != 1 for t in tensors) or not tensors:
         return None
     chosen = [d for d, t in enumerate(indices) if t is not None]
     ours = [f"{n}!" if d in chosen else n for d, n in enumerate(input.names)]
     kept = [(n, input.shape[d]) for d, n in enumerate(ours) if d not in chosen]
     beside = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
-    start = chosen[0] if beside else 0  # torch puts them first where they are not beside each other
+    start = chosen[0] if beside else 0  # otherwise torch puts their dimension first
     result = [*kept[:start], ("j!", 0), *kept[start:]]
     if values.ndim > len(result):
         return None
@@ -437,7 +437,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
         return None
     read = _read_entries(input, full)
     left = list(read.left)
-    # Ints are taken first, as torch does: their dimensions must be here.
+    # As in torch, ints are applied first: the rank must have the whole of their dimensions.
     left = [f"{n}!" if n in read.chosen else n for n in left]
     places = [k for k, n in enumerate(read.out) if n is None]
     beside = places == list(range(places[0], places[0] + len(places)))
@@ -449,7 +449,7 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
     else:
         words = [" ".join(f"i{k}" for k in range(args[0].ndim))]
         shape = words[0]
-        left[d] = left[d].rstrip("!")  # a rank may read the places that it has
+        left[d] = left[d].rstrip("!")  # split: each rank reads the elements that it has
     terms = " * ".join([" ".join(left), *(f"[{w}]" for w in words)])
     text = f"{terms} -> {' '.join([*kept[:start], shape, *kept[start:]])}"
     if len(args) > 1:
@@ -489,7 +489,7 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     if padding_idx is None:
         rows = _look_up(weight, at)
     elif isinstance(offset, torch.Tensor):
-        # Which rank has the row that gets no gradient is nothing that a graph of all ranks may say.
+        # All ranks have one graph: it cannot depend on which rank has the row without gradient.
         rows = _look_up(weight, at)
         rows = torch.where((index == padding_idx % size).unsqueeze(-1), rows.detach(), rows)
     else:

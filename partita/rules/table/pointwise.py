@@ -98,7 +98,7 @@ def where_method(input: Any, condition: Any, other: Any) -> str:
 
 @rule(torch.polygamma, torch.special.polygamma)
 def polygamma(n: Any, input: Any) -> str:
-    return "... -> ..."  # torch.polygamma takes the tensor last, its method first
+    return "... -> ..."  # torch.polygamma(n, x), but x.polygamma(n)
 
 
 @rule(torch.prelu)
@@ -138,7 +138,7 @@ def to(input: Arg, *args: Any, dtype: Any = None, other: Any = None) -> str | De
 
 
 def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-    # The other's values are not read, so neither should it be moved.
+    # Only the dtype of `other` is read, so it need not move.
     return input.to(other.dtype, *args, **kwargs)
 
 
@@ -177,7 +177,7 @@ def _make_kernel_factory(rest: int) -> Callable[[KernelCall], Kernel]:
     def local(call: KernelCall) -> Kernel:
         def allocate_local(input: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("size", None)
-            # As a list: of an empty tuple torch makes "no sizes given".
+            # As a list, because torch takes an empty tuple for no size.
             return call.run(input, list(call.outputs[0]), *args[rest:], **kwargs)
 
         return allocate_local

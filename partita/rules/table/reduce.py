@@ -67,7 +67,7 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | KernelRule
 
 
 # -- the largest, the smallest ---------------------------------------------------------------------
-# A Partial max has no gradient, so the result is left Partial only if it needs none.
+# A Partial max has no gradient, so the result may be Partial only if it needs none.
 
 
 def _derive_max_or_min(sign: int) -> Callable[..., str | Decomposition]:

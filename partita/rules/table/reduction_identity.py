@@ -69,8 +69,8 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     torch.binary_cross_entropy_with_logits: {0: 1e4, 1: 1},
     torch.poisson_nll_loss: {0: _identity_of_poisson_loss, 1: 0},
     torch.margin_ranking_loss: {0: math.inf, 1: 0, 2: 1},
-    torch.cosine_embedding_loss: {2: 0},  # neither alike nor unlike
-    # What reads places by number reads no padding, and the first of equals is no copy.
+    torch.cosine_embedding_loss: {2: 0},  # neither similar nor dissimilar
+    # An index selects no padding, and of equal elements the first one is no padding.
     decompositions.first_index: _NOTHING,
     torch.nn.functional.embedding: _NOTHING,
     torch.index_select: _NOTHING,
@@ -187,5 +187,5 @@ def _find_known_values(rule: Rule, bound: Bound) -> dict[int, Identity] | None:
     if RULES[torch._C._nn.cross_entropy_loss] is rule and bound.inputs[0] != bound.inputs[1]:
         return {
             1: argument_getter(4, "ignore_index", -100)
-        }  # not of probabilities, which are smoothed
+        }  # not for probabilities, which are smoothed
     return None

@@ -116,7 +116,7 @@ def unflatten(input: Arg, dim: int, sizes: Sequence[int]) -> KernelRule:
 def squeeze(input: Arg, dim: int | Sequence[int] | None = None) -> KernelRule:
     gone = range(input.ndim) if dim is None else input.names.dims(dim) if dim != () else ()
     kept = [n for i, n in enumerate(input.shape) if i not in gone or n != 1]
-    # A dimension of several that is split down to one on this rank must stay: hence the shape.
+    # By shape, because a dimension of which this rank has one element must stay.
     return KernelRule(view_sentence(input.shape, kept), _reshape)
 
 
@@ -425,7 +425,7 @@ def unfold(input: Arg, dimension: int, size: int, step: int) -> str:
     return f"+ {input.names.whole(i)} -> {out}"
 
 
-# -- together --------------------------------------------------------------------------------------
+# -- joining ---------------------------------------------------------------------------------------
 
 
 @rule(torch.cat)
@@ -476,7 +476,7 @@ def column_stack(tensors: Sequence[Any]) -> Any:
     return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
 
-# -- apart -----------------------------------------------------------------------------------------
+# -- splitting -------------------------------------------------------------------------------------
 
 
 def _sentence_of_pieces(input: Arg, dim: int, lengths: Sequence[int]) -> str:

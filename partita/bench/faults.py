@@ -64,6 +64,7 @@ def run_trial(
     ranks: int = 2,
     compiled: bool = False,
     cache: str | None = None,
+    deadline: float = DEADLINE,
 ) -> Trial:
     """Start a training job, send a signal to one of its ranks, and check how the job ends.
 
@@ -74,6 +75,7 @@ def run_trial(
         delay: seconds to wait after that event.
         compiled: True compiles the step.
         cache: the folder of compiled steps. None: a new folder.
+        deadline: seconds from the signal in which the job must end.
     """
     with tempfile.TemporaryDirectory() as folder:
         job = RunningJob(Path(folder), ranks, compiled, cache)
@@ -83,9 +85,9 @@ def run_trial(
             os.kill(job.pid_of(rank), getattr(signal, f"SIG{name}"))
             sent = time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                job.process.wait(4 * DEADLINE)
+                job.process.wait(4 * deadline)
             took = time.monotonic() - sent
-            return job.look_at(name, rank, took)
+            return job.look_at(name, rank, took, deadline)
         finally:
             job.end()
 
@@ -141,15 +143,16 @@ class RunningJob:
             time.sleep(0.01)
         raise RuntimeError(f"there is no rank {rank}:\n{self._said()}")
 
-    def look_at(self, name: str, rank: int, took: float) -> Trial:
+    def look_at(self, name: str, rank: int, took: float, deadline: float) -> Trial:
         """Checks how the job has ended after a signal to a rank. Returns the result of the trial.
 
         Args:
             name: the signal without "SIG".
             took: seconds from the signal to the end.
+            deadline: seconds that it may take.
         """
         said, faults = self._said(), []
-        if took > DEADLINE:
+        if took > deadline:
             faults.append(f"it took {took:.1f} s to end")
         if self.process.poll() != 1:
             faults.append(f"it ended with {self.process.poll()}")

@@ -24,6 +24,6 @@ if __name__ == "__main__":
 def test_a_semaphore_of_a_rank_is_removed_when_it_ends(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250)
     assert done.stdout == "[0, 1]\n", done.stderr
     assert "leaked" not in done.stderr

@@ -92,7 +92,7 @@ def train_rivals(rank, names):
 @pytest.mark.slow
 def test_rivals_train_as_one_another_eager_and_compiled():
     names = [f"{kind}{how}" for kind in RIVALS for how in ("", " compiled")]
-    told = run_ranks(train_rivals, 2, names, timeout=110)
+    told = run_ranks(train_rivals, 2, names)
     for found, graphs in told:
         assert found["alone compiled"] == pytest.approx(found["alone"], rel=1e-5)
         for name in names[2:]:

@@ -46,7 +46,7 @@ def trains(rank, how, axis, backend):
     ],
 )
 def test_twenty_losses_of_a_compiled_step_are_those_of_eager(how, axis, backend):
-    per_rank = run_ranks(trains, 2, how, axis, backend, timeout=180)
+    per_rank = run_ranks(trains, 2, how, axis, backend)
     assert per_rank[0] == per_rank[1]
     eager, compiled, _ = per_rank[0]
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-6, atol=0)

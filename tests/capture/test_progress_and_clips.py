@@ -31,7 +31,7 @@ def shown(monkeypatch):
         monkeypatch.setattr(progress.sys, "stderr", stream)
 
         def wait(program):
-            until = time.monotonic() + 20
+            until = time.monotonic() + 250
             while not stream.getvalue() and not after and time.monotonic() < until:
                 time.sleep(0.01)
 
@@ -63,7 +63,7 @@ def test_a_later_capture_is_called_no_first_call(monkeypatch):
 
     def wait(program):
         captures.append(program)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 250
         while stream.getvalue().count("\n") < len(captures) and time.monotonic() < until:
             time.sleep(0.01)
 

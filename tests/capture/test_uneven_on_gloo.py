@@ -31,7 +31,7 @@ def trains(rank, n, rows, stage, backend):
     [(3, 5, 3, "inductor"), (2, 5, 2, "inductor"), (4, 5, 3, "graph"), (3, 4, 1, "graph")],
 )
 def test_uneven_shards_train_on_processes_as_in_eager(n, rows, stage, backend):
-    per_rank = run_ranks(trains, n, n, rows, stage, backend, timeout=180)
+    per_rank = run_ranks(trains, n, n, rows, stage, backend)
     for eager, compiled, key in per_rank:
         assert key == per_rank[0][2]
         assert torch.equal(compiled, per_rank[0][1])
@@ -76,7 +76,7 @@ def peaks(rank, folder):
 
 
 def test_state_that_comes_without_room_is_not_copied_in_each_step(tmp_path):
-    for found in run_ranks(peaks, 3, str(tmp_path / "state"), timeout=100):
+    for found in run_ranks(peaks, 3, str(tmp_path / "state")):
         assert len(found) == 3
         for have, predicted in found:  # tensors of numbers, 8 bytes each, may serve again
             assert 0 <= predicted - have <= 8 * 8

@@ -492,7 +492,7 @@ def test_a_rank_may_wait_alone_for_its_async_save(tmp_path):
     def program(mesh: Any) -> None:
         saving = pt.async_save({"x": pt.ones(2, device_mesh=mesh)}, tmp_path / "c")
         if mesh.get_rank() == 2:
-            saving.result(timeout=60)
+            saving.result(timeout=250)
 
     with pt.ranks(dp=4) as world:
         world.run(program)

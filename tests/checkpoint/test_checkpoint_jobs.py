@@ -88,7 +88,7 @@ def test_what_another_job_is_writing_is_left_alone(tmp_path):
         time.sleep(0.3)
         assert not second.done() and first.written.is_dir()
         first.discard()
-        second.result(timeout=30)
+        second.result(timeout=250)
 
 
 def test_a_checkpoint_is_not_replaced_while_it_is_read(tmp_path):

@@ -246,7 +246,7 @@ def train_and_save(rank: int, path: str | None) -> list[float]:
         if path is not None:
             savings.append(pt.async_save({**state, "step": step}, f"{path}{step % 2}"))
     for saving in savings:
-        saving.result(timeout=30)
+        saving.result(timeout=250)
     if path is not None:
         expected = model[0].weight.full_tensor().clone()
         with torch.no_grad():
@@ -271,7 +271,7 @@ def fail_on_one_disk(rank: int, path: str) -> str:
     state = state_of(mesh_of((2,)), WHOLE, 9)
     saving = pt.async_save(state, path)
     with pytest.raises(OSError, match="No space left") as caught:
-        saving.result(timeout=30)
+        saving.result(timeout=250)
     dist.destroy_process_group()  # and ranks can meet again in another group
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{path}.store", 2), rank=rank, world_size=2

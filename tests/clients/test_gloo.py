@@ -21,4 +21,4 @@ def train_cells(rank: int, cells: list[tuple[str, str]]) -> None:
 
 def test_two_models_train_on_processes() -> None:
     cells = [("Llama", "ZeRO-3"), ("BERT", "ZeRO-3, pt.remat"), ("BERT", "bf16 autocast")]
-    run_ranks(train_cells, 2, cells, timeout=300)
+    run_ranks(train_cells, 2, cells)

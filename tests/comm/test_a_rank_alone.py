@@ -100,7 +100,7 @@ def find_problem(case):
     alone, others, ranks = case
     with tempfile.TemporaryDirectory() as folder:
         try:
-            texts = run_ranks(goes_alone, ranks, alone, others, folder, timeout=40)
+            texts = run_ranks(goes_alone, ranks, alone, others, folder)
         except BaseException as error:
             return case, repr(error)
     wanted = [alone] if others == "ended" else [alone, others]
@@ -159,7 +159,7 @@ def test_a_rank_alone_beside_other_calls_is_an_error_on_all_that_names_both():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_forward_that_one_rank_makes_alone_is_an_error_on_all(ranks):
     with tempfile.TemporaryDirectory() as folder:
-        texts = run_ranks(goes_alone, ranks, "forward", "train", folder, timeout=40)
+        texts = run_ranks(goes_alone, ranks, "forward", "train", folder)
     for text in texts:
         assert "begins a forward under zero: Sequential" in text and HERE in text
         assert "rank 0     begins" in text and "rank 1     waits in " in text
@@ -185,9 +185,7 @@ def trains_another_expert(rank, stage):
 def test_ranks_that_train_other_experts_are_refused():
     stages = {None: "gradients of 1 of 2", 2: "gradients under zero", 3: "forward under zero"}
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        jobs = [
-            pool.submit(run_ranks, trains_another_expert, 2, stage, timeout=40) for stage in stages
-        ]
+        jobs = [pool.submit(run_ranks, trains_another_expert, 2, stage) for stage in stages]
         for job, compared in zip(jobs, stages.values(), strict=True):
             for text in job.result():
                 assert f"compares {compared}" in text and HERE in text

@@ -303,11 +303,13 @@ def comes_too_late(rank):
     limit = timedelta(seconds=4)
     dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)  # the public one is of a new job
     x = pt.distribute_tensor(torch.arange(80.0), mesh_of(rank), [Shard(0)]) * 2
+    store = dist.group.WORLD.get_group_store()
     if rank == 1:
-        time.sleep(8)
+        store.wait(["raised"])
         return None
     with pytest.raises(LayoutError) as caught:
         x.full_tensor()
+    store.set("raised", "")
     return str(caught.value)
 
 
@@ -387,7 +389,7 @@ def looks_while_the_other_goes_on(rank):
 
 
 def test_a_rank_that_goes_on_while_another_looks_what_it_waits_for_keeps_nobody():
-    assert run_ranks(looks_while_the_other_goes_on, 2, timeout=30) == [True, True]
+    assert run_ranks(looks_while_the_other_goes_on, 2) == [True, True]
 
 
 def sums_in_two_threads(rank):

@@ -36,7 +36,7 @@ def trains(rank, backend, stage, remat):
     [("graph", 0, True), ("inductor", 3, True)],
 )
 def test_compiled_blocks_train_as_one_device(backend, stage, remat):
-    per_rank = run_ranks(trains, 2, backend, stage, remat, timeout=280)
+    per_rank = run_ranks(trains, 2, backend, stage, remat)
     assert per_rank[0] == per_rank[1]
     losses, keys, captures = per_rank[0]
     close(torch.tensor(losses), torch.tensor(one_device()))
@@ -68,7 +68,7 @@ def left_out(rank):
 
 
 def test_a_region_that_a_recompute_leaves_out_does_not_shift_the_others():
-    assert run_ranks(left_out, 2, timeout=280) == [True, True]
+    assert run_ranks(left_out, 2) == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

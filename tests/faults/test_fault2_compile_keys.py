@@ -34,8 +34,8 @@ def key_of_training(rank, threads):
 
 
 def test_four_ranks_and_two_runs_with_other_thread_counts_have_one_key():
-    keys = run_ranks(key_of_training, 4, 1, timeout=110)
-    keys += run_ranks(key_of_training, 4, 2, timeout=110)
+    keys = run_ranks(key_of_training, 4, 1)
+    keys += run_ranks(key_of_training, 4, 2)
     assert len(set(keys)) == 1
 
 
@@ -103,7 +103,7 @@ def key_of_uneven_training(rank):
 
 @pytest.mark.parametrize("body", [key_of_uneven_pieces, key_of_uneven_training])
 def test_four_ranks_and_two_runs_of_uneven_shapes_have_one_key(body):
-    keys = run_ranks(body, 4, timeout=110) + run_ranks(body, 4, timeout=110)
+    keys = run_ranks(body, 4) + run_ranks(body, 4)
     assert len(set(keys)) == 1
 
 

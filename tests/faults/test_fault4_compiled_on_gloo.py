@@ -94,7 +94,7 @@ ROOM |= dict.fromkeys(("clipped", "micro-batches"), 4 + LAYERS / 2)
     ],
 )
 def test_of_eight_uneven_layers_no_more_are_there_than_are_in_use(backend, ways):
-    for found in run_ranks(layers_at_once, 2, ways, backend, (), timeout=280):
+    for found in run_ranks(layers_at_once, 2, ways, backend, ()):
         assert set(found) == set(ways)
         for way, (layers, text) in found.items():
             assert layers <= ROOM[way], f"{way}: {layers} layers\n{text}"
@@ -102,7 +102,7 @@ def test_of_eight_uneven_layers_no_more_are_there_than_are_in_use(backend, ways)
 
 @pytest.mark.slow
 def test_without_the_pass_all_layers_are_counted():
-    for found in run_ranks(layers_at_once, 2, ("once",), "graph", ("regather",), timeout=90):
+    for found in run_ranks(layers_at_once, 2, ("once",), "graph", ("regather",)):
         assert found["once"][0] > LAYERS
 
 

@@ -1972,7 +1972,7 @@ def run_on_gloo(rank: int) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_claims_hold_on_gloo():
-    assert run_ranks(run_on_gloo, 4, timeout=240) == [{}] * 4
+    assert run_ranks(run_on_gloo, 4) == [{}] * 4
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def train_both_ways(rank, ranks, device, stage, backend):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_have_one_key_and_the_losses_of_eager(stage, backend, place):
     asked = (place.ranks, place.device, stage, backend)
-    per_rank = run_ranks(train_both_ways, place.ranks, *asked, timeout=280, device=place.device)
+    per_rank = run_ranks(train_both_ways, place.ranks, *asked, device=place.device)
     eager, compiled, key = per_rank[0]
     assert all(one == per_rank[0] for one in per_rank)  # whichever number its device has
     torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
@@ -67,7 +67,7 @@ def train_recorded(rank, ranks, device, stage, backend):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_in_a_cuda_graph_has_the_losses_of_eager(stage, backend, place, record_property):
     asked = (place.ranks, place.device, stage, backend)
-    per_rank = run_ranks(train_recorded, place.ranks, *asked, timeout=280, device=place.device)
+    per_rank = run_ranks(train_recorded, place.ranks, *asked, device=place.device)
     record_property(f"ZeRO-{stage}, {backend}, in a CUDA graph", str(per_rank[0][2]))
     for eager, recorded, is_recorded, captures, reason in per_rank:
         torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=0)

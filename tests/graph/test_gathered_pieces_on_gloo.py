@@ -68,4 +68,4 @@ def test_a_step_that_gathers_pieces_has_the_same_bits():
 @pytest.mark.parametrize("sections", [False, True])
 def test_a_compiled_step_that_gathers_pieces_has_the_same_bits(sections, tmp_path, monkeypatch):
     monkeypatch.setenv("PARTITA_CACHE", str(tmp_path))
-    check(run_ranks(both, 2, {"sections": sections}, timeout=300))
+    check(run_ranks(both, 2, {"sections": sections}))

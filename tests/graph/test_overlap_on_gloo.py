@@ -124,7 +124,7 @@ def test_a_layers_gradient_is_reduced_while_backward_computes_the_layer_before(r
 
 def test_generated_code_keeps_that_order():
     wanted = one_device(2)
-    for found, places, (taken, told) in run_ranks(trained, 2, 2, 0, "inductor", timeout=200):
+    for found, places, (taken, told) in run_ranks(trained, 2, 2, 0, "inductor"):
         assert are_reduced_beside_backward(places)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
         assert taken == pytest.approx(told, rel=0.01)

@@ -55,7 +55,7 @@ def in_sections(rank, folder, stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_sections_are_compiled_by_turns_and_serve_a_deeper_model(stage, tmp_path):
     """Fails too where a new torch cannot give the function that Inductor generated."""
-    per_rank = run_ranks(in_sections, 2, str(tmp_path), stage, timeout=300)
+    per_rank = run_ranks(in_sections, 2, str(tmp_path), stage)
     for (wanted, found), (deeper_wanted, deeper), (predicted, taken), parts, said in per_rank:
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-6, atol=0)
         torch.testing.assert_close(torch.tensor(deeper), torch.tensor(deeper_wanted))

@@ -85,11 +85,11 @@ def warm(rank, folder):
 @pytest.mark.slow
 def test_one_rank_of_four_compiles_and_in_a_second_run_all_load_without_a_compiler(tmp_path):
     """Fails too where a new torch cannot save what it compiles, or cannot load it elsewhere."""
-    first = run_ranks(cold, 4, str(tmp_path), timeout=200)
+    first = run_ranks(cold, 4, str(tmp_path))
     assert [loaded for _, loaded, *_ in first] == [False, True, True, True]
     assert first[0][3].startswith("compiled in") and first[1][3].startswith("loaded in")
     assert len(list((tmp_path / "store").iterdir())) == 1
-    second = run_ranks(warm, 4, str(tmp_path), timeout=90)
+    second = run_ranks(warm, 4, str(tmp_path))
     assert [loaded for _, loaded, *_ in second] == [True] * 4
     assert len({key for _, _, key, _ in [*first, *second]}) == 1
     for losses, *_ in [*first, *second]:
@@ -105,7 +105,7 @@ def on_two_hosts(rank, folder):
 
 @pytest.mark.slow
 def test_one_rank_of_each_host_compiles(tmp_path):
-    per_rank = run_ranks(on_two_hosts, 4, str(tmp_path), timeout=110)
+    per_rank = run_ranks(on_two_hosts, 4, str(tmp_path))
     assert [loaded for _, loaded in per_rank] == [False, True, False, True]
     for losses, _ in per_rank:
         is_right(losses)
@@ -125,7 +125,7 @@ def first_rank_cannot_compile(rank, folder):
 
 @pytest.mark.slow
 def test_a_compilation_that_fails_is_one_error_on_all_ranks(tmp_path):
-    told = run_ranks(first_rank_cannot_compile, 2, str(tmp_path), timeout=110)
+    told = run_ranks(first_rank_cannot_compile, 2, str(tmp_path))
     assert told[0] == told[1]
     assert "on rank 0" in told[0] and "No working C++ compiler" in told[0]
     assert not Store(tmp_path / "store").entries()
@@ -148,12 +148,11 @@ def after_that(rank, folder):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_ends_the_run_and_spoils_nothing(tmp_path):
-    begin = time.monotonic()
+    # A TimeoutError if the other rank waits for the end of time.
     with pytest.raises(RuntimeError):
-        run_ranks(dies_while_it_writes, 2, str(tmp_path), timeout=110)
-    assert time.monotonic() - begin < 90  # the other rank did not wait for the end of time
+        run_ranks(dies_while_it_writes, 2, str(tmp_path))
     assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
-    per_rank = run_ranks(after_that, 2, str(tmp_path), timeout=110)
+    per_rank = run_ranks(after_that, 2, str(tmp_path))
     assert [loaded for _, loaded in per_rank] == [False, True]
     is_right(per_rank[1][0])
 
@@ -170,7 +169,7 @@ def cannot_write(rank, folder):
 
 @pytest.mark.slow
 def test_where_nothing_can_be_stored_each_rank_compiles(tmp_path):
-    for losses, loaded, told in run_ranks(cannot_write, 2, str(tmp_path), timeout=110):
+    for losses, loaded, told in run_ranks(cannot_write, 2, str(tmp_path)):
         is_right(losses)
         assert not loaded and len(told) == 1
 

@@ -400,13 +400,13 @@ def test_a_class_that_another_capture_listens_to_is_as_it_was():
     def outer(x):
         k = settings.k
         go.release()
-        assert done.acquire(timeout=60)
+        assert done.acquire(timeout=250)
         return x * k
 
     other = pt.compile(outer, backend="graph")
     thread = threading.Thread(target=other, args=(torch.ones(3),))
     thread.start()
-    assert go.acquire(timeout=60)
+    assert go.acquire(timeout=250)
     try:
         for _ in range(2):
             inner(torch.ones(3))
@@ -508,7 +508,7 @@ def test_an_optimizer_that_another_thread_steps_is_none_of_the_step():
 
     def step(x):
         go.release()
-        assert done.acquire(timeout=60)
+        assert done.acquire(timeout=250)
         return (w * x).sum()
 
     fast = pt.compile(step, backend="graph")
@@ -520,7 +520,7 @@ def test_an_optimizer_that_another_thread_steps_is_none_of_the_step():
         thread.join(60)
         return torch.zeros(())
 
-    assert go.acquire(timeout=60)
+    assert go.acquire(timeout=250)
     elsewhere.step(captured_meanwhile)
     phases = {note_of(n).phase for n in fast.graph.nodes if n.op == "call_function"}
     assert "update" not in phases

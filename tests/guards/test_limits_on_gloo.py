@@ -47,7 +47,7 @@ def parts(rank, checked):
 
 @pytest.mark.slow
 def test_a_rank_that_captures_while_another_runs_is_named_on_both_when_the_job_is_out_of_patience():
-    (runs, _), (captures, warned) = run_ranks(parts, 2, False, timeout=60)
+    (runs, _), (captures, warned) = run_ranks(parts, 2, False)
     why = "captures sums, at tests/guards/test_limits_on_gloo.py:"
     for text in (runs, captures):
         assert "rank 1 waited 3 s for rank 0" in text and "rank 0     runs compiled sums" in text
@@ -57,7 +57,7 @@ def test_a_rank_that_captures_while_another_runs_is_named_on_both_when_the_job_i
 
 
 def test_under_check_ranks_that_is_an_error_on_both_at_once():
-    (one, _), (other, _) = run_ranks(parts, 2, True, timeout=60)
+    (one, _), (other, _) = run_ranks(parts, 2, True)
     assert one == other
     assert "compiled sums runs " in one and "compiled sums is captured at" in one
 
@@ -75,7 +75,7 @@ def plain_that_changes(rank):
 
 
 def test_under_check_ranks_plain_values_are_compared_in_each_call():
-    one, other = run_ranks(plain_that_changes, 2, timeout=60)
+    one, other = run_ranks(plain_that_changes, 2)
     assert one == other
     assert "a plain tensor that the step makes, next to DTensors, differs between ranks" in one
 
@@ -96,5 +96,5 @@ def tells_a_ledger(rank):
 
 @pytest.mark.slow
 def test_a_ledger_is_told_the_same_whatever_runs_the_graph():
-    for log, eager in run_ranks(tells_a_ledger, 2, timeout=180):
+    for log, eager in run_ranks(tells_a_ledger, 2):
         assert log == [eager, eager] and len(eager) == 1

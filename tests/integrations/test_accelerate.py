@@ -119,7 +119,7 @@ def on_rank(rank: int, ranks: int, *args: Any) -> Any:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("truth")
-    return run_ranks(on_rank, 1, 1, folder, [*CASES], timeout=200)[0]
+    return run_ranks(on_rank, 1, 1, folder, [*CASES])[0]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_loop_is_that_of_one_process_and_resumes_to_the_same_bits(
     ranks: int, names: list[str], truth: dict[str, Any], tmp_path: Path
 ) -> None:
-    for found in run_ranks(on_rank, ranks, ranks, tmp_path, names, timeout=250):
+    for found in run_ranks(on_rank, ranks, ranks, tmp_path, names):
         for name in names:
             steps, weights, resumed = found[name]
             # transformers computes losses in float32
@@ -158,10 +158,8 @@ def on_rank_once(rank: int, ranks: int, *args: Any) -> Any:
 def test_a_state_loads_on_another_number_of_ranks(
     saved_on: int, sharded: bool, ranks: int, tmp_path: Path
 ) -> None:
-    steps, weights, _ = run_ranks(
-        on_rank_once, saved_on, saved_on, tmp_path, False, sharded, timeout=100
-    )[0]
-    found = run_ranks(on_rank_once, ranks, ranks, tmp_path, True, True, timeout=100)
+    steps, weights, _ = run_ranks(on_rank_once, saved_on, saved_on, tmp_path, False, sharded)[0]
+    found = run_ranks(on_rank_once, ranks, ranks, tmp_path, True, True)
     for resumed, end, drawn in found:
         assert largest_difference(resumed, steps[2:]) < 1e-9
         assert largest_difference(end, weights) < 1e-9
@@ -202,7 +200,7 @@ def on_rank_without_partita(rank: int, *args: Any) -> str:
     ],
 )
 def test_accelerate_without_partita_refuses_a_sharded_model(what: str, facts: list[str]) -> None:
-    errors = run_ranks(on_rank_without_partita, 2, what, timeout=100)
+    errors = run_ranks(on_rank_without_partita, 2, what)
     assert errors[0] and errors[0] == errors[1]
     assert all(fact in errors[0] for fact in facts), errors[0]
 
@@ -225,6 +223,6 @@ def on_rank_with_its_number(rank: int) -> list[str]:
 
 
 def test_values_that_differ_between_ranks_are_not_gathered() -> None:
-    ours, theirs = run_ranks(on_rank_with_its_number, 2, timeout=100)
+    ours, theirs = run_ranks(on_rank_with_its_number, 2)
     assert len(ours) == 2 and ours == theirs
     assert all("differ" in error or "not read the same" in error for error in ours), ours

@@ -95,8 +95,8 @@ def on_rank(rank: int, ranks: int, folder: Path) -> Any:
 
 
 def test_a_fit_is_that_of_one_device_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    truth = run_ranks(on_rank, 1, 1, tmp_path, timeout=100)[0]
-    for found in run_ranks(on_rank, 2, 2, tmp_path, timeout=200):
+    truth = run_ranks(on_rank, 1, 1, tmp_path)[0]
+    for found in run_ranks(on_rank, 2, 2, tmp_path):
         for name, (once, resumed) in found.items():
             assert largest_difference(once, truth[name][0]) < 1e-9, name
             assert len(resumed) == len(once) // 2 and resumed == once[len(resumed) :], name
@@ -126,6 +126,6 @@ def log_in_copies(rank: int) -> Any:
 
 
 def test_a_module_is_copied_and_pickled_and_each_logs_its_own_whole_tensors() -> None:
-    for found in run_ranks(as_under_torchrun, 2, 2, log_in_copies, timeout=100):
+    for found in run_ranks(as_under_torchrun, 2, 2, log_in_copies):
         for i, logged in enumerate(found):
             assert logged == [("loss", torch.Tensor, {"number": i})]

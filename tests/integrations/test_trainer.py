@@ -93,7 +93,7 @@ def on_rank(rank: int, ranks: int, *args: Any) -> Any:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("truth")
-    return run_ranks(on_rank, 1, 1, folder, [*CASES], timeout=200)[0]
+    return run_ranks(on_rank, 1, 1, folder, [*CASES])[0]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_run_is_that_of_one_process_and_resumes_to_the_same_bits(
     ranks: int, names: list[str], truth: dict[str, Any], tmp_path: Path
 ) -> None:
-    for found in run_ranks(on_rank, ranks, ranks, tmp_path, names, timeout=250):
+    for found in run_ranks(on_rank, ranks, ranks, tmp_path, names):
         for name in names:
             logged, weights, resumed = found[name]
             # transformers computes losses in float32

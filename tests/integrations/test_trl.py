@@ -107,8 +107,8 @@ def on_rank(rank: int, ranks: int, folder: Path) -> Any:
 
 
 def test_fine_tuning_is_that_of_one_process_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    truth = run_ranks(on_rank, 1, 1, tmp_path, timeout=150)[0]
-    for found in run_ranks(on_rank, 2, 2, tmp_path, timeout=250):
+    truth = run_ranks(on_rank, 1, 1, tmp_path)[0]
+    for found in run_ranks(on_rank, 2, 2, tmp_path):
         for name, (logged, resumed) in found.items():
             assert largest_difference(logged, truth[name][0]) < 1e-4, name
             assert resumed == logged, name

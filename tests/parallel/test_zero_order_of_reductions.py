@@ -170,7 +170,7 @@ def collect_on_one_rank(rank, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_garbage_collector_of_one_rank_does_not_change_the_order_of_collectives(ranks):
-    one, *others = run_ranks(collect_on_one_rank, ranks, ranks, timeout=30)
+    one, *others = run_ranks(collect_on_one_rank, ranks, ranks)
     for way, (moves, grads) in enumerate(one):
         assert all(other[way][0] == moves for other in others)
         torch.testing.assert_close(grads, one_device(), rtol=1e-12, atol=1e-12)

@@ -42,7 +42,7 @@ _CONNECTED = b"connected"
 
 
 def run_ranks(
-    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, device: str = HOST.type
+    fn: Callable[..., Any], n: int, *args: Any, timeout: float = 300, device: str = HOST.type
 ) -> list[Any]:
     """Call `fn(rank, *args)` on `n` ranks, each a process with an initialized default group.
 

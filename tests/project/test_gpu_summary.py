@@ -23,7 +23,7 @@ def run_pytest(file, text):
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     return done.stdout
 
@@ -81,6 +81,6 @@ def test_the_tests_run_by_a_python_that_has_torch_where_there_is_no_environment(
         f"PYTHON={sys.executable}",
         "ARGS=--collect-only -q",
     ]
-    done = subprocess.run(run, cwd=_ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(run, cwd=_ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "test_train_on_device.py" in done.stdout and "pip" not in done.stderr

@@ -45,7 +45,7 @@ def sweep(rank: int, names: list[str]) -> dict[str, dict[str, Outcome]]:
 @pytest.mark.parametrize("half", [0, 1])
 def test_ops_of_each_family_give_what_one_device_gives_on_gloo_ranks(half: int) -> None:
     asked = " ".join(list(FAMILIES.values())[half::2]).split()
-    ranks = run_ranks(sweep, 2, asked, timeout=100)
+    ranks = run_ranks(sweep, 2, asked)
     for name in asked:
         for klass in CLASSES:
             outcome = merge_outcomes([found[name][klass] for found in ranks])

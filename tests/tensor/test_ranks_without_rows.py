@@ -261,4 +261,4 @@ def wrong(rank: int) -> list[str]:
 
 
 def test_losses_norms_and_attention_are_right_where_a_rank_has_no_rows():
-    assert run_ranks(wrong, 3, timeout=110) == [[], [], []]
+    assert run_ranks(wrong, 3) == [[], [], []]

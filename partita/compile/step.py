@@ -505,6 +505,8 @@ class CompiledStep:
             return None, [], None
         if program.scope is not None and program.scope.busy and self._is_running:
             announce_run(program, self.title, tensors)
+        if self._is_running:
+            program.note_call(tensors)
         return program, tensors, None
 
     def _run_eagerly(self, args: Any, kwargs: Any, why: RefusedCall | StepRaises | None) -> Any:

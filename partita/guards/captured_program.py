@@ -44,6 +44,9 @@ from . import Guards, Write
 from .answers import Answers
 from .arguments import unflatten_call
 
+_COMPARED_EVERY = 64
+"""The number of calls after which ranks compare the Python numbers among the inputs again."""
+
 
 @dataclass(eq=False)
 class CapturedProgram(Program):
@@ -64,6 +67,7 @@ class CapturedProgram(Program):
         overlap_check: the check whether a written input overlaps another input in memory.
         numeric_answers: a graph that computes those answers that are numbers. It runs before the
             program.
+        calls: the number of calls that it has run.
         holds_writes: True until the first run, while Python objects still have the values that the
             capture gave them.
     """
@@ -81,6 +85,7 @@ class CapturedProgram(Program):
     budget_search: FormSearch | None = field(init=False, default=None)
     overlap_check: Sharing = field(init=False)
     numeric_answers: PrecomputeGraph | None = None
+    calls: int = 0
     holds_writes: bool = True
 
     @cached_property
@@ -108,6 +113,22 @@ class CapturedProgram(Program):
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
+        self._compare_numbers(tensors)
+        if self.replicated_inputs is not None:
+            self.replicated_inputs.check(
+                tensors, function_of(self.replicated_inputs.precompute.graph, self.groups)
+            )
+
+    def note_call(self, tensors: Sequence[Any]) -> None:
+        """Counts a call. In every 64th, ranks compare the Python numbers among the inputs.
+
+        A learning rate may differ in later calls only, as by a scheduler that reads local values.
+        """
+        self.calls += 1
+        if self.calls % _COMPARED_EVERY == 0:
+            self._compare_numbers(tensors)
+
+    def _compare_numbers(self, tensors: Sequence[Any]) -> None:
         numbers = [i for i in self.inputs if i.kind == "number"]
         for wire in self.wires if numbers else ():
             check_equal_on_ranks(
@@ -117,10 +138,6 @@ class CapturedProgram(Program):
                 fact="the ranks pass different numbers to a step",
                 reason="a number is one value, equal on every rank",
                 fixes=(Fix("the same number", "on every rank, or pass a sharded tensor"),),
-            )
-        if self.replicated_inputs is not None:
-            self.replicated_inputs.check(
-                tensors, function_of(self.replicated_inputs.precompute.graph, self.groups)
             )
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import DisableTorchFunction  # also disables modes
@@ -194,16 +195,63 @@ def _reduce_after_closure(
     return (args[0], compute_and_reduce, *args[2:]), rest
 
 
-_agreed: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose settings were compared before their first step."""
+_COMPARED_EVERY = 64
+"""The most steps of an optimizer between two comparisons of its settings."""
+
+
+@dataclass(slots=True)
+class _ComparedSettings:
+    """When an optimizer's settings were compared, and what they have been since.
+
+    Attributes:
+        step: the number of the optimizer's step, from 1.
+        numbers: the settings that are numbers, in this step.
+        changed: the step in which they changed last.
+        compared: the step in which ranks compared them last.
+        since: a hash of the numbers of all steps, which is equal on all ranks.
+    """
+
+    step: int = 0
+    numbers: Any = None
+    changed: int = -_COMPARED_EVERY
+    compared: int = -_COMPARED_EVERY
+    since: int = 0
+
+    def note_step(self, optimizer: Optimizer) -> bool:
+        """Records the settings of a step. Returns True if ranks must compare them.
+
+        They compare in the first step, and every 64 steps. A change that comes alone, such as that
+        of a scheduler which waits for a plateau, is compared at once. With a schedule that changes
+        a rate in each step, a comparison in each step would cost more than a small step.
+        """
+        self.step += 1
+        numbers = tuple(
+            tuple([v for v in group.values() if isinstance(v, (int, float))])
+            for group in optimizer.param_groups
+        )
+        comes_alone = False
+        if numbers != self.numbers:
+            if self.numbers is not None:
+                comes_alone = self.step - self.changed >= _COMPARED_EVERY
+                self.changed = self.step
+            self.numbers, self.since = numbers, hash((self.since, numbers)) & 0xFFFFFFFF
+        return comes_alone or self.step - self.compared >= _COMPARED_EVERY
+
+
+_compared: WeakKeyDictionary[Optimizer, _ComparedSettings] = WeakKeyDictionary()
 
 
 def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Raise on all ranks unless they use equal learning rates and other settings.
 
-    Compared at an optimizer's first step, and at each step under `check_ranks()`.
+    They compare the number of the step, too, because one rank may have called `step` alone.
+    `_ComparedSettings.note_step` decides when they compare. Under `check_ranks()` they compare in
+    each step.
     """
-    if optimizer in _agreed and params[0]._spec.wire.scope.check is None:
+    compared = _compared.get(optimizer)
+    if compared is None:
+        compared = _compared[optimizer] = _ComparedSettings()
+    if not compared.note_step(optimizer) and params[0]._spec.wire.scope.check is None:
         return
     wires = [w for w in dict.fromkeys(p._spec.wire for p in params) if not is_alone(w)]
     if not wires:  # in a capture, which reads no settings here
@@ -216,13 +264,16 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     for wire in wires:
         check_equal_on_ranks(
             f"{type(optimizer).__name__}.step",
-            "; ".join(groups),
+            f"step {compared.step}: {'; '.join(groups)}, since the first {compared.since:x}",
             wire,
             fact="the ranks' optimizers have other settings",
             reason="each rank updates its part of one value, or its copy of it",
-            fixes=(Fix("the same lr, betas, weight_decay, ...", "on every rank"),),
+            fixes=(
+                Fix("the same lr, betas, weight_decay, ...", "on every rank, in each step"),
+                Fix("optimizer.step()", "on every rank, equally often"),
+            ),
         )
-    _agreed.add(optimizer)
+    compared.compared = compared.step
 
 
 def _find_reducers(params: list[DTensor]) -> list[Any]:

@@ -244,6 +244,81 @@ def test_learning_rates_that_differ_are_refused_at_the_first_step(kind):
     refused(body, "the ranks' optimizers have other settings", "lr=0.1", "lr=0.2", dp=2)
 
 
+def change_a_rate(optimizer, rank, step):
+    if step == 5:
+        optimizer.param_groups[0]["lr"] = 0.2 + rank
+
+
+def change_a_rate_on_one_rank(optimizer, rank, step):
+    if step == 5 and rank == 0:
+        optimizer.param_groups[0]["lr"] = 0.2
+
+
+def change_a_rate_for_one_step(optimizer, rank, step):
+    optimizer.param_groups[0]["lr"] = 0.5 if (rank, step) == (1, 20) else 0.1 / step
+
+
+def step_on_one_rank(optimizer, rank, step):
+    if step == 5 and rank == 0:
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_a_rate, "step 5: .*lr=0.2"),
+        (change_a_rate_on_one_rank, "compares SGD.step step 5: .*lr=0.2"),
+        (change_a_rate_for_one_step, "step 66: .*since the first"),
+        (step_on_one_rank, "compares SGD.step step 65: "),
+    ],
+)
+def test_ranks_compare_the_settings_of_optimizers_after_the_first_step_too(change, said):
+    def body(mesh):
+        w = torch.nn.Parameter(pt.distribute_tensor(T, mesh, [Replicate()]))
+        x = pt.distribute_tensor(torch.ones(2, *T.shape), mesh, [Shard(0)])
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for step in range(1, 70):
+            optimizer.zero_grad()
+            (w * x).sum().backward()
+            change(optimizer, mesh.get_rank(), step)
+            optimizer.step()
+
+    with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=said):
+        world.run(body)
+
+
+def test_a_schedule_costs_a_comparison_of_settings_in_64_steps(monkeypatch):
+    seen = []
+
+    def note(what, mine, *_, **__):
+        seen.append(mine)
+
+    monkeypatch.setattr("partita.parallel.optimizer.check_equal_on_ranks", note)
+
+    def body(mesh):
+        w = torch.nn.Parameter(pt.distribute_tensor(T, mesh, [Replicate()]))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for step in range(200):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            optimizer.step()
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+    assert len(seen) == 2 * (2 + 3)  # in the first step, at the first change, then every 64
+
+
+def test_numbers_of_a_captured_step_are_compared_in_later_calls_too():
+    def body(mesh):
+        x = pt.distribute_tensor(T, mesh, [Shard(0)])
+        step = pt.compile(lambda x, rate: x * rate, backend="graph")
+        for call in range(1, 70):
+            step(x, 0.1 if call < 20 else 0.2 + mesh.get_rank())
+            assert call < 64
+
+    with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match="pass different numbers"):
+        world.run(body)
+
+
 # -- what is saved ---------------------------------------------------------------------------------
 
 

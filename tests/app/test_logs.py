@@ -137,6 +137,7 @@ def test_a_run_that_goes_on_begins_on_a_line_of_its_own(run, tmp_path):
         assert [s["step"] for s in found.steps][:2] == [0, 1] and len(found.notes) == count
 
 
+@pytest.mark.slow
 def test_the_report_of_a_run_that_goes_on_has_the_steps_before(run, tmp_path):
     pytest.importorskip("plotly")
     path, folder, page = tmp_path / "run.jsonl", tmp_path / "kept", tmp_path / "run.html"

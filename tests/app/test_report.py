@@ -193,6 +193,7 @@ def test_a_page_holds_its_timeline_as_a_trace(tmp_path):
     assert 'download="a-b.json.gz"' in page
 
 
+@pytest.mark.slow
 def test_a_page_says_where_collectives_are_not_those_that_the_step_asks_for(tmp_path):
     def note_of(*kinds):
         run = run_of()
@@ -282,6 +283,7 @@ def test_training_writes_a_report_of_what_it_did(compile, tmp_path):
         assert {e.phase for e in run.timeline if e.kind == "matmul"} == {"forward", "backward"}
 
 
+@pytest.mark.slow
 def test_a_compiled_step_writes_a_report(tmp_path):
     def program(mesh):
         torch.manual_seed(0)

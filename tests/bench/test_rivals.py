@@ -37,6 +37,7 @@ def test_a_rival_without_dynamo_graphs_is_refused():
         rival.compile()
 
 
+@pytest.mark.slow
 def test_a_rival_that_is_compiled_twice_in_a_process_is_refused():
     """The second takes the graphs of the first, which were made for another wrapper."""
     model, batch = TINY.model(), TINY.tokens_of(0, 1)

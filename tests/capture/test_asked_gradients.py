@@ -80,12 +80,14 @@ def _train(mesh: Any, stage: int, fill: Callable[..., None], compiles: bool) -> 
     return [losses, *(g.full_tensor() if isinstance(g, pt.DTensor) else g for g in grads)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", _WAYS)
 def test_on_one_device(fill: Callable[..., None]) -> None:
     wanted = _train(None, 0, fill, compiles=False)
     torch.testing.assert_close(_train(None, 0, fill, compiles=True), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_under_zero(stage: int) -> None:
     for fill in (_scale_by_answer, _scale_by_count):

@@ -196,6 +196,7 @@ def test_numbers_that_nobody_reads_are_drawn(step, backend):
     assert all(map(torch.equal, found, truth))
 
 
+@pytest.mark.slow
 def test_inductor_says_that_it_does_not_draw_a_dropout_that_nobody_reads():
     with pytest.warns(UserWarning, match="skips the random numbers of an unused dropout"):
         pt.compile(unread_dropout)(X)

@@ -348,6 +348,7 @@ def test_numbers_that_differ_between_blocks_make_no_structures():
     assert [count for _, count in step.program.blocks.structures] == [1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["WithFunction", "Hooked"])
 def test_what_runs_code_of_the_users_in_backward_is_folded(name):
     _, step = made(lambda: Stack(PROGRAMS[name], 4), squares, None, True, sections=True)

@@ -171,6 +171,7 @@ def test_a_step_with_folded_blocks_has_the_bits_of_the_flat_one(body, kind):
         torch.testing.assert_close(found, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [accumulated, clipped_in_place, drawn_between])
 def test_blocks_are_folded_whatever_stands_between_them(body):
     _, step = trained(body, Block, compiled(True))

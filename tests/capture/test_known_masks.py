@@ -208,6 +208,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_mask_is_looked_at_block_by_block(name):
     made, wanted = LONG[name]

@@ -333,6 +333,7 @@ BLOCKS = {  # the mask of a block, what blocks take, calls of attention, blocks 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_have_each_its_own_mask(name):
     mask_of, masks, calls, structures = BLOCKS[name]
@@ -388,6 +389,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [H, 2])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_in_each_layout_it_is_one_devices_attention(name, groups):

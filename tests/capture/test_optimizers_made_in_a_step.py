@@ -109,6 +109,7 @@ def losses(steps, kind, compiled, mesh=None, stage=0):
     return [run().item() for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_steps_as_in_eager(steps, kind):

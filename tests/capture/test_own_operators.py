@@ -115,6 +115,7 @@ class Block(nn.Module):
         return x + squash(self.linear(x), self.bias)
 
 
+@pytest.mark.slow
 def test_it_trains_in_blocks_that_are_traced_once_and_sharded(rule):
     def train(mesh, compiled):
         torch.manual_seed(0)

@@ -51,6 +51,7 @@ def run(program, stage, mesh=None):
     return [value.full_tensor() if isinstance(value, pt.DTensor) else value for value in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [None, 2])
 @pytest.mark.parametrize("program", [read_kept_gradients, differentiate_reduced_gradients])
 @pytest.mark.filterwarnings("ignore:Using backward")

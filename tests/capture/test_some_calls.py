@@ -108,6 +108,7 @@ def test_an_operator_of_ones_own_that_writes_is_refused_by_name_and_falls_back()
         assert fast(torch.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [None, False])
 @pytest.mark.parametrize("message", [(), ('a "number" of %s',)])
 def test_compiled_code_checks_a_value_before_it_writes_what_follows(sections, message):

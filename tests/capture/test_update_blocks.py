@@ -172,6 +172,7 @@ def test_the_update_of_alike_blocks_is_traced_once(place):
     assert counts(check_on_ranks(place=place)) == ONCE
 
 
+@pytest.mark.slow
 def test_explain_lists_the_updates_of_blocks():
     _, step = trained(None, True)
     assert f"AdamW of Block: {BLOCKS} equal calls, left flat" in step.explain()
@@ -468,6 +469,7 @@ def test_gradients_that_stay_are_added_to():
     assert counts(check_on_ranks(step_of=accumulated)) == ONCE
 
 
+@pytest.mark.slow
 def test_an_update_that_stays_a_call_is_one_section_that_writes_what_it_takes():
     _, step = trained(None, True, sections=True)
     graph = step.program.graph.graph
@@ -679,6 +681,7 @@ def test_a_subclass_of_an_optimizer_of_torchs_reckons_as_it_does_in_eager(kind, 
     assert captures == 1
 
 
+@pytest.mark.slow
 def test_a_captured_step_leaves_no_state_of_parameters_without_gradient():
     unused = nn.Linear(2, 2).double()
 

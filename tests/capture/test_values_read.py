@@ -116,6 +116,7 @@ def test_plain_tensors_are_read_as_in_one_process(name: str) -> None:
     check(name, *run(name, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_dtensors_are_read_as_in_one_process(name: str) -> None:
     for found in each_rank(lambda mesh: run(name, mesh, pt.Shard(0)), dp=2):
@@ -155,6 +156,7 @@ def follow(x: Any, chain: Any) -> Any:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(pt.Shard(0),), (pt.Shard(0), pt.Replicate())])
 def test_reads_that_follow_from_one_another_do_not_each_begin_a_capture_anew(
     monkeypatch: pytest.MonkeyPatch, layout: Any

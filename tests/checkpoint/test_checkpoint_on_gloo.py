@@ -134,6 +134,7 @@ class Fails:
     load_state_dict = state_dict
 
 
+@pytest.mark.slow
 def test_nothing_that_comes_from_another_rank_is_unpickled(tmp_path):
     first, second = run_ranks(save_and_load_without_pickle, 2, str(tmp_path / "c"))
     assert first == ["ValueError", "Error: one of its own", "on rank 1 of 2"]
@@ -194,6 +195,7 @@ def die_saving(rank: int, path: str, victim: int, moment: str, beside: bool) -> 
         pt.save(state, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "moment", "beside"),
     [
@@ -364,6 +366,7 @@ def by_torch(rank: int, path: str) -> None:
     assert torch.equal(blank["rows"].full_tensor(), WHOLE + 3)
 
 
+@pytest.mark.slow
 def test_torch_and_partita_read_each_others_checkpoints(tmp_path):
     run_ranks(by_torch, 4, str(tmp_path))
     for name in ("by_torch", "theirs", "ours"):
@@ -391,6 +394,7 @@ def to_safetensors(rank: int, path: str, fails: bool) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_safetensors_file_is_there_whole_or_not_at_all(tmp_path):
     from safetensors.torch import load_file
 

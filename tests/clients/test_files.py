@@ -47,6 +47,7 @@ def load(mesh: Any, empty: nn.Module, name: str, place: str, folder: Path) -> tu
     return pt.full_state_dict(model), model(**batch).loss.full_tensor().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("name", ["T5", "Llama"])
 def test_pretrained_files_are_read_into_a_model_that_no_rank_holds_whole(

@@ -51,6 +51,7 @@ def test_greedy_text_is_that_of_one_device(name: str, place: str, cached: bool) 
             assert torch.equal(text, truth)
 
 
+@pytest.mark.slow
 def test_sampled_text_is_that_of_one_device() -> None:
     how = {"do_sample": True, "top_k": 8, "temperature": 0.9}
     truth = write(make_model(CLIENTS["GPT-2"], torch.float64).eval(), *prompt(), **how)

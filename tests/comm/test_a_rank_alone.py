@@ -210,6 +210,7 @@ def validates_alone(rank, stage, persistent):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "persistent"), [(1, False), (3, True)])
 def test_a_forward_without_gathers_is_for_one_rank_alone(stage, persistent):
     torch.manual_seed(0)

@@ -552,6 +552,7 @@ def test_a_new_object_in_the_memory_of_a_freed_one_is_not_taken_for_it():
         del key
 
 
+@pytest.mark.slow
 def test_a_series_of_ever_new_keys_stays_small_and_is_predicted_again_later():
     history, alive = AgreedKeys(), weakref.WeakSet()
     for _ in range(5_000):

@@ -89,6 +89,7 @@ def test_a_value_that_one_rank_reads_is_an_error_on_all_whatever_the_others_do(o
         assert "rank 1     waits in all_" in text and text.count(HERE) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_after_the_others_have_ended_is_told_so():
     alone, ended = run_ranks(reads_alone, 2, "item", "ends")
     assert ended == "ended"
@@ -254,6 +255,7 @@ def of_whole_values(rank):
     return (whole / dist.get_world_size()).item(), summed.item(), loss.item()
 
 
+@pytest.mark.slow
 def test_collectives_of_torch_take_what_every_rank_holds_whole():
     assert run_ranks(of_whole_values, 2) == [(28.0, 56.0, 28.0)] * 2
 
@@ -266,6 +268,7 @@ def in_other_groups(rank):
     return x.sum().item(), pt.distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]).sum().item()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_in_other_numbers_of_groups_agree():
     assert run_ranks(in_other_groups, 4) == [(28.0, 4.0)] * 4
 

@@ -125,6 +125,7 @@ def count_without_dtensors(rank):
     return told, dict(found)
 
 
+@pytest.mark.slow
 def test_collectives_run_no_frame_of_partita_before_there_is_a_dtensor():
     for told, with_dtensors in run_ranks(count_without_dtensors, 2):
         # It makes a tensor of a number by torch.tensor, which is no collective.

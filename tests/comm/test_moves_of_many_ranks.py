@@ -134,6 +134,7 @@ SHAPES = [(12, 24, 4), (7, 5, 3), (1, 4, 2), (5, 1, 9)]
 MESHES = [{"dp": 2}, {"dp": 3}, {"dp": 4}, {"dp": 2, "tp": 3}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_each_move_gives_the_value_and_the_gradient_of_one_device(axes):
     with pt.ranks(**axes) as world:

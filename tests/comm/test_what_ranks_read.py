@@ -177,6 +177,7 @@ def test_other_values_on_other_ranks_are_an_error_on_all(name):
         check(world.run(lambda mesh: told(DIFFERENT[name], mesh, mesh.get_rank())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["through_one_helper", "by_one_call", "as_a_whole"])
 def test_other_values_on_other_processes_are_an_error_on_all(name):
     check(run_ranks(told_on_gloo, 2, name))

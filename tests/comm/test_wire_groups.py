@@ -42,6 +42,7 @@ def simulate_on_a_part(rank):
     return found.mesh, [comm.is_part_of_mesh(part, mesh) for part in parts]
 
 
+@pytest.mark.slow
 def test_a_mesh_knows_what_was_taken_out_of_it():
     for found in run_ranks(simulate_on_a_part, 2):
         assert found == ({"dp": 2, "tp": 1}, [True, True, True, False, False])
@@ -55,6 +56,7 @@ def carry_everything(rank, meshes, dtypes):
     return [[carry_all(device_mesh(mesh), mesh, dtype) for dtype in dtypes] for mesh in meshes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "meshes", "dtypes"),
     [
@@ -90,6 +92,7 @@ def shuffled(rank):
     return wire.at, carry_all(mesh, plain, torch.float32), first.item(), wire.gather_ints((rank,))
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_mesh_may_come_in_any_order():
     results = run_ranks(shuffled, 4)
     at = {result[0]: result for result in results}
@@ -109,6 +112,7 @@ def captured_on_shuffled(rank):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_graph_is_refused_on_ranks_in_an_order_of_their_own():
     for found in run_ranks(captured_on_shuffled, 2):
         assert "the ranks of mesh dp=2 are not in order along dp" in found

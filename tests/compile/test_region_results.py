@@ -62,6 +62,7 @@ def train_on_one_result(model, x, wrap=lambda f: f):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", [Heads, Twins, ForwardBackwardPair])
 def test_parameters_of_other_results_get_no_gradients(kind, stage):
@@ -91,6 +92,7 @@ def value_of(x):
     return getattr(x, "full_tensor", x.clone)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 5])
 def test_a_result_has_the_gradient_that_the_step_left_on_it(rows):
     torch.manual_seed(0)

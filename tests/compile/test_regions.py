@@ -506,6 +506,7 @@ def test_gradients_have_the_layouts_of_eager_and_the_values_of_one_device(placem
             close(one, wanted.detach())
 
 
+@pytest.mark.slow
 def test_a_region_under_tensor_parallelism():
     def rank(mesh):
         found, _, _ = run_layer(mesh, compiled, [pt.Replicate()], split_up(mesh))
@@ -517,6 +518,7 @@ def test_a_region_under_tensor_parallelism():
                 close(one, wanted.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", ["blocks", "the model"])
 def test_a_model_under_zero_trains_with_compiled_parts_as_without(stage, what):
@@ -566,6 +568,7 @@ def sends(log):
     return sorted((m.kind, m.axes, m.nbytes) for m in log.moves if m.nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["tp", "zero"])
 def test_compiled_blocks_send_what_eager_ones_do_and_when(how):
     def rank(mesh):
@@ -706,6 +709,7 @@ def differentiated(run, watch, x, w):
     return [*of_results, x.grad, w.grad, *watched]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 def test_the_gradient_of_a_result_has_what_comes_by_way_of_others_made_of_it(watch, backend):
@@ -763,6 +767,7 @@ def clamped(x, w):
     return a + h, a
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["graph", "inductor"])
 def test_what_two_results_come_of_has_its_gradient_at_once(backend):
     found = []
@@ -871,6 +876,7 @@ def _gradient_of_region(function, compiled, mesh=None):
     return x.grad if mesh is None else x.grad.full_tensor()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [_write_a_view_of_new, _write_a_view_without_gradient])
 def test_a_region_writes_a_view_of_a_tensor_without_gradient(function):
     wanted = _gradient_of_region(function, False)

@@ -120,6 +120,7 @@ def trained(model: torch.nn.Module, x: Any, make: Any, foreach: bool, steps: int
     return [p.detach() for p in model.parameters()], early, size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [torch.optim.AdamW, OpByOp])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 def test_an_optimizer_whose_scalars_change_at_each_step_adds_no_entry(make, placement) -> None:

@@ -182,6 +182,7 @@ def test_only_the_block_in_use_and_the_next_one_are_gathered_at_any_place(way, w
         torch.testing.assert_close(mine, one, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.slow
 @cases
 def test_backward_reads_nothing_that_was_gathered_for_forward(way, width, ranks):
     _, step, _ = compiled(way, width, ranks)

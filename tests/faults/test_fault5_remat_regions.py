@@ -106,6 +106,7 @@ def test_a_region_whose_result_is_kept_is_not_run_again():
         assert backend.runs == runs, policy
 
 
+@pytest.mark.slow
 def test_regions_of_equal_shapes_in_a_loop_each_get_their_own():
     backend = Backend()
     regions = [pt.one_call(backend.compile(f)) for f in (squash, stretch, squash, stretch)]
@@ -164,6 +165,7 @@ def test_another_region_of_the_same_shape_is_an_error_that_names_both_lines():
     assert text.count("checkpointed_regions.py:") == 2
 
 
+@pytest.mark.slow
 def test_another_kept_region_of_the_same_shape_is_an_error_that_names_both():
     backend = Backend()
     first, second = (pt.one_call(backend.compile(f)) for f in (squash, stretch))

@@ -196,6 +196,7 @@ def synchronized_under_compile(mesh, synchronizes):
     return loss.item(), [p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_a_compiled_step_may_ask_for_what_it_does_anyway():
     model, (x, y) = make_net(), make_batches()
     loss = F.cross_entropy(model(x[0, 0]), y[0, 0])

@@ -168,6 +168,7 @@ def test_blocks_are_inlined_where_no_variant_of_them_is_enough():
     assert all(a >= b for a, b in zip(*costs, strict=True))
 
 
+@pytest.mark.slow
 def test_a_small_step_has_its_blocks_inlined_under_a_budget_too():
     step = gradients_of(stack(4))
     without = compiled(step, sections=None)

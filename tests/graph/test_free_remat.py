@@ -227,6 +227,7 @@ def silus(step):
     return sum("silu.default" in str(n.target) for g in graphs for n in g.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [None, True])
 def test_a_step_that_makes_values_again_has_the_same_bits_and_a_lower_peak(sections):
     def run(mesh, **options):
@@ -242,6 +243,7 @@ def test_a_step_that_makes_values_again_has_the_same_bits_and_a_lower_peak(secti
         assert peak < most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "sections"),
     [

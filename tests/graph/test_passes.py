@@ -434,6 +434,7 @@ def test_overlap_waits_for_what_is_read_late_where_it_is_read():
     assert lines[0] == "a = reduce(n)"
 
 
+@pytest.mark.slow
 def test_a_recompute_goes_back_through_any_number_of_calls():
     depth = 2 * sys.getrecursionlimit()
     calls = "\n".join(

@@ -42,6 +42,7 @@ def test_a_form_that_makes_less_again_is_left_out_after_one_that_makes_more():
 COSTS = st.tuples(st.integers(0, 9), st.integers(0, 9))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 99), COSTS), max_size=9), st.integers(1, 99))
 def test_a_larger_budget_never_makes_more_again(forms, less):
     forms = [(100, (0, 0)), *forms]

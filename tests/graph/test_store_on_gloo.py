@@ -199,6 +199,7 @@ def test_an_artifact_that_does_not_load_is_compiled_again(monkeypatch, tmp_path)
     assert third.artifact.metadata == store.get(key).metadata
 
 
+@pytest.mark.slow
 def test_what_torch_cannot_save_runs_where_it_was_compiled(monkeypatch, tmp_path):
     from partita.graph.backend import inductor as lower
 

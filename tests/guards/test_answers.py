@@ -246,6 +246,7 @@ def test_a_growth_factor_that_is_set_is_another_capture():
     assert "growth_factor: 2.0 became 4.0" in fast.reasons[-1]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_was_read_before_a_clip_is_the_gradient_still():
     def train(mesh, compiled):
         model = network(mesh, 2)

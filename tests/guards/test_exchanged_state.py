@@ -60,6 +60,7 @@ class Triples(TorchDispatchMode):
         return out * 3 if func is torch.ops.aten.mul.Tensor else out
 
 
+@pytest.mark.slow
 def test_a_mode_that_compiled_code_would_not_hear_is_refused_or_the_step_runs_eagerly():
     def step(x):
         return x.sin() * x

@@ -329,6 +329,7 @@ def test_compiled_code_takes_the_numbers_too():
     assert reasons == ["the first call"] and found == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_code_takes_the_tensors_that_a_step_makes_of_numbers():
     """As it is compiled, and as it comes out of the store."""
     table = torch.ones(4)

@@ -619,6 +619,7 @@ def test_what_computes_under_settings_of_its_own_is_refused_with_its_line(settin
         ).tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_partitas_own_models_are_recorded_as_a_users_are(monkeypatch):
     model = GPT(layers=1, width=16, heads=2, context=8)
     tokens = torch.randint(0, 256, (2, 8))

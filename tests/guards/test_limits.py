@@ -336,6 +336,7 @@ def test_a_plain_value_that_a_step_makes_and_that_differs_between_ranks_is_refus
     assert "test_limits.py:" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
 def test_a_plain_value_that_is_equal_on_all_ranks_is_taken_whole(step):
     def run(mesh):

@@ -56,6 +56,7 @@ def test_a_rank_that_captures_while_another_runs_is_named_on_both_when_the_job_i
     assert len(warned) == 1 and "rank 0 has not arrived yet" in warned[0] and why in warned[0]
 
 
+@pytest.mark.slow
 def test_under_check_ranks_that_is_an_error_on_both_at_once():
     (one, _), (other, _) = run_ranks(parts, 2, True)
     assert one == other
@@ -74,6 +75,7 @@ def plain_that_changes(rank):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_under_check_ranks_plain_values_are_compared_in_each_call():
     one, other = run_ranks(plain_that_changes, 2)
     assert one == other

@@ -178,6 +178,7 @@ class Monitor(threading.Thread):
             self.lines.put(self.turns)
 
 
+@pytest.mark.slow
 def test_threads_that_are_not_read_are_no_state(monkeypatch):
     """Names of a module are read ahead: a progress bar's monitor is none of the step's state."""
     monitor, module = Monitor(), types.ModuleType("module_with_a_thread")

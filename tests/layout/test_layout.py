@@ -53,11 +53,13 @@ def laid_out(draw, pending: tuple[str, ...] = ("sum", "max", "min")):
 # -- text -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_what_prints_also_parses(layout):
     assert Layout.parse(str(layout)) == layout
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_what_parses_prints_the_same_again(layout):
     assert str(Layout.parse(str(layout))) == str(layout)
@@ -90,6 +92,7 @@ def test_what_is_no_layout_is_refused(text):
 # -- placements -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(laid_out())
 def test_placements_and_layouts_say_the_same(laid):
     mesh, layout = laid
@@ -99,6 +102,7 @@ def test_placements_and_layouts_say_the_same(laid):
     assert again == layout
 
 
+@pytest.mark.slow
 @given(laid_out(pending=("sum",)))
 def test_the_gradient_of_the_gradient_is_laid_out_like_the_value(laid):
     mesh, layout = laid
@@ -175,6 +179,7 @@ def test_local_regions_tile_the_tensor_exactly(laid):
     assert (held == 1).all()
 
 
+@pytest.mark.slow
 @given(laid_out())
 def test_what_does_not_split_does_not_change_what_a_rank_holds(laid):
     mesh, layout = laid

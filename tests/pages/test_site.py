@@ -107,6 +107,7 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(shown) == sorted(set(pt.__all__) - torchs)
 
 
+@pytest.mark.slow
 def test_what_the_reference_shows_of_modules_can_be_imported_from_there():
     shown = re.findall(r"^::: (partita\.\S+\.\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert len(shown) > 10

@@ -116,6 +116,7 @@ def train_with_many_calls(mesh, how, other, every, forwards, calls):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [0, 2])
 @pytest.mark.parametrize("how", ["in backward", "on a gradient"])
 def test_a_gradient_is_added_if_its_parameter_is_trained_when_the_last_part_arrives(how, other):

@@ -79,6 +79,7 @@ def test_values_are_those_of_one_device_with_the_same_seed(name: str, sizes: dic
         world.run(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_that_zero_has_sharded_gets_its_values_too(stage: int) -> None:
     tokens = torch.randint(0, 256, (4, 16))

@@ -133,6 +133,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", LOSSES)
 @pytest.mark.parametrize("name", ["dp", "dp x tp", "dp x tp with sp"])
 def test_a_masked_loss_counts_each_target_once(name: str, options: str) -> None:

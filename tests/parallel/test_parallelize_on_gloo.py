@@ -103,6 +103,7 @@ def only_rank_0_knows_the_values(rank: int) -> Any:
     return {name: p.full_tensor().detach() for name, p in made.named_parameters()}
 
 
+@pytest.mark.slow
 def test_the_values_are_rank_0s() -> None:
     torch.manual_seed(0)
     truth = dict(model("llama").named_parameters())
@@ -125,5 +126,6 @@ def an_infinity_on_one_rank(rank: int) -> tuple[float, bool]:
     return scaler.get_scale(), torch.equal(made.weight.full_tensor(), before)
 
 
+@pytest.mark.slow
 def test_a_grad_scaler_leaves_a_step_out_on_every_rank() -> None:
     assert run_ranks(an_infinity_on_one_rank, 2) == [(4.0, True)] * 2

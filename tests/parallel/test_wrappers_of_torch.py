@@ -100,6 +100,7 @@ def splits_over_another_axis(rank):
     return told(lambda: DDP(model, process_group=mesh["dp"].get_group())), told(lambda: DDP(model))
 
 
+@pytest.mark.slow
 def test_models_that_share_nothing_with_partita_are_wrapped_as_ever():
     for theirs, ours in run_ranks(trains_beside_ddp, 2):
         for one, other in zip(theirs, ours, strict=True):

@@ -54,6 +54,7 @@ def test_clipping_counts_every_shard_once(stage):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(single), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"tp": 2, "dp": 2}])
 def test_it_composes_with_tensor_parallel_weights(stage, axes):
@@ -74,6 +75,7 @@ def test_it_composes_with_tensor_parallel_weights(stage, axes):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(single), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hybrid_sharding_settles_shards_over_the_other_data_axis(stage):
     def run(mesh):
@@ -642,6 +644,7 @@ class OtherKinds(nn.Module):
         return self.linear(x) * (self.numbers % 10) + (x * self.turn).imag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_narrow_precision_leaves_integers_and_complex_parameters_as_they_are(compiled):
     def program(model, x):

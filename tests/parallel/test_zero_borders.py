@@ -464,6 +464,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 4), (4, 3, 4)])
 @pytest.mark.parametrize("how", ["positional", "keyword", "within"])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -540,6 +541,7 @@ class OfHooks(nn.Module):
             return self.second(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OfFunctions, OfHooks])
 def test_what_backward_runs_again_of_a_block_finds_its_parameters_gathered(kind):
     def step(model, x, i):
@@ -606,6 +608,7 @@ def test_a_gan_trains_its_two_halves_in_turn():
     agree(Gan, step, batch_of(4, 4))
 
 
+@pytest.mark.slow
 def test_gradients_of_two_passes_that_use_other_parameters_add_up():
     def step(model, x, i):
         backward(model(x, i).square().mean())
@@ -653,6 +656,7 @@ def penalty_of_the_penalty(model, x, i):
     return backward(h.square().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize(
     "step", [penalty_of_inputs, penalty_of_parameters, penalty_of_grads, penalty_of_the_penalty]
@@ -870,6 +874,7 @@ def scaled(model, x):
 AROUND = (teacher, average, saved_and_read, to_double, adafactor, scaled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", AROUND, ids=lambda f: f.__name__)
 def test_what_programs_do_around_a_model(program):
     def run(mesh, stage=None):

@@ -425,6 +425,7 @@ def test_a_gradient_of_a_block_that_is_called_twice_is_added_to_in_other_memory(
     run(program, stage, ranks=2, make=make)  # one row for each rank
 
 
+@pytest.mark.slow
 def test_gradients_that_no_sync_keeps_are_added_in_the_dtype_of_the_sum():
     passes = 300
 
@@ -457,6 +458,7 @@ class Mixed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_are_cast_after_zero_do_not_narrow_others(stage, compiled):

@@ -247,6 +247,7 @@ def test_hooks_of_all_kinds_run_as_in_one_process(persistent, ranks):
         assert_hooks_run_as_in_one_process(calls, kind, stages, ranks, persistent=persistent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["other pass", "node"])
 def test_a_hook_may_run_a_pass_and_may_be_one_of_a_node(kind):
     for calls in ("direct", "checkpoint, direct", "around several", "within: cc"):
@@ -273,6 +274,7 @@ def test_a_layer_of_a_block_called_in_both_ways_is_refused_before_anything_chang
     assert_hooks_run_as_in_one_process(calls, "step", [3], 2, blocks=blocks)
 
 
+@pytest.mark.slow
 def test_a_hook_that_is_set_after_the_forward_is_refused_where_its_order_is_not_known():
     def program(calls):
         def body(mesh):

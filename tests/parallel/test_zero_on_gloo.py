@@ -69,6 +69,7 @@ def sum_of_four(rank):
     return share, found
 
 
+@pytest.mark.slow
 def test_deterministic_sums_are_in_rank_order_in_every_collective():
     shares, found = zip(*run_ranks(sum_of_four, 4), strict=True)
     in_order = ((shares[0] + shares[1]) + shares[2]) + shares[3]
@@ -97,6 +98,7 @@ def broken_off(rank):
     return train(model, spread, make=torch.optim.SGD)
 
 
+@pytest.mark.slow
 def test_after_a_backward_that_broke_off_the_next_step_is_right():
     single = train(gpt(), lambda t: t, make=torch.optim.SGD)
     for losses in run_ranks(broken_off, 2):

@@ -63,6 +63,7 @@ def halve_gradients(optimizer, *_):
                 p.grad.mul_(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("hook", [halve_parameters, halve_gradients])
 @pytest.mark.parametrize(

@@ -596,6 +596,7 @@ def test_a_captured_backward_reads_what_was_written_since_its_forward(forward, w
     run(program, 3, mlp, ranks=2, persistent=persistent)
 
 
+@pytest.mark.slow
 def test_a_captured_step_refuses_other_memory_of_a_weight_before_backward_as_eager_does():
     def program(model, spread):
         def step(x):
@@ -653,6 +654,7 @@ def step_on_an_old_loss(model):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_step", [step_by_a_closure, step_on_an_old_loss])
 def test_a_captured_backward_within_an_update_reads_what_was_written(make_step):
     def program(model, spread):

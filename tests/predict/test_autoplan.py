@@ -106,6 +106,7 @@ def test_no_plan_is_above_its_memory_limit(drawn):
     assert 10 < planned < 100
 
 
+@pytest.mark.slow
 def test_a_deep_model_that_holds_more_than_its_first_blocks_say_is_left_out(monkeypatch):
     def simulate(model, mesh, machine, *, strategy):
         is_fastest = mesh == {"dp": 8}

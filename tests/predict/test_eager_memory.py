@@ -137,6 +137,7 @@ def test_a_tensor_that_was_made_before_is_refused_where_the_step_computes_with_i
         pt.eager_memory(using)
 
 
+@pytest.mark.slow
 def test_optimizers_of_other_threads_are_none_of_its_business():
     done, weight = [], nn.Parameter(torch.ones(3))
 

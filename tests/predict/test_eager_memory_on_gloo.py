@@ -42,6 +42,7 @@ def predict_and_count(rank, axes):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"dp": 2}, pytest.param({"dp": 3}, marks=pytest.mark.slow)])
 def test_the_predicted_peak_of_each_rank_is_the_counted_one(axes):
     check_peaks(axes)

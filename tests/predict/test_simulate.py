@@ -283,6 +283,7 @@ def _dry(stage, dp=2):
     return step, mesh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_links_of_zero_3_work_as_long_as_its_formula_says(ranks):
     # Rajbhandari et al., arXiv 1910.02054, section 7: each weight is gathered forward and again

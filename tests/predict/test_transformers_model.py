@@ -128,6 +128,7 @@ def test_the_name_says_the_dtype_of_the_weights():
     assert step.__qualname__.startswith("the step of llama (weights in bfloat16")
 
 
+@pytest.mark.slow
 def test_what_is_no_configuration_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StrategyError, match="is not a configuration of transformers"):

@@ -81,6 +81,7 @@ def test_a_type_name_means_one_thing(house, modules):
     assert house.types_defined_twice([m for m in modules if m.is_runtime]) == []
 
 
+@pytest.mark.slow
 def test_what_depends_on_a_device_is_decided_in_one_place(house, modules):
     decided = (
         'if x.device.type == "cuda": ...',

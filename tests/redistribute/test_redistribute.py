@@ -215,6 +215,7 @@ def test_every_pair_of_layouts_of_a_vector_keeps_value_and_adjoint(size, mesh):
         check_value_and_adjoint(before, after, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [M22, M23], ids=str)
 @pytest.mark.parametrize("shape", [(4, 6), (5, 7), (1, 7), (3, 0)], ids=str)
 def test_every_pair_of_layouts_of_a_matrix_keeps_value_and_adjoint(shape, mesh):
@@ -230,6 +231,7 @@ def test_every_pair_of_layouts_of_three_dimensions_keeps_value_and_adjoint(shape
         check_value_and_adjoint(before, after, mesh)
 
 
+@pytest.mark.slow
 def test_layouts_over_three_axes_keep_value_and_adjoint():
     # 97 is prime to the number of ends (158): the sample begins and ends at each layout.
     for before, after in pairs((5, 7), M222)[:: 1 if ALL else 97]:

@@ -117,6 +117,7 @@ def layouts(draw_):
     return Layout(tuple(shape), tuple(map(tuple, shards)), tuple(partial), tuple(invariant))
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_each_rank_stands_in_the_cell_of_its_piece_and_in_no_other(layout):
     picture = draw(layout, MESH)

@@ -127,6 +127,7 @@ def full_state_dicts(rank, mode):
     return state, torchs, separate, offloaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_full_state_dicts_are_those_of_one_process(mode):
     model, optimizer = expected()
@@ -221,6 +222,7 @@ def written(rank, mode, folder, whole):
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tp", "zero3"])
 def test_safetensors_writes_whole_values_or_nothing(mode, tmp_path):
     for error in run_ranks(written, 2, mode, str(tmp_path), False):
@@ -300,10 +302,12 @@ def gradients_through_doors(rank):
     return found
 
 
+@pytest.mark.slow
 def test_a_tensor_becomes_one_of_torchs_and_comes_back_without_a_copy():
     run_ranks(to_torch_and_back, 4)
 
 
+@pytest.mark.slow
 def test_gradients_cross_the_doors_to_torchs_dtensor():
     for grads in run_ranks(gradients_through_doors, 4):
         for grad in grads:
@@ -378,6 +382,7 @@ def pretrained(rank, folder, index):
     return found
 
 
+@pytest.mark.slow
 def test_pretrained_files_load_into_a_meta_model_piece_by_piece(tmp_path):
     index = write_pretrained(str(tmp_path))
     torch.manual_seed(3)

@@ -104,6 +104,7 @@ def test_each_layout_gives_what_one_device_gives(compiled):
                     assert (lies, sent) == ((place,), 0)
 
 
+@pytest.mark.slow
 def test_the_compiled_kernel_is_compiled_once_for_each_piece_and_kept():
     seen = []
 

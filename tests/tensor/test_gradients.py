@@ -414,6 +414,7 @@ def test_a_plain_loop_with_any_optimizer_is_one_devices(name: str) -> None:
     run(ranks, dp=2, tp=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ASGD", "NAdam"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_scalars_of_an_optimizers_state_are_plain_and_can_be_loaded(name: str, compiled: bool):

@@ -336,6 +336,7 @@ def give(a, b):
     return b.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [exchange, give, lambda a, b: a.grad])
 def test_a_gradient_to_which_a_compiled_step_adds_is_one_object_wherever_the_step_puts_it(change):
     def program(mesh):

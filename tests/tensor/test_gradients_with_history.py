@@ -160,6 +160,7 @@ def _summed(shape):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1,), (), (1, 1), (2,), (3, 1), (1, 2)])
 def test_a_gradient_that_is_larger_than_its_input_is_summed(shape):
     _check(_summed(shape))

@@ -437,6 +437,7 @@ def test_zeros_without_memory_say_so_and_a_copy_has_memory():
     assert not x.grad.clone()._is_zerotensor() and not x.grad.any()
 
 
+@pytest.mark.slow
 def test_who_has_a_storage_is_counted_and_tensors_are_known_to_the_garbage_collector():
     x = torch.ones(4)
     assert count_holders(x.untyped_storage()) == 2

@@ -145,6 +145,7 @@ def train(mesh, plan, way):
     return [(work.op, work.axes, work.share, work.source.split("/")[-1]) for work in log.repeated]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {"blocks": True}], ids=["as it runs", "blocks traced once"])
 def test_a_captured_step_says_what_the_eager_one_does(way):
     with pt.ranks(tp=2) as world:

@@ -208,6 +208,7 @@ def Sub(cls: type) -> type:
     return type(f"My{cls.__name__}", (cls,), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_subclasses_of_torchs_optimizers_step_as_on_one_device(place):
     def train(make: Make) -> Any:

@@ -380,6 +380,7 @@ def train_once(run, model, batch):
     return loss.item(), grads
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo hides, if it can
 @pytest.mark.parametrize(
     "name, beside", [(name, "") for name in SHIPPED] + [("gpt", "DTensors"), ("llama", "DTensors")]
@@ -409,6 +410,7 @@ def test_a_shipped_model_is_one_graph(name):
     torch.compile(model, backend="eager", fullgraph=True)(*batch)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("how", ["whole", "blocks"])

@@ -275,6 +275,7 @@ def on_one_device(text: str, kind: str, write: Any) -> list[torch.Tensor]:
     return run(whole, other, kind, write)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WRITES)
 def test_an_operand_that_was_moved_is_given_as_it_is_now(way: str) -> None:
     write = WRITES[way]

@@ -211,11 +211,19 @@ def check(program: Program) -> None:
         with pt.ranks(**program.mesh) as world:
             world.run(on_a_rank, program, values, grads)
         raise Unsuited from None
-    except pt.LayoutError as error:
-        # Said to be refused: a split dimension of 1 that `squeeze_` would take away.
-        if "its operand would need another layout" not in error.fact:
+    except (RuntimeError, pt.LayoutError) as error:
+        if not is_refused(error, program):
             raise
         raise Unsuited from error
+
+
+def is_refused(error: Exception, program: Program) -> bool:
+    """True for what the docs refuse: a split dimension of 1 that `squeeze_` would take away, and a
+    write to logits of split classes, which backward of `cross_entropy` needs."""
+    if isinstance(error, pt.LayoutError):
+        return "its operand would need another layout" in error.fact
+    has_logits = any("cross_entropy" in line for line in program.lines)
+    return has_logits and "modified by an inplace operation" in str(error)
 
 
 def shortest(program: Program) -> Program:
@@ -307,9 +315,8 @@ def check_region(program: Program) -> None:
         if not left_to_rounding(program):
             raise
         raise Unsuited from None
-    except pt.LayoutError as error:  # said to be refused
-        refused = isinstance(error, pt.CaptureError)
-        if not refused and "its operand would need another layout" not in error.fact:
+    except (RuntimeError, pt.LayoutError) as error:
+        if not isinstance(error, pt.CaptureError) and not is_refused(error, program):
             raise
         raise Unsuited from error
 
@@ -419,3 +426,11 @@ def test_the_order_of_equal_products_is_left_to_rounding_and_that_of_a_grid_is_n
     assert "t1" in left_to_rounding(products)
     grid = Program({"a": 2}, ("[3] {sum a}",), ("t0 = (x0 * 3).round()", ordered))
     assert not left_to_rounding(grid)
+
+
+def test_a_refusal_is_recognized() -> None:
+    loss = "t1 = F.cross_entropy(t0, torch.arange(t0.size(0)) % t0.size(1))"
+    lines = ("t0 = x0 * 2", loss, "t0.mul_(3)")
+    check(Program({"a": 2}, ("[3@a, 3]",), lines))
+    with pytest.raises(Unsuited):
+        check(Program({"a": 2}, ("[3, 3@a]",), lines))

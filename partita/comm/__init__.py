@@ -28,6 +28,7 @@ from .agreement import digest_of_text as digest_of_text
 from .agreement import gather_texts as gather_texts
 from .agreement import is_agreed as is_agreed
 from .agreement import is_alone as is_alone
+from .agreement import is_due as is_due
 from .agreement import make_disagreement_error as make_disagreement_error
 from .agreement import message as message
 from .agreement import pack as pack

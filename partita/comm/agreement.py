@@ -100,6 +100,18 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
         history.add(key)
 
 
+def is_due(wire: Wire, series: object) -> bool:
+    """True in the calls 1, 2, 4, 8, ... of a series, in which ranks compare what it costs to read.
+
+    Args:
+        series: what is compared, such as the values of the batches at a line of the program.
+    """
+    if is_alone(wire):
+        return False
+    calls = wire.calls_compared[series] = wire.calls_compared.get(series, 0) + 1
+    return wire.scope.check is not None or not calls & (calls - 1)
+
+
 class AgreedKeys:
     """The keys that ranks have compared at one line of the program, to predict the next key.
 

@@ -151,6 +151,7 @@ class Wire(Transport):
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
         self.agreed: dict[object, Any] = {}  # what ranks have compared: by series, `AgreedKeys`
+        self.calls_compared: dict[object, int] = {}  # by series, see `is_due`
         self._reading: Reading | None = None  # of the value being moved
         self.data_axes: tuple[str, ...] = ()  # the axes over which `zero` has sharded a model
         self.sites: dict[int, int] = {}  # by call, how often it made DTensors (`tensor/origins`)

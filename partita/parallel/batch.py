@@ -22,6 +22,7 @@ from partita.comm import (
     call_site,
     check_equal_on_ranks,
     is_agreed,
+    is_due,
     remember_agreed,
     user_line,
     wire_of,
@@ -169,10 +170,11 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     }
     shapes = _describe_batch(batch, lambda t: str(list(t.shape)))
     line = (call_site(), "distribute_batch", "whole")
-    if is_agreed(wire, line, shapes):
+    compares_values = is_due(wire, line)
+    if not compares_values and is_agreed(wire, line, shapes):
         return
     text = shapes
-    if not is_agreed(wire, line):  # values are compared when the line first runs
+    if compares_values:
         text += ", checksum " + " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
     check_equal_on_ranks("distribute_batch", text, wire, **said)
     remember_agreed(wire, line, shapes)
@@ -189,8 +191,7 @@ def _agree_kind(kind: str, wire: Wire) -> None:
 
 def _compare_equal_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
     """Raise on all ranks unless ranks that hold the same piece have read the same values."""
-    key = (call_site(), "distribute_batch", "piece")
-    if is_agreed(wire, key):
+    if not is_due(wire, (call_site(), "distribute_batch", "piece")):
         return
     gathered = wire.gather_ints(
         tuple(n for t in tensors for n in checksum(t.detach())), "pieces of a batch"
@@ -214,7 +215,6 @@ def _compare_equal_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: 
                         Fix(sampler, "with the axes that the rows are split over, not all ranks"),
                     ),
                 )
-    remember_agreed(wire, key)
 
 
 def _spec(shape: Sequence[int], places: Places, wire: Wire) -> Spec:

@@ -95,8 +95,8 @@ def test_each_ranks_own_batch_is_not_taken_for_the_whole_one():
 
 def test_batches_of_other_sizes_are_refused_in_a_later_step_too():
     def body(mesh):
-        for step in range(2):
-            x = pt.distribute_batch(T[: 8 - 2 * step * mesh.get_rank()], mesh)
+        for step in range(3):  # values, which show it too, are not compared in the third call
+            x = pt.distribute_batch(T[: 8 - 2 * (step // 2) * mesh.get_rank()], mesh)
         return x.sum().item()
 
     refused(body, "compares distribute_batch", "all_reduce", dp=2)
@@ -242,6 +242,19 @@ def test_learning_rates_that_differ_are_refused_at_the_first_step(kind):
         optimizer.step(loss)
 
     refused(body, "the ranks' optimizers have other settings", "lr=0.1", "lr=0.2", dp=2)
+
+
+@pytest.mark.parametrize("each_rank_has", ["whole", "piece"])
+def test_values_of_later_batches_are_compared_too(each_rank_has):
+    def body(mesh):
+        for number in range(1, 9):
+            batch = torch.full((4,), float(number + (mesh.get_rank() if number > 5 else 0)))
+            pt.distribute_batch(batch, mesh, each_rank_has=each_rank_has)
+            assert number < 8
+
+    said = "same batch" if each_rank_has == "whole" else "same rows"
+    with pt.ranks(dp=1, tp=2) as world, pytest.raises(pt.LayoutError, match=f"not read the {said}"):
+        world.run(body)
 
 
 def change_a_rate(optimizer, rank, step):

@@ -96,7 +96,36 @@ def test_a_chain_of_calls_goes_back_to_the_first_value_that_is_kept():
     assert repeated(changed(chain).replace("y, s)", "y, t7)")) == []  # nine calls
 
 
+CAST = """
+    x: argument bf16[4, 8]
+    w: argument bf16[8, 8]
+    h = aten.mm.default(x, w)
+    s = aten._to_copy.default(h, dtype=torch.float32)
+    y = aten.mul.Tensor(s, s)
+    a = aten.mul.Tensor(s, 2.0)  # phase='backward'
+    return y, a
+"""
+"""Backward reads a cast, and nothing that it is made of."""
+
+
+def test_of_a_cast_to_a_wider_type_the_operand_is_kept():
+    assert repeated(CAST) == ["_to_copy"]
+    viewed = CAST.replace("aten._to_copy.default(h", "aten._to_copy.default(v").replace(
+        "    s =", "    v = aten.view.default(h, [32])\n    s ="
+    )
+    assert repeated(viewed) == ["view", "_to_copy"]
+
+
 KEPT = {
+    "it is a cast to a narrower type": CAST.replace("float32", "float16")
+    .replace("x: argument bf16", "x: argument f32")
+    .replace("w: argument bf16", "w: argument f32"),
+    "it is a cast of an argument": CAST.replace("default(h,", "default(x,"),
+    "it is a cast of a result": CAST.replace("return y, a", "return y, a, h"),
+    "it is a cast of a piece of a large value": CAST.replace(
+        "    s = aten._to_copy.default(h",
+        "    v = aten.slice.Tensor(h, 0, 0, 1)\n    s = aten._to_copy.default(v",
+    ),
     "nothing else keeps its source": changed("b = aten.mul.Tensor(a, y)  # phase='backward'"),
     "backward reads its source before it is made": changed(
         "s = aten.mul.Tensor(gate, 3.0)  # phase='backward'\nz = aten.silu.default(gate)",
@@ -281,6 +310,27 @@ def test_a_region_saves_less_for_backward():
     (found, less), (wanted, more) = run(()), run("free_remat")
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert less <= more - 4 * ROWS * 4 * WIDTH  # the result of silu
+
+
+def test_a_result_of_a_region_may_be_written_before_backward():
+    """Backward of `h.float().square()` reads the cast, which eager keeps."""
+
+    def run(compiled):
+        torch.manual_seed(0)
+        w = torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
+
+        def region(x):
+            h = x @ w
+            return h.detach(), h.float().square()
+
+        x = torch.ones(4, 8, dtype=torch.bfloat16)
+        region = pt.compile(region, backend="graph") if compiled else region
+        h, y = region(x)
+        h.zero_()
+        y.sum().backward()
+        return w.grad
+
+    assert torch.equal(run(True), run(False))
 
 
 def test_a_copy_of_a_misaligned_operand_takes_memory():

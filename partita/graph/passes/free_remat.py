@@ -7,8 +7,10 @@ anyway, this reads no more bytes, and `silu(gate)` need not live from forward to
 A value of forward is computed again if all of these hold:
 
 - At most `_MOST_CALLS` element-wise calls (and views) make it from its sources. These are values
-  that backward reads anyway, after the value is made. A gathered parameter is not a source, because
-  it would have to be gathered again. Nor is memory that the graph writes.
+  that backward reads anyway, after the value is made. For a cast to a wider type it may be the
+  operand, even if nothing else keeps that: `x` in bfloat16 has half the bytes of `x.float()`. A
+  gathered parameter is not a source, because it would have to be gathered again. Nor is memory that
+  the graph writes.
 - Backward reads it only in calls that are fused, and no other kernel runs between them. A product
   or a collective would need the value in memory.
 - The sources that are not read there anyway have no more bytes than the value.
@@ -22,6 +24,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -82,6 +85,8 @@ class _Values:
         self._kernels = [i for n, i in self._place.items() if is_late(n) and not _is_fused(n)]
         self._no_sources = {node for one in UseRuns(graph).found for node in one.chain}
         self._no_sources |= memory_that_is_written(graph).keys()
+        (end,) = graph.find_nodes(op="output")
+        self._returned = {self._owner[node] for node in end.all_input_nodes}
         self._kept: set[fx.Node] = set()
         self._read: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # by owner
         self._free: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}  # values: calls, sources
@@ -113,7 +118,7 @@ class _Values:
         first, last = (self._count_kernels_before(f(places)) for f in (min, max))
         if first != last or not all(_is_fused(self._nodes[place]) for place in places):
             return set()
-        found = self._trace_to_sources(value)
+        found = self._trace_to_sources(value) or self._find_narrow_source(value)
         if found is None:
             return set()
         calls, sources = found
@@ -121,7 +126,7 @@ class _Values:
         if sum(map(nbytes_of, more)) > nbytes_of(value):
             return set()
         for source in sources:
-            self.late_reads[source].append(min(places))
+            self.late_reads.setdefault(source, []).append(min(places))
         self._free[value] = found
         return calls.union(*(self._views_between(value, read) for read in self._read[value]))
 
@@ -130,7 +135,8 @@ class _Values:
 
     def _is_read_among(self, source: fx.Node, kernels: int) -> bool:
         """True if backward reads a source while exactly `kernels` of its kernels have run."""
-        return any(self._count_kernels_before(p) == kernels for p in self.late_reads[source])
+        places = self.late_reads.get(source, ())
+        return any(self._count_kernels_before(place) == kernels for place in places)
 
     def _trace_to_sources(self, value: fx.Node) -> tuple[set[fx.Node], set[fx.Node]] | None:
         """Returns the calls that compute a value from its sources, and the sources.
@@ -160,6 +166,23 @@ class _Values:
                     return None
         many = sum(not facts_of(call.target).is_view for call in calls)
         return (calls, sources) if many <= _MOST_CALLS else None
+
+    def _find_narrow_source(self, value: fx.Node) -> tuple[set[fx.Node], set[fx.Node]] | None:
+        """Returns the calls that make a value by a cast, and the operand if it has fewer bytes.
+
+        The operand must be a value of the graph alone: others may write arguments and results
+        between forward and backward of a region.
+        """
+        if not facts_of(value.target).casts:
+            return None
+        read: Any = value.args[0]
+        owner = self._owner[read]
+        is_ours = owner.op == "call_function" and owner not in self._returned
+        if not is_ours or owner in self._no_sources or owner in self._free:
+            return None
+        if nbytes_of(owner) >= nbytes_of(value):
+            return None
+        return {value, *self._views_between(owner, read)}, {owner}
 
     def _views_between(self, owner: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
         """Yields the view calls that make `node` from its owner, up to one that backward reads."""

@@ -7,7 +7,7 @@ partita[gpu-lowering]`.
 The steps are torch.compile's on the plain model (model and loss compiled under autocast; the
 optimizer steps eagerly) and partita's compiled steps (plain, data parallel and ZeRO-3, with AdamW).
 Bytes are Inductor's: each operand and result of a kernel counts once. "a block" is the increase for
-one more block.
+one more block. "peak" is the memory that a compiled step allocates at most, as `step.memory.peak`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import torch
 import partita as pt
 from partita.capture.fakes import captured_for
 from partita.comm.collective import WAIT
+from partita.graph.backend.codegen_memory import memory_of_code
 from partita.graph.backend.inductor import compile_program, cut_into_sections
 from partita.graph.graph_nodes import is_collective, subgraph_of
 from partita.tensor.op_facts import facts_of
@@ -48,7 +49,7 @@ from partita.testing.believed_gpu import (
 )
 
 from .rivals import cross_entropy
-from .steps import MODELS, StepShape
+from .steps import MIB, MODELS, StepShape
 
 WAYS = {
     "torch": "torch.compile, model and loss",
@@ -65,7 +66,7 @@ RANKS = 8
 _SUM_OF_PARTS = re.compile(r"= workspace_\d+\[.*\.sum\(dim=0\)")
 
 Counts = Counter[tuple[str, str]]
-"""For each ("launches" or "bytes", kind) a number."""
+"""For each ("launches" or "bytes", kind) a number; for ("peak", "bytes") the peak of memory."""
 
 
 # -- the kernels of generated code -----------------------------------------------------------------
@@ -197,12 +198,22 @@ def _count_bytes(node: Any) -> int:
 # -- ways ------------------------------------------------------------------------------------------
 
 
-def count(shape: StepShape, way: str, chip: str, optimizer: dict[str, bool]) -> Counts:
-    """Count the GPU kernels of a training step. Needs a process with `fake_gpu_environment`."""
+def count(
+    shape: StepShape,
+    way: str,
+    chip: str,
+    optimizer: dict[str, bool],
+    without: Sequence[str] = (),
+) -> Counts:
+    """Count the GPU kernels of a training step. Needs a process with `fake_gpu_environment`.
+
+    Args:
+        without: names of the passes that are left out of a compiled step.
+    """
     believe_in_autocast()
     if way == "torch":
         return _count_of_torch(shape, chip)
-    step, batch = _make_step(shape, way, optimizer)
+    step, batch = _make_step(shape, way, optimizer, without)
     with captured_for(GPU):
         program = step.capture(*batch)
     with lower_for(chip, RANKS):
@@ -213,7 +224,9 @@ def _meta_tokens(shape: StepShape) -> torch.Tensor:
     return torch.zeros(shape.batch, shape.context, dtype=torch.long, device="meta")
 
 
-def _make_step(shape: StepShape, way: str, how: dict[str, bool]) -> tuple[Any, list[Any]]:
+def _make_step(
+    shape: StepShape, way: str, how: dict[str, bool], without: Sequence[str]
+) -> tuple[Any, list[Any]]:
     model = shape.make("meta")
     batch: list[Any] = [_meta_tokens(shape)] * 2
     around: Any = partial(torch.autocast, GPU.type, dtype=torch.bfloat16)
@@ -238,30 +251,37 @@ def _make_step(shape: StepShape, way: str, how: dict[str, bool]) -> tuple[Any, l
         optimizer.step()
         return loss
 
-    return pt.compile(step, backend="graph"), batch
+    return pt.compile(step, backend="graph", cuda_graphs=False, without=without), batch
 
 
 def _count_of_program(program: Any) -> Counts:
     cut = cut_into_sections(program, None)
-    if cut is None:
-        return _count_of_graph(program.flat())
-    of_section = {section: _count_of_graph(section) for section in cut.different}
+    parts = [program.flat()] if cut is None else cut.different
+    whole: Any = parts[0] if cut is None else program
+    of_part, code = {}, {}
+    for part in parts:
+        of_part[part], code[part] = _count_of_graph(part)
     counts: Counts = Counter()
-    for node in cut.outer.graph.nodes:
-        section = subgraph_of(node)
-        if section is not None:
-            counts.update(of_section[section])
-        elif is_collective(node):
-            counts["launches", "communication"] += 1
+    if cut is None:
+        counts.update(of_part[whole])
+    else:
+        for node in cut.outer.graph.nodes:
+            section = subgraph_of(node)
+            if section is not None:
+                counts.update(of_part[section])
+            elif is_collective(node):
+                counts["launches", "communication"] += 1
+    counts["peak", "bytes"] = memory_of_code(code, whole, cut).peak
     return counts
 
 
-def _count_of_graph(program: Any) -> Counts:
+def _count_of_graph(program: Any) -> tuple[Counts, Any]:
+    """The kernels of a graph, and its generated code."""
     counts: Counts = Counter()
     with counting_kernels(counts), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it cannot be saved
-        compile_program(program)
-    return counts
+        _, _, code = compile_program(program)
+    return counts, code
 
 
 def _count_of_torch(shape: StepShape, chip: str) -> Counts:
@@ -315,14 +335,17 @@ def lower_in_process(
     model: str,
     way: str,
     blocks: int,
+    without: Sequence[str] = (),
     **options: str,
 ) -> dict[str, Counts]:
     """Counts a step's GPU kernels in a new process, and how many more one more block adds.
 
     Args:
+        without: names of passes that are left out.
         options: `chip`, and `optimizer`, "foreach" or "fused".
     """
     how = [word for name, value in options.items() for word in (f"--{name}", value)]
+    how += ["--without", *without]
     run = [sys.executable, "-m", __spec__.name, "--model", model, "--blocks", str(blocks), *how]
     done = subprocess.run([*run, "--lower", way], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -336,9 +359,8 @@ def lower_in_process(
 
 def _print_lowered(options: argparse.Namespace) -> None:
     shape = replace(MODELS[options.model], layers=options.blocks)
-    optimizer = {options.optimizer: True}
-    less = count(shape, options.lower, options.chip, optimizer)
-    more = count(replace(shape, layers=options.blocks + 1), options.lower, options.chip, optimizer)
+    how = options.lower, options.chip, {options.optimizer: True}, options.without
+    less, more = (count(replace(shape, layers=shape.layers + n), *how) for n in (0, 1))
     more.subtract(less)
     found = {"step": less, "block": more}
     print(json.dumps({n: {" ".join(k): v for k, v in c.items()} for n, c in found.items()}))
@@ -359,6 +381,8 @@ def _print_table(found: dict[str, dict[str, Counts]], of: str) -> None:
         for c in found.values()
     ]
     print("| all | " + " | ".join(cells) + " |")
+    peaks = [c[part]["peak", "bytes"] for c in found.values()]
+    print("| peak, MiB | " + " | ".join(f"{n / MIB:,.0f}" if n else "" for n in peaks) + " |")
 
 
 def _format_cell(launches: int, nbytes: int) -> str:
@@ -377,6 +401,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--chip", choices=CHIPS, default="h100")
     parser.add_argument("--optimizer", choices=("foreach", "fused"), default="foreach")
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="PASS", help="passes to leave out"
+    )
     parser.add_argument("--lower", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if find_spec("triton") is None:
@@ -388,10 +415,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = fake_gpu_environment(Path(folder))
         found = {
-            way: lower_in_process(environment, options.model, way, options.blocks, **how)
+            way: lower_in_process(
+                environment, options.model, way, options.blocks, options.without, **how
+            )
             for way in options.ways
         }
-    print(f"{options.model}, {options.blocks} blocks, {options.chip}, {RANKS} ranks")
+    left_out = "".join(f", without {name}" for name in options.without)
+    print(f"{options.model}, {options.blocks} blocks, {options.chip}, {RANKS} ranks{left_out}")
     _print_table(found, "a step")
     _print_table(found, "a block")
     return 0

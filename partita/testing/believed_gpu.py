@@ -132,7 +132,7 @@ def lower_for(chip: str, ranks: int) -> Iterator[None]:
         (DeviceProperties, {"create": classmethod(lambda cls, device: of_device)}),
         (cuda, {"get_device_properties": properties, "get_device_capability": (major, 0)}),
         (cuda, {"is_available": True, "device_count": 1, "current_device": 0}),
-        (cuda, dict.fromkeys(("synchronize", "init", "_lazy_init", "set_rng_state"))),
+        (cuda, dict.fromkeys(("synchronize", "init", "_lazy_init", "set_device", "set_rng_state"))),
         (cuda, {"_exchange_device": 0, "_maybe_exchange_device": 0}),
         (cuda, {"get_rng_state": torch.zeros(16, dtype=torch.uint8)}),
         (codegen_triton, {"triton_hash_with_backend": chip}),

@@ -172,7 +172,7 @@ class Options:
     )
     compile: bool = _option(False, "compile the step as one graph, which is faster and sends less")
     cuda_graphs: bool = _option(
-        False, "with --compile on GPUs: launch a step's kernels as one CUDA graph"
+        True, "with --compile on GPUs: launch a step's kernels as one CUDA graph"
     )
     accumulate: int = _option(1, "number of micro-batches in each batch", read_positive)
     save: Path | None = _option(  # noqa: RUF009
@@ -243,8 +243,6 @@ class Options:
             raise ValueError(f"--sp splits the sequence over tp, and {shown} has none")
         if self.compile and self.detect_nan:
             raise ValueError("--detect-nan checks modules, and a --compile step has none")
-        if self.cuda_graphs and not self.compile:
-            raise ValueError("--cuda-graphs records a step that is one graph: add --compile")
         if self.batch % self.accumulate:
             raise ValueError(
                 f"--batch {self.batch} does not divide into --accumulate {self.accumulate} "

@@ -167,7 +167,7 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, emit: Emit
         lambda micro_batches: eager(micro_batches, 0),
         state=[model, optimizer],
         budget=options.remat if isinstance(options.remat, int) else None,
-        cuda_graphs=options.cuda_graphs,
+        cuda_graphs=None if options.cuda_graphs else False,
     )
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
@@ -261,7 +261,6 @@ def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
         sp=False,
         remat="none",
         compile=False,
-        cuda_graphs=False,
         accumulate=1,
         detect_nan=False,
         check_ranks=False,

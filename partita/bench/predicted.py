@@ -93,7 +93,7 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
         optimizer.step()
         return loss
 
-    step = pt.compile(train, **options)
+    step = pt.compile(train, cuda_graphs=False, **options)
     for _ in range(2):
         step(*rows)
     return step, lambda: step(*rows)

@@ -439,7 +439,7 @@ class Tracer:
         if self.outputs.seeds:
             flat = "a result of the step has a history"
         if least is None:
-            flat = "sections=False, cuda_graphs=True, or passes of your own"
+            flat = "sections=False, or passes of your own"
         elif len(made.graph.nodes) < least:
             flat = flat or f"the step has {len(made.graph.nodes)} calls, fewer than {least}"
         if flat:

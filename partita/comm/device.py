@@ -187,12 +187,28 @@ class KernelRecording:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile, such as the watchdog of collectives.
         record = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-        with torch.cuda.device(device), record:
-            self.value = call()
+        try:
+            with torch.cuda.device(device), record:
+                self.value = call()
+        except BaseException:
+            _end_failed_recording(device)
+            raise
 
     def replay(self) -> None:
         """Launch the recorded kernels on the current stream."""
         self._graph.replay()
+
+
+def _end_failed_recording(device: torch.device) -> None:
+    """Makes the default random generator of a device usable after a recording that failed.
+
+    The generator still assumes that kernels are recorded, and refuses to draw. The end of a
+    recording that succeeds corrects this.
+    """
+    spare = torch.zeros(1, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        spare.zero_()
 
 
 def choose_device(name: str) -> Device:

@@ -98,7 +98,7 @@ def compile(
     budget: int | None = None,
     blocks: bool | Iterable[nn.Module | type] | None = None,
     sections: bool | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
 ) -> Any:
     """Capture a training step (forward, loss, backward, update) into one compiled graph.
 
@@ -130,9 +130,11 @@ def compile(
         sections: True compiles the graph in sections; equal sections are compiled once. False
             compiles it as a whole. None uses sections if the graph has more than 3,000 calls, and
             the distinct sections have at most half of them.
-        cuda_graphs: True records the kernels of a step as a CUDA graph in its second call. Each
-            later call is one launch. If a step cannot be recorded, it runs without, and a warning
-            says why. The recording keeps the peak memory of the step between calls.
+        cuda_graphs: None records the kernels of a step as a CUDA graph in its second call, if they
+            run on a GPU and can be recorded. Each later call is one launch. Otherwise
+            `step.why_not_recorded` is the reason. The recording keeps the peak memory of the step
+            between calls: `step.memory.recorded`. True is like None, but gives a warning with the
+            reason, and raises an error if CUDA refuses to record. False does not record.
 
     Returns:
         A `CompiledStep`. For a module: the module itself, whose `forward` is a `CompiledStep`.
@@ -361,7 +363,11 @@ class CompiledStep:
         Raises:
             ValueError: nothing was captured yet, or this version of torch generates unknown code.
         """
-        return scheduled(self.program)
+        memory = scheduled(self.program)
+        if self.why_not_recorded:
+            return memory
+        call: Any = self.program.call
+        return dataclasses.replace(memory, recorded=memory.peak + call.copied_bytes)
 
     @property
     def artifact(self) -> Built | None:
@@ -383,6 +389,19 @@ class CompiledStep:
             ValueError: nothing was captured yet.
         """
         return bool(getattr(self.program.call, "is_recorded", False))
+
+    @property
+    def why_not_recorded(self) -> str:
+        """Why the program that ran last is not recorded as a CUDA graph.
+
+        "" if it is recorded, or will be in its second call.
+
+        Raises:
+            ValueError: nothing was captured yet.
+        """
+        program = self.program
+        reason = program.not_recorded or program.runs.not_recorded
+        return reason or getattr(program.call, "refusal", "")
 
     @property
     def key(self) -> str:
@@ -649,18 +668,24 @@ class CompiledStep:
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
         """Compiles a program with the chosen backend, and returns the function that runs it.
 
-        The kernels are recorded as a CUDA graph if the options request it and it is possible.
+        The function records the kernels as a CUDA graph if the options allow it and it is possible.
         """
-        if self.options.cuda_graphs:
-            from partita.graph.backend.cuda_graphs import NotRecorded, ReplayedProgram
+        compile_part = functools.partial(self._compile, wires=wires)
+        is_required = bool(self.options.cuda_graphs)
+        if self.options.cuda_graphs is False:
+            program.not_recorded = "cuda_graphs=False"
+            return compile_part(program)
+        from partita.graph.backend.cuda_graphs import NotRecorded, ReplayedProgram
 
-            try:
-                compile_part = functools.partial(self._compile, wires=wires)
-                return ReplayedProgram(program, compile_part, self._recording_pool)
-            except NotRecorded as reason:
-                text = f"{self.title} runs without CUDA graphs: {reason}"
-                warnings.warn(text, stacklevel=2)
-        return self._compile(program, wires)
+        try:
+            pool = self._recording_pool
+            return ReplayedProgram(program, compile_part, pool, self.title, is_required)
+        except NotRecorded as reason:
+            program.not_recorded = str(reason)
+        if is_required:
+            text = f"{self.title} runs without CUDA graphs: {program.not_recorded}"
+            warnings.warn(text, stacklevel=2)
+        return compile_part(program)
 
     def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
         """Compile a program by the backend; returns the function that runs its graph."""

@@ -94,11 +94,14 @@ class Memory:
             attributes refer to this list.
         buffers: the buffers that the step allocates, in order of birth.
         held: the step's inputs.
+        recorded: the bytes that a CUDA graph keeps between calls: the memory of the peak, and
+            copies of the arguments; 0 without a CUDA graph.
     """
 
     places: tuple[str, ...]
     buffers: tuple[Buffer, ...]
     held: tuple[HeldInput, ...]
+    recorded: int = 0
 
     @cached_property
     def live(self) -> list[int]:
@@ -158,6 +161,8 @@ class Memory:
             f"peak {human(self.peak)} above {human(self.held_bytes)} of inputs, at {at} "
             f"({place + 1} of {len(self.places)})"
         ]
+        if self.recorded:
+            lines.append(f"  a CUDA graph keeps {human(self.recorded)} between calls")
         here = self.at(place)
         if here:
             table = format_table([_make_row(buffer) for buffer in here[:_SHOWN]], right=(0,))

@@ -66,7 +66,7 @@ class StepOptions:
     budget: int | None = None
     blocks: bool | tuple[nn.Module | type, ...] | None = None
     sections: bool | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
@@ -83,7 +83,7 @@ class StepOptions:
         Capture folds blocks of equal structure into calls of one subgraph (`capture/fold.py`), and
         `FormSearch` inlines them if the budget requires it.
         """
-        if self.sections is False or self.passes or self.cuda_graphs:
+        if self.sections is False or self.passes:
             return None
         return 0 if self.sections else _OUTLINED_ABOVE
 
@@ -94,7 +94,7 @@ class StepOptions:
             ran: the names of the passes that ran.
         """
         return [
-            f"backend {self.backend}, sections {self.sections}, cuda graphs {self.cuda_graphs}",
+            f"backend {self.backend}, sections {self.sections}",
             f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
         ]
 
@@ -325,6 +325,7 @@ class Program:
         forward_inputs: all inputs except cotangents (gradients of results).
         forward_outputs: all outputs except cotangents (gradients of inputs).
         built: the compiled code; None if the graph runs without being compiled.
+        not_recorded: why the kernels are not recorded as a CUDA graph; "" if they are.
         options: the options of the step.
         recompute: how much is recomputed in backward to meet a memory budget.
     """
@@ -339,6 +340,7 @@ class Program:
     call: Call | None = None
     key: str = ""
     built: Built | None = None
+    not_recorded: str = ""
     options: StepOptions = field(default_factory=StepOptions)
     recompute: RecomputeLevel = field(default_factory=RecomputeLevel)
     carried: list[Record] | None = field(init=False, default=None)

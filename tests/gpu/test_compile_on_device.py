@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import partita as pt
+from partita.comm.device import Device
 from tests.programs.captured_steps import adamw, losses, plain_step, tiny
 from tests.programs.gloo_ranks import run_ranks
 from tests.programs.zero_training import TOKENS
@@ -24,7 +26,7 @@ def train_both_ways(rank, ranks, device, stage, backend):
         model = pt.zero(tiny().to(device), mesh, stage=stage)
         step = plain_step(model, adamw(model.parameters()))
         if compiled:
-            step = pt.compile(step, backend=backend)
+            step = pt.compile(step, backend=backend, cuda_graphs=False)
         found.append(losses(step, batch, 20))
         key = step.key if compiled else ""
     return (*found, key)
@@ -74,3 +76,29 @@ def test_a_step_in_a_cuda_graph_has_the_losses_of_eager(stage, backend, place, r
         assert captures == 1
         assert is_recorded != place.is_host
         assert ("its tensors are on cpu" in reason) == place.is_host
+
+
+def draw_after_a_refusal(rank, ranks, device):
+    """Calls a step that waits for the device, which CUDA does not record; then draws."""
+
+    @torch.library.custom_op("partita_tests::finish", mutates_args=())
+    def finish(x: torch.Tensor) -> torch.Tensor:
+        Device(x.device.type).finish()
+        return x.clone()
+
+    finish.register_fake(torch.empty_like)
+    x = torch.ones(1000, device=device)
+    step = pt.compile(lambda x: F.dropout(finish(x), 0.5), backend="graph")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = [step(x).count_nonzero().item() for _ in range(4)]
+    kept.append(F.dropout(x, 0.5).count_nonzero().item())
+    return kept, step.is_recorded, step.why_not_recorded
+
+
+def test_a_step_that_cuda_refuses_to_record_runs_without_and_draws(place):
+    asked = (place.ranks, place.device)
+    per_rank = run_ranks(draw_after_a_refusal, *asked[:1], *asked, device=place.device)
+    for kept, is_recorded, reason in per_rank:
+        assert all(400 < count < 600 for count in kept) and len({*kept}) > 1
+        assert not is_recorded and reason

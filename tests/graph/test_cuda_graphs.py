@@ -7,6 +7,7 @@ over the same memory, with the numbers that they had. Values of no dimension sta
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import partita as pt
 from partita.comm.backends import backend_of
-from partita.comm.device import Device
+from partita.comm.device import Device, KernelRecording
 from partita.graph.backend import cuda_graphs
 from partita.graph.errors import CaptureError
 from partita.layout import LayoutError
@@ -97,7 +98,7 @@ def batches(count):
 def train(is_recorded, steps=6, dropout=0.0):
     model = model_of(dropout=dropout)
     step, optimizer = training(model)
-    fast = recorded(step) if is_recorded else pt.compile(step, backend="graph")
+    fast = pt.compile(step, backend="graph", cuda_graphs=is_recorded)
     found = []
     for i, batch in enumerate(batches(steps)):
         optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)
@@ -119,8 +120,11 @@ class Blocks(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        built = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(6))
-        self.blocks = torch.nn.ModuleList(built)
+        self.blocks = torch.nn.ModuleList(map(self.make_block, range(6)))
+
+    def make_block(self, _):
+        layers = torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)
+        return torch.nn.Sequential(*layers)
 
     def forward(self, x):
         for block in self.blocks:
@@ -144,6 +148,7 @@ def test_a_recorded_step_of_alike_blocks_trains_as_eager_does(options, remat):
         found.append((losses, [p.detach().clone() for p in model.parameters()]))
     torch.testing.assert_close(found[1], found[0])
     assert fast.is_recorded and PlayedRecording.made == 1
+    assert bool(fast.program.blocks.folded) == ("sections" in options)
 
 
 def test_a_step_is_recorded_in_its_second_call_and_runs_no_python_from_the_third_on():
@@ -337,11 +342,53 @@ def test_a_step_whose_host_reads_what_the_device_computed_is_not_recorded():
     run_with_warning(fast, "sum.default brings a value of the device to the host, from .*py", x)
 
 
+def by_default(step, **options):
+    return pt.compile(step, backend="graph", **options)
+
+
+def test_by_default_a_step_is_recorded_where_kernels_can_be():
+    step, _ = training(model_of())
+    fast = by_default(step)
+    for batch in batches(3):
+        fast(*batch)
+    assert fast.is_recorded and fast.why_not_recorded == ""
+    never = by_default(step, cuda_graphs=False)
+    never(*batches(1)[0])
+    assert never.why_not_recorded == "cuda_graphs=False" and never.memory.recorded == 0
+
+
+def test_by_default_a_step_on_the_processor_is_not_recorded(monkeypatch):
+    monkeypatch.undo()
+    fast = by_default(lambda x: x + 1)
+    for _ in range(2):
+        fast(torch.ones(2))
+    assert fast.why_not_recorded == "its tensors are on cpu" and not fast.is_recorded
+
+
+def test_by_default_the_reason_why_a_step_is_not_recorded_is_no_warning():
+    fast = by_default(lambda x: x * x.sum())
+    fast(torch.ones(2, 2)), fast(torch.ones(2, 2))
+    assert not fast.is_recorded
+    assert fast.why_not_recorded.startswith("aten.sum.default brings a value of the device")
+
+
+def test_the_memory_of_a_recorded_step_says_what_stays_between_calls():
+    fast = recorded(lambda x, rate: (x * rate + 1).tanh())
+    for _ in range(2):
+        fast(torch.ones(4, 8), 0.5)
+    memory = fast.memory
+    copies = 4 * 8 * 4  # of `x`; the rate is a number of 8 bytes at most
+    assert 0 < memory.recorded - memory.peak - copies <= 8
+    assert "a CUDA graph keeps" in str(memory)
+
+
 def test_a_region_is_not_recorded():
     model = model_of()
     region = pt.compile(model, backend="graph", cuda_graphs=True)
     with pytest.warns(UserWarning, match="it is a region"):
         region(torch.ones(3, 4)).sum().backward()
+    assert region.forward.why_not_recorded.startswith("it is a region")
+    assert region.forward.memory.recorded == 0
     assert model[0].weight.grad is not None and not region.forward.is_recorded
 
 
@@ -397,9 +444,65 @@ def test_a_step_that_cannot_be_recorded_is_an_error_and_has_changed_nothing(monk
     assert issubclass(CaptureError, LayoutError)
 
 
-def test_the_key_says_whether_kernels_are_recorded():
-    keys = []
-    for cuda_graphs_asked in (False, True):
-        fast = pt.compile(lambda x: x + 1, backend="graph", cuda_graphs=cuda_graphs_asked)
-        keys.append(fast.capture(torch.ones(2, 2)).key)
-    assert keys[0] != keys[1]
+def test_by_default_a_step_that_cuda_refuses_to_record_runs_without(monkeypatch):
+    def refuse(self, call, device, pool):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Device, "record", refuse)
+    fast, reference = by_default(training(model_of())[0]), training(model_of())[0]
+    first, second, third = batches(3)
+    torch.testing.assert_close(fast(*first), reference(*first))
+    with pytest.warns(UserWarning, match="without CUDA graphs: .*is capturing"):
+        found = fast(*second)
+    torch.testing.assert_close(found, reference(*second))
+    torch.testing.assert_close(fast(*third), reference(*third))
+    assert not fast.is_recorded and "is capturing" in fast.why_not_recorded
+    assert fast.memory.recorded == 0
+
+
+def test_ranks_have_one_key_whether_they_record_or_not():
+    step = torch.nn.Linear(2, 2).requires_grad_(False).forward
+    keys = {
+        pt.compile(step, backend="graph", cuda_graphs=how).capture(torch.ones(2, 2)).key
+        for how in (None, False, True)
+    }
+    assert len(keys) == 1
+
+
+def test_after_a_recording_that_failed_the_generator_draws(monkeypatch):
+    """CUDA is played: torch's generator leaves its mode when a recording has succeeded."""
+    recording = []
+
+    class Record:
+        def __init__(self, graph, **options): ...
+
+        def __enter__(self):
+            recording[:] = [True]
+
+        def __exit__(self, kind, error, trace):
+            if kind is None:
+                recording.clear()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Record)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    with pytest.raises(ZeroDivisionError):
+        KernelRecording(lambda: 1 / 0, torch.device("cpu"), None)
+    assert not recording
+
+
+def test_a_pinned_tensor_of_the_caller_is_copied_before_the_call_returns(monkeypatch):
+    """The caller may write it then, and a copy from pinned memory is made later."""
+    copy_, later = torch.Tensor.copy_, []
+
+    def note_copy(to, x, non_blocking=False):
+        if x.ndim == 0:  # for the played device it is of the host
+            later.append(non_blocking)
+        return copy_(to, x, non_blocking)
+
+    fast = recorded(lambda x, scale, rate: x * scale * rate)
+    fast(torch.ones(2, 2), torch.tensor(1.0), 0.5), fast(torch.ones(2, 2), torch.tensor(2.0), 0.5)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: True)
+    monkeypatch.setattr(torch.Tensor, "copy_", note_copy)
+    assert fast(torch.ones(2, 2), torch.tensor(3.0), 0.5).eq(1.5).all()
+    assert fast.is_recorded and later == [False, True]  # the rate is a new tensor in each call

@@ -17,8 +17,10 @@ its inputs, as every training step does, and record each section separately.
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +30,11 @@ from torch import fx
 from partita.comm.device import HOST, Device, KernelRecording
 from partita.tensor.op_facts import facts_of
 
-from ..errors import make_recording_error
+from ..errors import CaptureError, make_recording_error
 from ..fake_values import tensors_in
 from ..graph_nodes import (
     add_call,
+    calls_within,
     copy_node,
     drop_unused,
     extract_graph,
@@ -41,6 +44,7 @@ from ..graph_nodes import (
 )
 from ..graph_text import key_of
 from ..program import Call, Input, Program
+from ..shared_memory import shown_operand
 from .executor import function_of
 
 _aten = torch.ops.aten
@@ -70,7 +74,8 @@ def find_device(program: Program) -> torch.device:
     kinds = {i.kind for i in program.inputs} | {o.kind for o in program.outputs}
     if not kinds.isdisjoint(_OF_REGIONS):
         raise NotRecorded("it is a region, whose backward autograd calls, and not a whole step")
-    nodes = [n for n in program.graph.graph.nodes if n.op in ("placeholder", "call_function")]
+    graph = program.graph.graph
+    nodes = [*graph.find_nodes(op="placeholder"), *calls_within(graph)]
     values = [t for n in nodes for t in tensors_in(n.meta.get("val"))]
     devices = [*{t.device for t in values if not is_of_host(t)}]
     if len(devices) != 1 or not Device(devices[0].type).records_kernels:
@@ -112,6 +117,7 @@ class HostSplit:
             device.
         host_inputs: the positions of the host inputs among the program's inputs.
         crossing: the number of values that the host computes for the device.
+        is_callers: for each of them, True if the caller of the step has the memory, too.
         device: a program whose inputs are the other inputs, followed by the values from the host.
         device_inputs: the positions of the other inputs.
         outputs: where each output of the program comes from, as a pair: ("host" or "device", the
@@ -133,6 +139,7 @@ class HostSplit:
         given_by_host = self._find_crossing()
         given_by_device: list[int] = []  # positions of outputs
         self.crossing = len(given_by_host)
+        self.is_callers = [self._is_of_caller(node, place) for node in given_by_host]
         self.outputs: list[tuple[str | None, Any]] = []
         for i, given in enumerate(end.args[0]):
             if not isinstance(given, fx.Node):
@@ -175,6 +182,12 @@ class HostSplit:
                 raise NotRecorded(said + _describe_source(node))
             found.update(across)
         return [n for n in self._program.graph.graph.nodes if n in found]
+
+    def _is_of_caller(self, node: fx.Node, place: Mapping[fx.Node, int]) -> bool:
+        """True if a value is an input of the program or a view of one. Numbers are made anew."""
+        while (shown := shown_operand(node)[0]) is not None:
+            node = shown
+        return node in place and self._program.inputs[place[node]].kind != "number"
 
     def _make_device_program(
         self, crossing: Sequence[fx.Node], gives: Sequence[int], outputs: Sequence[Any]
@@ -284,8 +297,12 @@ class ReplayedProgram:
         compile_part: compiles the device's part, and returns the function that runs it.
         pool: a function that returns the memory pool of all recordings of the step, given the kind
             of device.
+        title: the name of the step, for a warning.
+        is_required: True to raise an error if CUDA refuses to record. Otherwise the program runs
+            without a CUDA graph, with a warning.
 
     Attributes:
+        refusal: why CUDA refused to record; "" if it did not.
         split: the program, cut into a part for the CPU and one for the device.
         host_call, device_call: the functions that run the parts.
 
@@ -294,10 +311,16 @@ class ReplayedProgram:
     """
 
     def __init__(
-        self, program: Program, compile_part: Callable[[Program], Call], pool: Callable[[str], Any]
+        self,
+        program: Program,
+        compile_part: Callable[[Program], Call],
+        pool: Callable[[str], Any],
+        title: str,
+        is_required: bool,
     ):
         self._device, self._pool = find_device(program), pool
-        self.split = HostSplit(program, self._device)
+        self._title, self._is_required, self.refusal = title, is_required, ""
+        self.split = HostSplit(program.flat(), self._device)
         self.host_call = function_of(self.split.host, {})
         self.device_call = compile_part(self.split.device)
         program.built = self.split.device.built
@@ -312,12 +335,21 @@ class ReplayedProgram:
         """True if the kernels are recorded, so that the next call replays them."""
         return self._recorded is not None
 
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of the copies of arguments and numbers that a recording reads."""
+        inputs = self.split.device.graph.graph.find_nodes(op="placeholder")
+        is_copied = self._is_copied + [True] * self.split.crossing
+        copied = itertools.compress(inputs, is_copied)
+        copies = (_make_like(node.meta["val"], torch.device("meta")) for node in copied)
+        return sum(copy.untyped_storage().nbytes() for copy in copies)
+
     def __call__(self, *inputs: torch.Tensor) -> list[Any]:
         split = self.split
         of_device: Sequence[Any]
         given = [inputs[i] for i in split.device_inputs]
         # Before the host computes: where this raises, nothing has changed.
-        recorded = self._ensure_recorded(given) if self._has_run else None
+        recorded = self._ensure_recorded(given) if self._has_run and not self.refusal else None
         of_host = self.host_call(*(inputs[i] for i in split.host_inputs))
         crossing = of_host[: split.crossing]
         if recorded is not None:
@@ -329,8 +361,11 @@ class ReplayedProgram:
         found = {"host": of_host, "device": of_device, "input": inputs}
         return [found[where][at] if where else at for where, at in split.outputs]
 
-    def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
-        """Returns the recording; makes it if there is none, or if state has moved."""
+    def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _RecordedProgram | None:
+        """Returns the recording; makes it if there is none, or if state has moved.
+
+        Returns None if CUDA refuses to record, and the program then runs without.
+        """
         if (recorded := self._recorded) is not None:
             moved = [i for i, then in recorded.addresses.items() if given[i].data_ptr() != then]
             if not moved:
@@ -338,7 +373,14 @@ class ReplayedProgram:
             for i in moved:
                 self._is_copied[i], self._has_moved[i] = self._has_moved[i], True
             self._recorded = recorded = None  # frees its memory for the next recording
-        self._recorded = self._record(given)
+        try:
+            self._recorded = self._record(given)
+        except CaptureError as error:
+            if self._is_required:
+                raise
+            self.refusal = error.reason
+            text = f"{self._title} runs without CUDA graphs: {self.refusal}"
+            warnings.warn(text, stacklevel=2)
         return self._recorded
 
     def _record(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
@@ -366,9 +408,10 @@ class ReplayedProgram:
     ) -> list[torch.Tensor]:
         for i, copy in recorded.copies.items():
             copy.copy_(given[i])
-        for to, x in zip(recorded.crossing, crossing, strict=True):
+        is_callers = self.split.is_callers
+        for to, x, may_be_written in zip(recorded.crossing, crossing, is_callers, strict=True):
             # If `x` is not pinned, the driver has already copied it when this returns.
-            to.copy_(x, non_blocking=True)
+            to.copy_(x, non_blocking=not (may_be_written and x.is_pinned()))
         recorded.recording.replay()
         for i in self.split.device.written:
             if i in recorded.copies:

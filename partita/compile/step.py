@@ -71,7 +71,7 @@ from partita.report import RunFacts, check_plotly, write_report
 from partita.tensor.dtensor_gradients import zero_owners_of
 from partita.tensor.tensor_state import HERE
 
-from .progress import begin_phase, shown_progress
+from .progress import begin_phase, note_section, shown_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -364,10 +364,10 @@ class CompiledStep:
             ValueError: nothing was captured yet, or this version of torch generates unknown code.
         """
         memory = scheduled(self.program)
-        if self.why_not_recorded:
+        copied = getattr(self.program.call, "copied_bytes", None)
+        if copied is None or self.why_not_recorded:
             return memory
-        call: Any = self.program.call
-        return dataclasses.replace(memory, recorded=memory.peak + call.copied_bytes)
+        return dataclasses.replace(memory, recorded=memory.peak + copied)
 
     @property
     def artifact(self) -> Built | None:
@@ -570,8 +570,9 @@ class CompiledStep:
         guesses = others.guesses if others is not None else Guesses()
         made_state = make_optimizer_state(call.state.optimizers)
         try:
-            with shown_progress(self.title, is_first=not self._made):
+            with shown_progress(self.title, is_first=not self._made) as show_result:
                 program, tensors = self._prepare_program(call, guesses, made_state)
+                show_result(program.artifact)
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)
             if isinstance(error, NewStateFound):
@@ -696,7 +697,7 @@ class CompiledStep:
             begin_phase("compile")
             name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
             what = f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
-            program.built = build(program, what, wires, self.options.sections)
+            program.built = build(program, what, wires, self.options.sections, note_section)
             begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections import Counter
 
@@ -24,15 +25,17 @@ class Stream(io.StringIO):
 def shown(monkeypatch):
     """Captures a step that takes a while, and gives what was written on standard error."""
 
-    def run(is_terminal, after=0.0):
+    def run(is_terminal, after=0.0, section=(1, 1)):
         stream = Stream(is_terminal)
         monkeypatch.setattr(progress, "SHOWN_AFTER", after)
         monkeypatch.setattr(progress, "SHOWN_EVERY", 0.01)
         monkeypatch.setattr(progress.sys, "stderr", stream)
 
         def wait(program):
+            progress.note_section(*section)
+            shows = "section" if section[1] > 1 else "partita"
             until = time.monotonic() + 250
-            while not stream.getvalue() and not after and time.monotonic() < until:
+            while shows not in stream.getvalue() and not after and time.monotonic() < until:
                 time.sleep(0.01)
 
         def my_step(x):
@@ -52,9 +55,15 @@ def test_a_terminal_shows_what_is_done_and_for_how_long_and_is_left_clear(shown)
     assert last == "" and text.split("\r")[-2].strip() == ""
 
 
-def test_what_is_no_terminal_gets_one_line(shown):
-    text = shown(is_terminal=False)
-    assert text.count("\n") == 1 and "my_step" in text and "first call" in text
+def test_what_is_no_terminal_gets_a_line_at_first_and_one_with_times(shown):
+    first, last = shown(is_terminal=False).splitlines()
+    assert "my_step" in first and "first call" in first
+    assert re.fullmatch(r"partita: .*my_step: captured in \d+\.\d s", last)
+
+
+def test_a_terminal_shows_which_section_is_compiled(shown):
+    assert "is captured (section 2 of 5), 0 s" in shown(is_terminal=True, section=(2, 5))
+    assert "section" not in shown(is_terminal=True, section=(1, 1))
 
 
 def test_a_later_capture_is_called_no_first_call(monkeypatch):
@@ -64,7 +73,7 @@ def test_a_later_capture_is_called_no_first_call(monkeypatch):
     def wait(program):
         captures.append(program)
         until = time.monotonic() + 250
-        while stream.getvalue().count("\n") < len(captures) and time.monotonic() < until:
+        while stream.getvalue().count("minutes") < len(captures) and time.monotonic() < until:
             time.sleep(0.01)
 
     step = pt.compile(lambda x: x * 2, passes=wait, backend="graph")
@@ -72,7 +81,7 @@ def test_a_later_capture_is_called_no_first_call(monkeypatch):
     for rows in (2, 3):
         step(torch.ones(rows))
     monkeypatch.undo()
-    first, again = stream.getvalue().splitlines()
+    first, _, again, _ = stream.getvalue().splitlines()
     assert "captured in its first call" in first and "captured again" in again
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import partita as pt
 from partita.graph.backend import executor as run
+from partita.graph.backend import inductor
 from partita.graph.backend.section_cutter import sections_of
 from partita.graph.graph_text import repeats_of
 from tests.programs.steps import squares
@@ -231,3 +232,33 @@ def test_what_a_section_reads_last_nobody_else_holds(cut):
 )
 def test_the_longest_part_that_repeats_itself_is_found(calls, least, found):
     assert repeats_of(calls, least) == found
+
+
+def test_each_section_that_is_not_stored_is_noted_before_it_is_compiled():
+    events = []
+
+    class Section:
+        error = None
+
+        def __init__(self, is_stored):
+            self.built, self.is_stored = None, is_stored
+
+        @property
+        def is_missing(self):
+            return self.built is None
+
+        def attempt(self, do):
+            if self.is_missing:
+                do()
+
+        def load(self):
+            self.built = "loaded" if self.is_stored else None
+
+        def compile(self):
+            events.append("compile")
+            self.built = "compiled"
+
+    sections = [Section(is_stored) for is_stored in (False, True, False)]
+    found = inductor.build_together(sections, [], lambda *numbers: events.append(numbers))
+    assert found == ["compiled", "loaded", "compiled"]
+    assert events == [(1, 3), "compile", (3, 3), "compile"]

@@ -66,9 +66,15 @@ from .executor import (
 from .section_cutter import sections_of
 from .store import Artifact, Store, Untrusted, check_folder, default_store
 
+NoteSection = Callable[[int, int], None]
+
 
 def build(
-    program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
+    program: Program,
+    what: str,
+    wires: Iterable[Wire],
+    sections: bool | None = None,
+    note_section: NoteSection = lambda number, count: None,
 ) -> Built:
     """Compiles a program with Inductor, or loads it. All ranks of `wires` must call this.
 
@@ -77,6 +83,8 @@ def build(
         what: a title of the program, for messages.
         wires: the wires of the program's meshes.
         sections: True to cut it into sections; None to do so if it pays off.
+        note_section: a function to call before a section is compiled, with its number from 1 and
+            the number of different sections.
 
     Raises:
         LayoutError: compilation failed on a rank; the error is the same on all ranks of the wires.
@@ -85,9 +93,9 @@ def build(
     facts = _describe_build(program, what)
     cut = cut_into_sections(program, sections)
     if cut is not None:
-        return _build_sections(program, cut, facts, wires)
+        return _build_sections(program, cut, facts, wires, note_section)
     flat = program.flat()
-    (built,) = _build_together([_BuildRequest(flat, facts)], wires)
+    (built,) = build_together([_BuildRequest(flat, facts)], wires, note_section)
     code = built.metadata["code"]
     return replace(
         built,
@@ -112,7 +120,11 @@ def cut_into_sections(program: Program, sections: bool | None) -> Sections | Non
 
 
 def _build_sections(
-    program: Program, cut: Sections, facts: dict[str, Any], wires: Sequence[Wire]
+    program: Program,
+    cut: Sections,
+    facts: dict[str, Any],
+    wires: Sequence[Wire],
+    note_section: NoteSection,
 ) -> Built:
     """Build each different section as a program of its own, and the code that calls them."""
     wanted = []
@@ -120,7 +132,7 @@ def _build_sections(
         what = f"{facts['what']}, section {i + 1} of {len(cut.different)}"
         nodes = len(section.graph.graph.nodes)
         wanted.append(_BuildRequest(section, facts | {"what": what, "nodes": nodes}))
-    built = dict(zip(cut.different, _build_together(wanted, wires), strict=True))
+    built = dict(zip(cut.different, build_together(wanted, wires, note_section), strict=True))
     calls = {section: its.call for section, its in built.items()}
     sources = {section: its.metadata["code"] for section, its in built.items()}
     return replace(
@@ -149,7 +161,9 @@ def _describe_build(program: Program, what: str) -> dict[str, Any]:
 # -- turns of the ranks ----------------------------------------------------------------------------
 
 
-def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> list[Built]:
+def build_together(
+    wanted: Sequence[_BuildRequest], wires: Sequence[Wire], note_section: NoteSection
+) -> list[Built]:
     """Load or compile programs, on all ranks of the wires together.
 
     Args:
@@ -162,8 +176,9 @@ def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> l
     for program in wanted:
         program.attempt(program.load)
     turns = _assign_turns(wanted, wires[0]) if wires else [0] * len(wanted)
-    for program, turn in zip(wanted, turns, strict=True):
-        if turn == 0:
+    for number, (program, turn) in enumerate(zip(wanted, turns, strict=True), 1):
+        if turn == 0 and program.is_missing:
+            note_section(number, len(wanted))
             program.attempt(program.compile)
     _raise_together(wanted, wires)
     for program, turn in zip(wanted, turns, strict=True):

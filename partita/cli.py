@@ -39,13 +39,14 @@ from .app import (
     verify,
 )
 from .comm import dry_mesh, own_lines_shown
-from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
+from .comm.device import DEVICES, HOST, Device, accelerator_names, choose_device, explain_no_gpu
 from .graph.backend.store import Entry, Store, default_store
 from .graph.memory import Memory
 from .layout import Fix, LayoutError
 from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
+from .predict.calibrate_gpu import calibrate_gpu
 from .predict.explain import explain
 from .predict.machine import Machine, MachineError, load_machine, read_link, shipped_machines
 from .predict.rehearsal import describe_raised, eager_memory, read_call, read_mesh
@@ -657,11 +658,14 @@ def run_plan(options: argparse.Namespace) -> int:
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita calibrate`."""
     parser.description = (
-        "Measure this machine while several ranks of one thread work at once, and write a machine "
-        "file for `partita simulate` and `partita plan`."
+        "Measure this machine, and write a machine file for `partita simulate` and `partita plan`. "
+        "On CPUs several ranks of one thread work at once. With --device cuda one GPU is measured."
     )
     parser.add_argument(
-        "--ranks", type=int, default=2, help="number of ranks, as in later runs (2)"
+        "--device", choices=DEVICES, default=HOST.type, help="what is measured (cpu)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="with --device cpu: number of ranks, as in later runs (2)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("machine.toml"), help="the machine file (machine.toml)"
@@ -675,11 +679,17 @@ _RANKS_OF_A_CORE = 64
 def run_calibrate(options: argparse.Namespace) -> int:
     """Run `partita calibrate`: measure this machine, write a file. Returns 2 on failure."""
     try:
-        most = _RANKS_OF_A_CORE * count_cores()
-        if not 1 <= options.ranks <= most:
-            raise ValueError(f"--ranks {options.ranks}: at least 1, at most {most} on this machine")
+        most, ranks = _RANKS_OF_A_CORE * count_cores(), options.ranks
+        device = choose_device(options.device)
+        if ranks is not None and not device.is_host:
+            raise ValueError("--ranks has no effect on --device cuda: one GPU is measured")
+        ranks = 2 if ranks is None else ranks
+        if not 1 <= ranks <= most:
+            raise ValueError(f"--ranks {ranks}: at least 1, at most {most} on this machine")
         check_outputs({"--out": options.out})
-        text = machine_toml(calibrate(options.ranks))
+        is_gpu = not device.is_host
+        machine = calibrate_gpu(device, accelerator_names()[0]) if is_gpu else calibrate(ranks)
+        text = machine_toml(machine)
         options.out.write_text(text)
     except (ValueError, RuntimeError, OSError) as error:
         return _refuse("calibrate", error)

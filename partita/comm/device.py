@@ -102,6 +102,12 @@ class Device:
         """
         return KernelRecording(call, device, pool)
 
+    def total_memory(self) -> int:
+        """Returns the bytes of memory of the current device of this kind."""
+        if self.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.current()).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def peak_memory(self) -> int:
         """Returns the most bytes that this process has allocated at once; 0 if unknown.
 

@@ -4,8 +4,8 @@ In reading order:
 
 - simulation: `machine` (speed of processor and links, times of collectives), `strategy` (models by
   name, and how one is distributed), `transformers_model` (a model of transformers), `simulate` (a
-  graph simulated kernel by kernel), `calibrate` (measures a machine), `autoplan` (searches for the
-  fastest training configuration)
+  graph simulated kernel by kernel), `calibrate` (measures a machine of CPUs), `calibrate_gpu`
+  (measures a GPU), `autoplan` (searches for the fastest training configuration)
 - planning without a simulation: `rehearsal` (runs a call on tensors without memory; memory of an
   eager step), `explain` (how each call is planned)
 - `show`: draws layouts

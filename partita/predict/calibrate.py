@@ -30,7 +30,7 @@ import torch
 
 from partita.comm import MEETING, GroupWire, Request, Wire, init_device_mesh, join, wire_of
 from partita.comm.collective import Splits
-from partita.comm.device import HOST
+from partita.comm.device import HOST, Device
 
 from .machine import Link, Machine, MeasuredCurve, collective_bytes, fit_curve, messages_of
 
@@ -107,7 +107,7 @@ def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
     return Machine(
         name=f"this machine, {ranks} ranks",
         source=f"partita calibrate --ranks {ranks}",
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks,
+        memory_bytes=Device(HOST.type).total_memory() / ranks,
         memory_bandwidth=_find_best_rate(kernels["arithmetic"]),
         kernel_seconds=kernels["arithmetic"].seconds[0],
         fuses=False,

@@ -863,6 +863,7 @@ def test_the_command_prints_the_table(capsys):
         ("simulate --model gpt --mesh dp=2 --batch 3", "--batch 3 does not divide into 1 micro"),
         ("simulate --model gpt --mesh tp=2,dp=2 --batch 6 --micro-batches 2", "--batch 8 does"),
         ("calibrate --ranks 99999999", "--ranks 99999999: at least 1, at most"),
+        ("calibrate --device cuda", "--device cuda: this torch is built without CUDA"),
         ("plan --model gpt --ranks 2 --memory 80", "80 is without a unit"),
         ("calibrate --out nowhere/x.toml", "is not a file in an existing folder"),
     ],

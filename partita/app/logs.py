@@ -386,8 +386,8 @@ class Progress:
         self.say(
             f"{parameters:,} parameters on {self.mesh}, {threads} thread{'s' * (threads > 1)} a "
             f"rank; {bytes / 1e6:.1f} MB of text in {files} files from {source}; "
-            f"started in {time.monotonic() - self._began:.1f} s; tokens/s are those of the last "
-            f"{_LAST_STEPS} steps' median, bytes those that a rank sends and at most has held"
+            f"started in {time.monotonic() - self._began:.1f} s; tokens/s: the median of the "
+            f"last {_LAST_STEPS} steps; bytes: sent by a rank in a step, and the most it has held"
         )
         if first:
             self.say(f"goes on at step {first}, from the checkpoint")

@@ -74,7 +74,7 @@ def _one_of(*allowed: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         if text not in known:
-            raise ValueError(f"{text!r} is none of {', '.join(known)}")
+            raise ValueError(f"{text!r} is not one of {', '.join(known)}")
         return known[text]
 
     return read

@@ -188,14 +188,14 @@ class Checksums:
                 crcs = compute_crcs(folder / name, [(at, size) for _, at, size in wanted])
             except FileNotFoundError:
                 what = next(iter(wanted.values()))
-                raise ValueError(f"{folder / name} is missing, which has {what}") from None
+                raise ValueError(f"{folder / name} is missing: it contains {what}") from None
             for (place, what), crc in zip(wanted.items(), crcs, strict=True):
                 if crc != self.chunks.get(place):
                     _, at, size = place
                     why = "it is cut short" if crc is None else "its checksum is wrong"
                     raise ValueError(
                         f"{folder / name} is damaged: {why} at the bytes {at} to {at + size}, "
-                        f"which are of {what}"
+                        f"which belong to {what}"
                     )
 
 

@@ -224,7 +224,7 @@ def choose_device(name: str) -> Device:
         ValueError: an unknown name, or a device that this torch or this machine lacks.
     """
     if name not in DEVICES:
-        raise ValueError(f"--device {name!r} is none of {', '.join(DEVICES)}")
+        raise ValueError(f"--device {name!r} is not one of {', '.join(DEVICES)}")
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ValueError(f"--device cuda: {explain_no_gpu()}; --device cpu, or auto, runs here")

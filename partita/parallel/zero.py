@@ -115,7 +115,7 @@ def zero(
     """
     refuse_lazy(model, "zero")
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"zero: stage {stage!r} is none of 0, 1, 2, 3")
+        raise ValueError(f"zero: stage {stage!r} is not one of 0, 1, 2, 3")
     if "_zero" in model.__dict__:
         raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
     wire = wire_of(mesh)

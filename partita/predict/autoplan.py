@@ -254,7 +254,7 @@ def read_bytes(text: float | str) -> float:
     """Returns a number of bytes for a positive number or a text such as "80GB" or "64 GiB".
 
     Raises:
-        StrategyError: it is no amount of memory.
+        StrategyError: it is not an amount of memory.
     """
     is_number = isinstance(text, Real) and not isinstance(text, bool)
     allowed = "bytes as a number, or text such as '80GB'"

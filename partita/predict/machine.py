@@ -116,9 +116,9 @@ class MeasuredCurve:
 
     def __post_init__(self) -> None:
         if not self.amounts or len(self.amounts) != len(self.seconds):
-            raise ValueError("has as many amounts as seconds, one or more")
+            raise ValueError("must have as many amounts as seconds, at least one")
         if self.amounts[0] < 0 or [*self.amounts] != sorted({*self.amounts}):
-            raise ValueError("has amounts that do not rise from 0 or above")
+            raise ValueError("must have amounts that rise, from 0 or more")
         if min(self.seconds) <= 0:
             raise ValueError("has seconds that are not above 0")
 
@@ -215,7 +215,7 @@ class Machine:
         axes = [sorted(name.split()) for name in self.links]
         for place, name in enumerate(self.links):
             if axes[place] in axes[:place]:
-                raise MachineError(f"links has two of the axes of {name!r}: one serves any order")
+                raise MachineError(f"links has two for the axes {name!r}: one serves any order")
         if not self.flops:
             in_a_file = 'bfloat16 = "989 TFLOP/s" in a file'
             raise MachineError(f"flops names no dtype: {{'bfloat16': 989e12}}, or {in_a_file}")
@@ -478,7 +478,7 @@ def read_amount(what: str) -> _Read:
         if isinstance(value, str):
             match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
             if match is None or match[2] not in units:
-                raise MachineError(f"{key} is {said}, no amount of {what}: {', '.join(units)}")
+                raise MachineError(f"{key} is {said}, not an amount of {what}: {', '.join(units)}")
             try:
                 number = float(match[1]) * units[match[2]]
             except ValueError:  # only signs and dots, without a digit
@@ -486,7 +486,7 @@ def read_amount(what: str) -> _Read:
         elif is_number(value):
             number = float(value)
         else:
-            raise MachineError(f"{key} is {said}, no amount of {what}")
+            raise MachineError(f"{key} is {said}, not an amount of {what}")
         if not (math.isfinite(number) and number > 0):
             raise MachineError(f"{key} is {said}: {what} are above 0")
         return number
@@ -497,7 +497,7 @@ def read_amount(what: str) -> _Read:
 def _read_share(key: str, value: Any) -> float:
     if not is_number(value) or not 0 < value <= 1:
         said = describe_value(value)
-        raise MachineError(f"{key} is {said}, no part of a peak: above 0, at most 1")
+        raise MachineError(f"{key} is {said}, not a part of a peak: above 0, at most 1")
     return float(value)
 
 

@@ -560,13 +560,13 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
             raise ValueError(f"{option}: {path} is not a file in an existing folder")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(f"{option}: {path} may not be written by this user")
-    taken = {os.path.realpath(path): "is what is read" for path in inputs}
+    taken = {os.path.realpath(path): "is also an input" for path in inputs}
     for option, path in paths.items():
         if path.exists() and not path.is_file():  # a terminal or a pipe: nothing is replaced
             continue
         if os.path.realpath(path) in taken:
             raise ValueError(f"{option}: {path} {taken[os.path.realpath(path)]}: name another file")
-        taken[os.path.realpath(path)] = f"is what {option} writes, too"
+        taken[os.path.realpath(path)] = f"is also the output of {option}"
 
 
 def written_file(text: str) -> Path:

@@ -560,7 +560,7 @@ class NodeOfPieces:
         leaf = getattr(self.node, "variable", None)
         if not isinstance(leaf, DTensor):
             raise _make_node_error(self.node.name())
-        _reduce_postponed(leaf)  # what came before is none of the hook's
+        _reduce_postponed(leaf)  # the hook gets later gradients only
         own_state(leaf).has_node_hooks = True
         return leaf
 

@@ -750,7 +750,7 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Remove all plans and reset all counts. Results do not change; later calls plan anew."""
+    """Drop the cached plans of all calls, and set all counts to 0. Results do not change."""
     with _CACHE.lock:
         for plans in _CACHE.ops:
             plans.forget()

@@ -81,7 +81,7 @@ def test_steps_that_compile_do_not_count_in_how_fast_a_run_is(kind, slow):
         progress.show("step", facts)
     progress.stop()
     assert "20,000 tokens/s" in progress.figures_of(1.0, 1, 1)
-    assert "tokens/s are those of the last 10 steps' median" in " ".join(out.getvalue().split())
+    assert "tokens/s: the median of the last 10 steps" in " ".join(out.getvalue().split())
 
 
 @pytest.mark.parametrize("kind", [Progress, LiveProgress])
@@ -327,7 +327,7 @@ def test_two_files_that_are_one_are_refused(words, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     also = ["--model", "gpt", "--mesh", "dp=2"] if words.startswith("simulate") else []
     assert main([*words.split(), *also]) == 2
-    assert "x is what --" in capsys.readouterr().err
+    assert "x is also the output of --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--save", "--tensorboard"])

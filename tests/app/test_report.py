@@ -455,7 +455,7 @@ class TestCommand:
         [
             ("no/x.html", "is not a file in an existing folder"),
             (".", "is not a file in an existing folder"),
-            ("run.jsonl", "is what is read: name another file"),
+            ("run.jsonl", "is also an input: name another file"),
         ],
     )
     def test_a_page_that_cannot_be_written_is_refused_before_a_log_is_read(

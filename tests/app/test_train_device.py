@@ -67,7 +67,7 @@ def test_autocast_is_that_of_the_device():
 
 
 def test_a_device_that_nobody_knows_is_an_error():
-    with pytest.raises(ValueError, match="--device 'gpu' is none of auto, cpu, cuda"):
+    with pytest.raises(ValueError, match="--device 'gpu' is not one of auto, cpu, cuda"):
         choose_device("gpu")
 
 

@@ -197,7 +197,7 @@ def test_flags_come_before_the_file(tmp_path, capsys):
         ("steps = 0", "steps: 0 is not a positive number"),
         ("sp = 1", "sp = 1: takes true or false"),
         ('remat = "some"', "'some' is neither none nor blocks nor a budget"),
-        ("zero = 4", "zero: '4' is none of 0, 1, 2, 3"),
+        ("zero = 4", "zero: '4' is not one of 0, 1, 2, 3"),
         ("lr = nan", "lr: nan is not a positive number"),
         ("lr = -1.0", "lr: -1.0 is not a positive number"),
         ("steps =", "Invalid value"),

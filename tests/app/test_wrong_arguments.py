@@ -145,7 +145,7 @@ def test_an_argument_of_another_type_is_one_error_with_its_place_and_what_to_wri
 def test_a_stage_that_is_none_is_refused():
     def program(mesh):
         for stage in (4, "3", True, None):
-            with pytest.raises(ValueError, match="is none of 0, 1, 2, 3"):
+            with pytest.raises(ValueError, match="is not one of 0, 1, 2, 3"):
                 pt.zero(Model(), mesh, stage=stage)
 
     on_ranks(program)

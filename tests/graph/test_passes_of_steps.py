@@ -438,7 +438,7 @@ RANKS_SEEN: list = []
         (changes_a_layout, "gives other outputs, or in other layouts"),
         (forgets_a_write, "w is not written any more"),
         (gives_more, "the number of results differs"),
-        (cannot_be, "mul cannot be: "),
+        (cannot_be, "mul cannot be computed: "),
         (raises, "raised KeyError: 'weight'"),
         (is_another_on_each_rank, "made different programs on different ranks"),
     ],

@@ -115,11 +115,11 @@ def test_the_shipped_machines_are_read_and_name_their_sources():
     [
         ("fuses = true\n", "", "fuses is missing"),
         ("fuses = true", "fuses = true\ncolour = 1", "colour is not known"),
-        ('"450 GB/s"', '"450 GB"', "host.bandwidth is '450 GB', no amount of bytes per second"),
+        ('"450 GB/s"', '"450 GB"', "host.bandwidth is '450 GB', not an amount of bytes per second"),
         ('seconds = "2 us"', 'seconds = "-2 us"', "kernel_seconds is '-2 us': seconds are above 0"),
-        ("matmul = 0.53", "matmul = 53", "efficiency.matmul is 53, no part of a peak"),
+        ("matmul = 0.53", "matmul = 53", "efficiency.matmul is 53, not a part of a peak"),
         ("ranks_per_host = 8", "ranks_per_host = 0", "ranks_per_host is 0"),
-        ('"80 GB"', "true", "memory_bytes is True, no amount of bytes"),
+        ('"80 GB"', "true", "memory_bytes is True, not an amount of bytes"),
         ('"80 GB"', '"8.0.0 GB"', "memory_bytes is '8.0.0 GB', which has no number"),
         ("[host]", "[hosts]", "host is missing"),
         ("fuses = true", "fuses = ", "Invalid"),
@@ -185,13 +185,13 @@ def test_a_machine_file_may_have_measured_curves(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("[1, 2, 2.5]", "[1, 2]", "kernels.arithmetic has as many amounts as seconds"),
+        ("[1, 2, 2.5]", "[1, 2]", "kernels.arithmetic must have as many amounts as seconds"),
         ("[1, 2, 2.5]", '[1, 2, "3"]', "kernels.arithmetic.seconds is .* not all of it numbers"),
-        ("[100, 200, 400]", "[200, 100, 400]", "amounts that do not rise"),
+        ("[100, 200, 400]", "[200, 100, 400]", "must have amounts that rise"),
         ("[7]", "[0]", "collectives.all_gather-2 has seconds that are not above 0"),
         ("[7]", "[7]\nunit = 1", "collectives.all_gather-2.unit is not known"),
         ("[7]", "7", "collectives.all_gather-2.seconds is 7, not of type list"),
-        ('"5 %"', '"5 m"', "straggling is '5 m', no amount of parts"),
+        ('"5 %"', '"5 m"', "straggling is '5 m', not an amount of parts"),
     ],
 )
 def test_a_wrong_curve_is_one_error_that_names_it(old, new, says, tmp_path):
@@ -717,7 +717,7 @@ async def fetch_rows(x):
         ({"links": {"dp": "2us,1GB/s"}}, "a link of 'dp' is '2us,1GB/s': write Link"),
         (
             {"links": {"dp tp": Link(1.0, 1.0), "tp dp": Link(1.0, 1.0)}, "mesh": "dp=2,tp=2"},
-            "links has two of the axes of 'tp dp'",
+            "links has two for the axes 'tp dp'",
         ),
     ],
 )
@@ -852,7 +852,7 @@ def test_the_command_prints_the_table(capsys):
             "is not a file in an existing folder",
         ),
         ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is not a link: write dp=10us"),
-        ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', no amount"),
+        ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', not an amount"),
         ("simulate --model gpt --mesh dp=2 --link pp=1s,1B/s", "a link of 'pp': the mesh has"),
         ("simulate --model gpt --mesh tp=2 --zero 3", "--zero has no effect on tp=2"),
         ("simulate --model gpt --mesh dp=2 --sequence", "sequence=True has no effect"),

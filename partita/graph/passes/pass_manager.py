@@ -222,9 +222,9 @@ class PassContract:
                 )
         for pair in sorted(self.overlapping - now.overlapping, key=sorted):
             raise IllegalGraph(
-                f"after {name}: output {max(pair)} does not lie any more in the memory of "
+                f"after {name}: output {max(pair)} no longer shares the memory of "
                 + (f"output {at}" if (at := min(pair)) >= 0 else program.inputs[-1 - at].name),
-                reason="who writes one of them after the step writes the other, as in eager",
+                reason="a write to one of them after the step must change the other, as in eager",
             )
         for i in sorted(set(now.written) ^ set(self.written)):
             how = "written" if i in now.written else "not written any more"
@@ -258,7 +258,7 @@ def _recompute_metadata(program: Program, name: str) -> None:
             node.meta["val"] = fake_value_of(node)
         except Exception as error:
             raise IllegalGraph(
-                f"after {name}: {node.name} cannot be: {str(error).splitlines()[0]}",
+                f"after {name}: {node.name} cannot be computed: {str(error).splitlines()[0]}",
                 place=note_of(node).source,
                 operands=(node.format_node() or node.name,),
             ) from error

@@ -1,9 +1,10 @@
 """Plans by search: `pt.autoplan`, the fastest way to train a model on given ranks that fits.
 
 A *way* is a mesh and a strategy. Most ways are never simulated: lower bounds of time and memory
-exclude them, and estimates decide which to simulate next. The rest are ranked by simulations of a
-few blocks, and the best are simulated with all blocks. Bounds and estimates are computed from one
-run of the unsharded model over tensors without memory, with one block and with two.
+exclude them, and estimates decide which to simulate next. Of a deep model one block and two are
+simulated, because each further block costs the same (`extend_peak` has its memory). Bounds and
+estimates are computed from runs of the unsharded model over tensors without memory, with one block
+and with two.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from torch.utils.flop_counter import flop_registry
 
 from partita.comm.device import HOST
 from partita.compile.progress import phase_listener
+from partita.graph.memory import Memory
+from partita.graph.passes.overlap import part_of_step
 from partita.layout.text import describe_value, escape_controls, human
 
 from .machine import Machine, MachineError, MeasuredCurve, load_machine, read_amount
@@ -46,7 +49,7 @@ from .strategy import (
     write_code,
 )
 
-MOST = 32
+MOST = 6
 """The default of the most ways to simulate."""
 
 
@@ -62,7 +65,7 @@ class ModelPlan:
         ranks: the number of ranks.
         memory: the limit in bytes per rank.
         batch: sequences per step, over all ranks.
-        choices: at most five ways within `memory`, fastest first. Each was simulated completely.
+        choices: at most five ways within `memory`, fastest first.
         space: the number of possible ways.
         outcomes: the number of ways for each outcome of the search. They add up to `space`.
         shape: the shape of the model.
@@ -105,7 +108,7 @@ class ModelPlan:
         """A sentence that says why the second-best way is slower; "" if there is no second way."""
         if len(self.choices) < 2:
             return ""
-        first, second = (self._find_time_parts(choice) for choice in self.choices[:2])
+        first, second = (choice.times for choice in self.choices[:2])
         more = {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
         name = max(more, key=more.__getitem__)
         lost = self.choices[1].seconds - self.choices[0].seconds
@@ -113,20 +116,13 @@ class ModelPlan:
             f"the runner-up loses {lost * 1e3:.3g} ms, most by {name}: {more[name] * 1e3:+.3g} ms"
         )
 
-    @staticmethod
-    def _find_time_parts(choice: PlannedWay) -> dict[str, float]:
-        found = choice.simulation
-        scale = choice.seconds / found.seconds
-        parts = {f"waiting for {axes}": s * scale for axes, s in found.exposed.items()}
-        return {"computing": found.compute_seconds * scale, **parts}
-
     def __str__(self) -> str:
         sequences = f"{self.batch} sequence{'s' * (self.batch != 1)} a step"
         head = f"{self.model} on {self.ranks} rank{'s' * (self.ranks != 1)}, {sequences}, "
         lines = [escape_controls(head) + f"at most {human(int(self.memory))} a rank"]
         for i, choice in enumerate(self.choices, 1):
-            found = choice.simulation
-            exposed = sum(found.exposed.values()) / found.seconds
+            waiting = sum(s for name, s in choice.times.items() if name != _COMPUTING)
+            exposed = waiting / choice.seconds
             lines.append(
                 f"  {i}. {choice.seconds:8.4g} s  {human(choice.peak):>9}  "
                 f"{exposed:4.0%} waiting  {choice.way}"
@@ -165,9 +161,8 @@ def autoplan(
     if it needs as much memory as one that was too big. It also skips a configuration whose shortest
     possible time exceeds the best time so far.
 
-    A deep model is ranked by simulations of one block and of two, because each further block costs
-    the same. The best configurations are then simulated as a whole. Those that exceed `memory` are
-    dropped.
+    A deep model is simulated with one block and with two, because each further block costs the
+    same. `PlannedWay.simulation` simulates all blocks of a way, when it is read.
 
     Args:
         model: a name in `partita.predict.MODELS`, or a `ModelShape`.
@@ -275,9 +270,11 @@ OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
 """The possible outcomes of a way. Each way has exactly one."""
 
 _SMALL = 16
-"""A step of at most so many blocks (micro-batches included) is simulated whole to rank a way."""
-_WHOLE = 128
-"""The same for the ways that are shown. Of a larger step, four micro-batches are simulated."""
+"""A step of at most so many blocks (micro-batches included) is simulated whole."""
+_FEW = 3
+"""The micro-batches of a larger step that are simulated. Each further one costs what the last of
+these does."""
+_COMPUTING = "computing"
 _MARGIN = 1.02
 """A way that exceeds the limit by this factor excludes all ways that keep at least as much. The
 margin is needed, because a schedule that keeps less may need half a percent more for a moment."""
@@ -287,20 +284,50 @@ _DOUBT = 4
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """One way to train the model (mesh and strategy) that fits into memory, with its simulation.
+    """One way (mesh and strategy) to train the model that fits into memory, with its cost.
 
     Attributes:
         way: the mesh and the strategy.
         seconds: the duration of a step.
         peak: the most bytes that a rank holds.
-        simulation: the simulation of its step. If the micro-batches have more than 128 blocks
-            together, only the first four are simulated.
+        times: the seconds of computing, and of waiting for each set of axes.
     """
 
     way: Way
     seconds: float
     peak: int
-    simulation: Simulation
+    times: Mapping[str, float]
+    _simulate: Callable[[], Simulation] = field(repr=False, compare=False)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulation of its step with all blocks, which is made when it is first read.
+
+        It has at most three micro-batches.
+        """
+        return self._simulate()
+
+
+class WayCost(NamedTuple):
+    """What a step costs in a way: seconds, peak bytes, and seconds by what they are spent on."""
+
+    seconds: float
+    peak: int
+    times: Mapping[str, float]
+
+    def extend(self, before: WayCost, more: int) -> WayCost:
+        """Returns the cost if each of `more` parts of a step adds as much as the last one.
+
+        Args:
+            before: the cost without the last part.
+        """
+
+        def extend(last: float, first: float) -> float:
+            return last + more * max(last - first, 0)
+
+        times = {name: extend(s, before.times.get(name, 0.0)) for name, s in self.times.items()}
+        peak = int(extend(self.peak, before.peak))
+        return WayCost(extend(self.seconds, before.seconds), peak, times)
 
 
 class WaySearch:
@@ -313,7 +340,7 @@ class WaySearch:
         watch: a function that is called before each simulation. It gets the number of ways
             simulated so far, the most that will be simulated, and the next way.
         ended: for each way that was considered, how its search ended, such as "fit" or "too big".
-        found: (seconds, peak bytes) of each way that was simulated.
+        found: the cost of each way that was simulated.
     """
 
     def __init__(
@@ -328,8 +355,7 @@ class WaySearch:
         self.model, self.memory, self.machine, self.prune = model, memory, machine, prune
         self.keep, self.watch = keep, watch
         self.ended: dict[Way, str] = {}
-        self.found: dict[Way, tuple[float, float]] = {}
-        self._known: dict[Way, Simulation] = {}
+        self.found: dict[Way, WayCost] = {}
         self._guessed: dict[Way, tuple[float, float]] = {}
 
     @property
@@ -348,13 +374,17 @@ class WaySearch:
                 self.ended[way] = SLOW
                 continue
             self.watch(len(self.found), min(most, len(self.found) + 1 + len(left)), str(way))
-            self.found[way] = self._estimate_cost(way)
-            peak = self.found[way][1]
+            self.found[way] = self.price_way(way)
+            peak = self.found[way].peak
             self.ended[way] = FITS if peak <= self.memory else TOO_BIG
             if peak > _MARGIN * self.memory:
                 left = self._leave_out(left, RULED_OUT, partial(_keeps_more, way))
         self.ended.update(dict.fromkeys(left, LEFT))
-        return self._confirm_choices()
+        fitting = [way for way, end in self.ended.items() if end == FITS]
+        best = sorted(fitting, key=lambda way: self.found[way].seconds)[: self.keep]
+        return tuple(
+            PlannedWay(way, *self.found[way], partial(self._simulate_whole, way)) for way in best
+        )
 
     # -- which is next -----------------------------------------------------------------------------
 
@@ -393,7 +423,7 @@ class WaySearch:
         likeness = {one: _count_alike(way, one) for one in self.found}
         nearest = max(likeness.values())
         alike = [one for one, count in likeness.items() if count == nearest]
-        pairs = [(self.found[one], self._guess_cost(one)) for one in alike]
+        pairs = [(self.found[one][:2], self._guess_cost(one)) for one in alike]
         # The guess is 0 if the model's needs are unknown (`_measure_needs`).
         logs = [[math.log(real[i] / said[i]) for real, said in pairs if said[i]] for i in (0, 1)]
         ratios = [math.exp(sum(each) / max(len(each), 1)) for each in logs]
@@ -412,65 +442,73 @@ class WaySearch:
 
     # -- what it costs -----------------------------------------------------------------------------
 
-    def _confirm_choices(self) -> tuple[PlannedWay, ...]:
-        """Simulates the best ways with all blocks and micro-batches. Returns those that fit."""
-        fitting = [way for way, end in self.ended.items() if end == FITS]
-        choices: list[PlannedWay] = []
-        for way in sorted(fitting, key=lambda way: self.found[way][0]):
-            self.watch(len(self.found), len(self.found), f"{way}, whole")
-            seconds, peak, simulation = self.price_way(way)
-            if peak <= self.memory:
-                choices.append(PlannedWay(way, seconds, peak, simulation))
-            else:
-                self.ended[way] = TOO_BIG
-            if len(choices) == self.keep:
-                break
-        return tuple(sorted(choices, key=lambda choice: choice.seconds))
+    def price_way(self, way: Way) -> WayCost:
+        """Returns the cost of a way; that of a large step from simulations of smaller ones."""
+        count, layers = way.strategy.micro_batches, self._layers_of(way)
+        is_small = layers * count <= _SMALL
+        price = self._price_whole if is_small or layers <= 2 else self._price_blocks
+        if is_small or count <= _FEW:
+            return price(way)
+        few = (_replace_strategy(way, micro_batches=n) for n in (_FEW - 1, _FEW))
+        before, last = map(price, few)
+        return last.extend(before, count - _FEW)
 
-    def price_way(
-        self, way: Way, known: int = 4, blocks: int = _WHOLE
-    ) -> tuple[float, int, Simulation]:
-        """Simulates a way at full size. Returns a step's seconds, peak bytes and simulation.
+    def _price_whole(self, way: Way) -> WayCost:
+        return _cost_of(self._simulate(way))
 
-        If all micro-batches have more than `blocks` blocks together, the first `known`
-        micro-batches are simulated. Each further one adds the same seconds and peak as the last of
-        these.
-        """
-        count = way.strategy.micro_batches
-        if count <= known or self._layers_of(way) * count <= blocks:
-            whole = self._simulate_once(way)
-            return whole.seconds, whole.peak, whole
-        few = (_replace_strategy(way, micro_batches=n) for n in (known - 1, known))
-        before, last = map(self._simulate_once, few)
-        seconds = last.seconds + (count - known) * max(last.seconds - before.seconds, 0.0)
-        return seconds, last.peak + (count - known) * max(last.peak - before.peak, 0), last
+    def _price_blocks(self, way: Way) -> WayCost:
+        """Returns the cost of a way of a deep model, from those of one block and of two."""
+        more = self._layers_of(way) - 2
+        with part_of_step(guess_bytes(self.model, way)):
+            one, two = (self._simulate(_replace_strategy(way, layers=n)) for n in (1, 2))
+        cost = _cost_of(two).extend(_cost_of(one), more)
+        return cost._replace(peak=extend_peak(one.memory, two.memory, more))
 
     def _layers_of(self, way: Way) -> int:
         return way.strategy.layers or self.model.layers
 
-    def _estimate_cost(self, way: Way) -> tuple[float, float]:
-        """Returns the seconds and the peak bytes of a step, extrapolated for a deep model.
+    def _simulate_whole(self, way: Way) -> Simulation:
+        count = min(way.strategy.micro_batches, _FEW)
+        return self._simulate(_replace_strategy(way, micro_batches=count))
 
-        A deep model is extrapolated from one block and two, many micro-batches from the second and
-        the third. Each further block adds at least its weights to the peak.
-        """
-        layers = self._layers_of(way)
-        if layers <= 2 or layers * way.strategy.micro_batches <= _SMALL:
-            return self._estimate_batches(way)
-        one, two = (self._estimate_batches(_replace_strategy(way, layers=n)) for n in (1, 2))
-        weights = least_bytes(self.model, way)
-        weights -= least_bytes(self.model, _replace_strategy(way, layers=1))
-        seconds = one[0] + (layers - 1) * max(two[0] - one[0], 0.0)
-        return seconds, one[1] + max((layers - 1) * (two[1] - one[1]), weights)
+    def _simulate(self, way: Way) -> Simulation:
+        return simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
 
-    def _estimate_batches(self, way: Way) -> tuple[float, float]:
-        seconds, _, last = self.price_way(way, known=3, blocks=_SMALL)
-        return seconds, last.peak
 
-    def _simulate_once(self, way: Way) -> Simulation:
-        if way not in self._known:
-            self._known[way] = simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
-        return self._known[way]
+def _cost_of(found: Simulation) -> WayCost:
+    waiting = {f"waiting for {axes}": seconds for axes, seconds in found.exposed.items()}
+    times = {_COMPUTING: found.compute_seconds, **waiting}
+    return WayCost(found.seconds, found.peak, times)
+
+
+def extend_peak(one: Memory, two: Memory, more: int) -> int:
+    """Returns the most bytes that a step with 2 + `more` blocks holds, its inputs included.
+
+    Blocks add different amounts at different moments. Until the middle of backward, they add what
+    they add at the end of forward, and then what they add at the end of backward. Behind it the
+    peaks are compared.
+
+    Args:
+        one: the memory of a step with one block.
+        two: the same with two blocks.
+    """
+    parts = zip(_describe_parts(one), _describe_parts(two), strict=True)
+    peaks = (top + more * max(there - here, 0) for (_, here), (top, there) in parts)
+    return max(peaks) + two.held_bytes + more * (two.held_bytes - one.held_bytes)
+
+
+def _describe_parts(memory: Memory) -> Iterator[tuple[int, int]]:
+    """Yields the peak of each part of a step, and the bytes by which to compare two depths."""
+    live = memory.live
+    of_forward = memory.live_of(lambda buffer: buffer.phase == "forward")
+    forward = max(range(len(live)), key=lambda place: (of_forward[place], place))
+    births = (b.birth for b in memory.buffers if b.phase == "backward")
+    backward = max(births, default=forward)
+    middle = (forward + backward) // 2 + 1
+    yield max(live[:middle]), live[forward]
+    yield max(live[middle : backward + 1], default=0), live[backward]
+    after = max(live[backward + 1 :], default=0)
+    yield after, after
 
 
 def _keeps_more(than: Way, way: Way) -> bool:

@@ -16,6 +16,7 @@ from partita.app import Options, options_in
 from partita.bench.plan import EXAMPLES
 from partita.cli import main
 from partita.compile import progress
+from partita.graph.memory import Buffer, HeldInput, Memory
 from partita.predict import Link, ModelShape, StrategyError
 from partita.predict.autoplan import least_bytes, least_seconds
 from partita.predict.machine import load_machine
@@ -72,6 +73,10 @@ class Drawn:
     compute_seconds: float
     exposed: dict[str, float]
 
+    @property
+    def memory(self):
+        return Memory(("all",), (Buffer("all", self.peak, 0, 1),), ())
+
 
 @pytest.mark.slow
 def test_pruning_finds_the_best_of_the_whole_space(drawn):
@@ -106,19 +111,38 @@ def test_no_plan_is_above_its_memory_limit(drawn):
     assert 10 < planned < 100
 
 
-@pytest.mark.slow
-def test_a_deep_model_that_holds_more_than_its_first_blocks_say_is_left_out(monkeypatch):
+def memory_of_blocks(blocks, kept, gradient):
+    """The memory of a step whose loss needs much, so that the peak of a deep one is elsewhere."""
+    loss, end = blocks, 2 * blocks + 1  # blocks run, and in the reverse order from `loss` to `end`
+    buffers = [Buffer("loss", 100, loss, loss + 2, phase="forward")]
+    for i in range(blocks):
+        buffers.append(Buffer("kept", kept, i, end - i, phase="forward"))
+        buffers.append(Buffer("gradient", gradient, end - i - 1, end + 2, phase="backward"))
+    buffers.append(Buffer("embedding", 20, end, end + 2, phase="backward"))
+    buffers.append(Buffer("update", 3, end + 1, end + 2, phase="update"))
+    held = (HeldInput("weight", "parameter", 10 * blocks),)
+    return Memory(("",) * (end + 2), tuple(buffers), held)
+
+
+@pytest.mark.parametrize(("kept", "gradient", "at"), [(5, 1, "loss"), (1, 5, "update")])
+def test_the_peak_of_a_deep_step_is_known_wherever_it_is(kept, gradient, at):
+    one, two, deep = (memory_of_blocks(n, kept, gradient) for n in (1, 2, 40))
+    assert at in {buffer.name for buffer in deep.at(deep.peak_place)}
+    assert way_search.extend_peak(one, two, 38) == deep.total_peak
+
+
+def test_a_deep_model_is_simulated_whole_only_when_its_simulation_is_read(monkeypatch):
+    depths = []
+
     def simulate(model, mesh, machine, *, strategy):
-        is_fastest = mesh == {"dp": 8}
-        more = 3 if strategy.layers > 2 and is_fastest else 1
-        seconds = strategy.layers * (0.5 if is_fastest else 1.0)
-        return Drawn(seconds, strategy.layers * 10**8 * more, seconds, {"dp": 0.0})
+        depths.append(strategy.layers)
+        return Drawn(strategy.layers, strategy.layers * 10**8, strategy.layers, {"dp": 0.0})
 
     monkeypatch.setattr(way_search, "simulate", simulate)
-    deep = dataclasses.replace(SMALL, layers=8)
-    found = plan(10**9, strategy=deep, prune=False)
-    assert found.outcomes["too big"] > 0
-    assert {c.peak for c in found.choices} == {8 * 10**8}
+    found = plan(strategy=dataclasses.replace(SMALL, layers=64), most=8)
+    assert {*depths} == {1, 2}
+    assert found.best.peak == 64 * 10**8 == found.best.simulation.peak
+    assert depths[-1] == 64
 
 
 def test_what_keeps_more_than_a_way_that_is_too_big_is_not_simulated(drawn):
@@ -189,7 +213,7 @@ def test_bounds_are_below_what_a_simulation_finds():
 
 
 @pytest.mark.slow
-def test_with_the_default_limit_a_plan_has_the_best_five_of_all_ways(monkeypatch):
+def test_with_32_simulations_a_plan_has_the_best_five_of_all_ways(monkeypatch):
     known = {}
 
     def simulate(model, mesh, machine, *, strategy):
@@ -205,7 +229,7 @@ def test_with_the_default_limit_a_plan_has_the_best_five_of_all_ways(monkeypatch
     peaks = sorted(one.peak for one in found)
     for memory in [peaks[len(peaks) * k // 12] for k in range(12)]:
         best = sorted((s.seconds, s.peak) for s in found if s.peak <= memory)[:5]
-        plan = pt.autoplan("gpt", 4, memory, H100, batch=4, strategy=SMALL)
+        plan = pt.autoplan("gpt", 4, memory, H100, batch=4, strategy=SMALL, most=32)
         assert [(c.seconds, c.peak) for c in plan.choices] == best
         assert sum(plan.outcomes.values()) == plan.space
 
@@ -237,7 +261,7 @@ def test_the_code_names_the_plan_of_the_model(model, plan, monkeypatch):
     monkeypatch.setattr(
         way_search.WaySearch,
         "run",
-        lambda self, ways, most: (way_search.PlannedWay(way, 1.0, 1, None),),
+        lambda self, ways, most: (way_search.PlannedWay(way, 1.0, 1, {}, None),),
     )
     found = pt.autoplan(shape, 2, machine=H100, strategy=SMALL)
     assert f"pt.parallelize(model, mesh, {plan}sequence=False))" in found.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -10,9 +11,11 @@ import torch
 
 import partita as pt
 from partita.predict import StrategyError, shape_of_config
-from partita.predict.strategy import make_step
+from partita.predict.machine import load_machine
+from partita.predict.strategy import Way, make_step
 
 transformers = pytest.importorskip("transformers")
+way_search = importlib.import_module("partita.predict.autoplan")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -99,6 +102,16 @@ def test_a_plan_is_found_within_the_memory():
     found = pt.autoplan(shape_of("dense"), 4, "1GB", most=2)
     assert found.best.peak < 1e9
     assert "shape.make(2, 64)" in found.code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "remat": False}])
+def test_the_peak_of_a_plan_is_that_of_all_blocks(options, monkeypatch):
+    monkeypatch.setattr(way_search, "_SMALL", 2)
+    shape, way = shape_of("dense"), Way(2, 1, pt.Strategy(layers=5, **options))
+    search = way_search.WaySearch(shape, 1e9, load_machine("h100"))
+    whole = pt.simulate(shape, way.mesh, strategy=way.strategy)
+    assert abs(search.price_way(way).peak - whole.peak) <= 0.05 * whole.peak
 
 
 @pytest.mark.slow

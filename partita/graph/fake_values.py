@@ -3,13 +3,15 @@
 Calls are equal if they have the same target, numbers, and shapes, strides, dtypes and devices of
 operands (`key_of_call`). They share one FakeTensor (`call_without_memory`) as `node.meta["val"]`.
 So two nodes may share a fake, and thus a fake storage, although their values share no memory.
+Fakes of another capture have another mode. They are made from the metadata of an equal call of the
+same operator of torch, if an earlier capture has run one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -142,13 +144,70 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
     made = known.get(key)
     if made is None:
-        # Operands get separate storages, so that `storages` does not depend on which of them share.
-        def own_of(value: Any) -> Any:
-            return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
-
-        own: Any = fx.node.map_aggregate((args, kwargs), own_of)
-        made = known[key] = _call_and_describe(target, own[0], own[1], mode)
+        made = known[key] = _make_once(target, args, kwargs, mode, key)
     return made
+
+
+def _make_once(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode, key: Any) -> CallResult:
+    """Returns a call's result; if an equal call has run in another mode, from its metadata."""
+    key = type(mode), torch.get_default_dtype(), key
+    left = _results_of_calls.get(key)  # read once, because other threads clear it, too
+    if left is not None:
+        value = pytree.tree_map_only(_Metadata, lambda of: of.make_fake(mode), left.value)
+        return replace(left, value=value)
+
+    # Operands get separate storages, so that `storages` does not depend on which of them share.
+    def own_of(value: Any) -> Any:
+        return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
+
+    own: Any = fx.node.map_aggregate((args, kwargs), own_of)
+    made = _call_and_describe(target, own[0], own[1], mode)
+    is_torchs = getattr(target, "namespace", "") == "aten"  # others may be defined again
+    if is_torchs and all(map(_is_plain, pytree.tree_leaves(made.value))):
+        if len(_results_of_calls) >= _MOST_KEPT:
+            _results_of_calls.clear()
+        value = pytree.tree_map_only(FakeTensor, _Metadata.of_tensor, made.value)
+        _results_of_calls[key] = replace(made, value=value)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What a fake tensor has beside its mode."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of_tensor(cls, t: FakeTensor) -> _Metadata:
+        offset, nbytes = int(t.storage_offset()), t.untyped_storage().nbytes()
+        return cls(tuple(t.shape), t.stride(), offset, nbytes, t.dtype, t.device)
+
+    def make_fake(self, mode: FakeTensorMode) -> FakeTensor:
+        with building_fakes():
+            storage = torch.UntypedStorage(self.nbytes, device=_META)
+            meta = torch.empty(0, dtype=self.dtype, device=_META)
+            meta.set_(storage, self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+            return make_fake(mode, meta, self.device)
+
+
+_results_of_calls: dict[Any, CallResult] = {}
+_MOST_KEPT = 8192
+
+
+def _is_plain(value: Any) -> bool:
+    """True for None, and for a fake tensor that has nothing beside `_Metadata`."""
+    if value is None:
+        return True
+    if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:
+        return False
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    is_known = all(type(n) is int for n in (*sizes, value.untyped_storage().nbytes()))
+    return is_known and value.constant is None and not value.dtype.is_complex
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:

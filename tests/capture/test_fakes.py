@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.capture.fakes import FakeMaker
-from partita.graph.fake_values import make_fake
+from partita.graph import fake_values
+from partita.graph.fake_values import call_without_memory, make_fake
 
 
 def _attributes(fake: FakeTensor) -> dict[str, object]:
@@ -101,3 +102,64 @@ def test_an_empty_fake_has_memory_of_its_own_and_may_have_another_shape():
     assert alike.stride() == t.stride()
     memories = [f.untyped_storage()._cdata for f in (like, padded, alike)]
     assert len({*memories}) == 3
+
+
+def call_in_new_mode(target, *args, **kwargs):
+    """The result of a call on fakes of a mode of its own, as a capture has."""
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+    made = call_without_memory(target, fakes, kwargs)
+    for t in fake_values.tensors_in(made.value):
+        assert t.fake_mode is mode
+    return made
+
+
+def describe(made):
+    values = fake_values.tensors_in(made.value)
+    facts = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device) for t in values]
+    sizes = [t.untyped_storage().nbytes() for t in values]
+    return type(made.value), facts, sizes, made.storages, made.nbytes
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (torch.ops.aten.t.default, (torch.ones(3, 5),)),
+        (torch.ops.aten.slice.Tensor, (torch.ones(7, 5), 0, 2, 4)),
+        (torch.ops.aten.split.Tensor, (torch.ones(11, 5), 4)),
+        (torch.ops.aten.native_layer_norm.default, (torch.ones(3, 7), [7], None, None, 1e-5)),
+        (torch.ops.aten.div.Tensor, (torch.ones(13, dtype=torch.int64), 2)),
+    ],
+)
+def test_a_call_of_torch_runs_once_for_all_captures(target, args, monkeypatch):
+    first = call_in_new_mode(target, *args)
+    run = fake_values._call_and_describe
+    monkeypatch.setattr(fake_values, "_call_and_describe", None)
+    again = call_in_new_mode(target, *args)
+    assert describe(again) == describe(first)
+    monkeypatch.setattr(fake_values, "_call_and_describe", run)
+    monkeypatch.setattr(fake_values, "_results_of_calls", {})
+    assert describe(call_in_new_mode(target, *args)) == describe(first)
+
+
+def test_a_call_of_captures_with_another_default_dtype_runs_again():
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            made = call_in_new_mode(torch.ops.aten.div.Tensor, torch.ones(17, dtype=torch.int64), 2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(made.value.dtype)
+    assert found == [torch.float32, torch.float64]
+
+
+def test_an_operator_of_the_user_runs_in_each_capture():
+    """It may have been defined again."""
+    with torch.library._scoped_library("fakes_of_a_test", "DEF") as library:
+        library.define("double(Tensor x) -> Tensor")
+        widths = iter((2, 3))
+        library.impl("double", lambda x: x.new_empty(len(x), next(widths)), "Meta")
+        target = torch.ops.fakes_of_a_test.double.default
+        found = [call_in_new_mode(target, torch.ones(4)).value.shape[1] for _ in range(2)]
+    assert found == [2, 3]

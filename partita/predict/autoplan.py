@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from numbers import Real
@@ -156,10 +156,10 @@ def autoplan(
     """Find the fastest ways to train a model on a number of ranks, within a memory limit.
 
     The search covers meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches.
-    It first simulates the configuration with the least estimated memory, then those with the least
-    estimated time. It skips a configuration if its weights and optimizer alone exceed `memory`, or
-    if it needs as much memory as one that was too big. It also skips a configuration whose shortest
-    possible time exceeds the best time so far.
+    It first simulates the configurations with the least estimated time. If the first is too big, it
+    simulates the one with the least estimated memory next. It skips a configuration if its weights
+    and optimizer alone exceed `memory`, or if it needs as much memory as one that was too big. It
+    also skips a configuration whose shortest possible time exceeds the best time so far.
 
     A deep model is simulated with one block and with two, because each further block costs the
     same. `PlannedWay.simulation` simulates all blocks of a way, when it is read.
@@ -357,6 +357,7 @@ class WaySearch:
         self.ended: dict[Way, str] = {}
         self.found: dict[Way, WayCost] = {}
         self._guessed: dict[Way, tuple[float, float]] = {}
+        self._alike: dict[Way, tuple[int, list[Way]]] = {}
 
     @property
     def outcomes(self) -> Mapping[str, int]:
@@ -375,6 +376,7 @@ class WaySearch:
                 continue
             self.watch(len(self.found), min(most, len(self.found) + 1 + len(left)), str(way))
             self.found[way] = self.price_way(way)
+            self._note_alike(way, left)
             peak = self.found[way].peak
             self.ended[way] = FITS if peak <= self.memory else TOO_BIG
             if peak > _MARGIN * self.memory:
@@ -400,11 +402,11 @@ class WaySearch:
     def _choose_next(self, left: list[Way]) -> Way:
         """Returns the way with the least estimated time among those estimated to fit.
 
-        Until one has fitted: the way with the least estimated memory. It shows whether any way
-        fits, and how good the estimates are.
+        If one was too big, and none has fitted yet: the way with the least estimated memory, which
+        shows whether any way fits.
         """
         thought = {way: self._correct_guess(way) for way in left}
-        if FITS not in self.ended.values():
+        if self.found and FITS not in self.ended.values():
             return min(left, key=lambda way: (thought[way][1], thought[way][0]))
 
         def rank(way: Way) -> tuple[float, ...]:
@@ -418,16 +420,20 @@ class WaySearch:
     def _correct_guess(self, way: Way) -> tuple[float, float]:
         """Returns the guessed seconds and bytes of a way, corrected by the most similar results."""
         seconds, size = self._guess_cost(way)
-        if not self.found:
-            return seconds, size
-        likeness = {one: _count_alike(way, one) for one in self.found}
-        nearest = max(likeness.values())
-        alike = [one for one, count in likeness.items() if count == nearest]
+        _, alike = self._alike.get(way, (0, []))
         pairs = [(self.found[one][:2], self._guess_cost(one)) for one in alike]
         # The guess is 0 if the model's needs are unknown (`_measure_needs`).
         logs = [[math.log(real[i] / said[i]) for real, said in pairs if said[i]] for i in (0, 1)]
         ratios = [math.exp(sum(each) / max(len(each), 1)) for each in logs]
         return seconds * ratios[0], size * ratios[1]
+
+    def _note_alike(self, found: Way, left: list[Way]) -> None:
+        """Notes `found` for those of `left` to which no simulated way is more similar."""
+        for way in left:
+            count = _count_alike(way, found)
+            nearest, alike = self._alike.get(way, (-1, []))
+            if count >= nearest:
+                self._alike[way] = count, [*alike, found] if count == nearest else [found]
 
     def _guess_cost(self, way: Way) -> tuple[float, float]:
         if way not in self._guessed:
@@ -696,13 +702,11 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
 @lru_cache(maxsize=256)
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Returns the needs of a model; only its weights if it cannot run without memory."""
-    places: tuple[Any, ...] = (nullcontext(), torch.device("meta")), (FakeTensorMode(), HOST)
-    for mode, device in places:  # transformers reads values of meta tensors, but not of fakes
-        try:
-            with mode, device:
-                return _run_once(shape, layers, batch, context)
-        except Exception:  # it reads a value, or calls an op without a kernel for such tensors
-            continue
+    try:
+        with FakeTensorMode(), HOST:  # transformers reads values of meta tensors, but not of fakes
+            return _run_once(shape, layers, batch, context)
+    except Exception:  # it reads a value, or calls an op without a kernel for such tensors
+        pass
     with torch.device("meta"):
         return _ModelNeeds(weights=_count_bytes(shape.make(layers, context).parameters()))
 

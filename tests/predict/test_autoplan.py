@@ -204,7 +204,7 @@ def test_each_further_micro_batch_is_in_the_peak(memory, monkeypatch):
 
 @pytest.mark.slow
 def test_bounds_are_below_what_a_simulation_finds():
-    drawn = random.Random(1).sample(ways(), 4)
+    drawn = random.Random(1).sample(ways(), 2)
     for way in drawn:
         way = dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, micro_batches=1))
         found = pt.simulate("gpt", way.mesh, H100, strategy=way.strategy)
@@ -213,24 +213,24 @@ def test_bounds_are_below_what_a_simulation_finds():
 
 
 @pytest.mark.slow
-def test_with_32_simulations_a_plan_has_the_best_five_of_all_ways(monkeypatch):
+def test_a_plan_is_at_most_three_percent_slower_than_the_best_of_all_ways(monkeypatch):
     known = {}
+    price = way_search.WaySearch.price_way
 
-    def simulate(model, mesh, machine, *, strategy):
-        key = (*mesh.items(), strategy)
-        if key not in known:
-            known[key] = pt.simulate(model, mesh, machine, strategy=strategy)
-        return known[key]
+    def price_once(self, way):
+        if way not in known:
+            known[way] = price(self, way)
+        return known[way]
 
-    monkeypatch.setattr(way_search, "simulate", simulate)
-    whole = pt.autoplan("gpt", 4, 1e12, H100, batch=4, strategy=SMALL, most=999, prune=False)
-    assert whole.simulated == whole.space > 2 * 16
-    found = [*known.values()]
-    peaks = sorted(one.peak for one in found)
+    monkeypatch.setattr(way_search.WaySearch, "price_way", price_once)
+    whole = pt.autoplan("gpt", 2, 1e12, H100, batch=2, strategy=SMALL, most=99, prune=False)
+    assert whole.simulated == whole.space == len(known) > 2 * way_search.MOST
+    peaks = sorted(one.peak for one in known.values())
     for memory in [peaks[len(peaks) * k // 12] for k in range(12)]:
-        best = sorted((s.seconds, s.peak) for s in found if s.peak <= memory)[:5]
-        plan = pt.autoplan("gpt", 4, memory, H100, batch=4, strategy=SMALL, most=32)
-        assert [(c.seconds, c.peak) for c in plan.choices] == best
+        best = min(one.seconds for one in known.values() if one.peak <= memory)
+        plan = pt.autoplan("gpt", 2, memory, H100, batch=2, strategy=SMALL)
+        assert best <= plan.best.seconds <= 1.03 * best
+        assert plan.simulated <= way_search.MOST
         assert sum(plan.outcomes.values()) == plan.space
 
 
@@ -289,8 +289,11 @@ def test_ways_of_a_model_are_those_that_it_has():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(EXAMPLES))
 def test_a_way_that_is_planned_runs_and_sends_what_was_simulated(name):
-    tp = EXAMPLES[name].heads > 1
-    way = Way(2, 2 if tp else 1, pt.Strategy(zero=2, remat=False, batch=4, precision="float32"))
+    mesh = {"gpt": (2, 1), "cnn": (2, 1), "llama": (1, 2), "moe": (2, 2)}[name]
+    zero = 2 if mesh[0] > 1 else 0
+    context = 4 if name == "moe" else None  # a graph has each step of its recurrent layer
+    strategy = pt.Strategy(zero, remat=False, batch=4, precision="float32", context=context)
+    way = Way(*mesh, strategy)
     simulated = pt.simulate(EXAMPLES[name], way.mesh, H100, strategy=way.strategy)
 
     def train(mesh):
@@ -478,9 +481,9 @@ def test_a_bound_is_one_whatever_the_model_is(kind):
     slow_links = dataclasses.replace(slow, links={"dp": Link(1e-9, 1e5), "tp": Link(1e-9, 1e5)})
     shape = own_shape(kind, context=512 if kind == "pooled" else 32)
     precision = "float32" if kind == "bfloat16" else "bfloat16"
-    found = list(ways_of(shape, 2, 4, H100, pt.Strategy(precision=precision)))
+    found = [*ways_of(shape, 2, 4, H100, pt.Strategy(precision=precision))]
     nearest = 0.0
-    for way in found:
+    for way in found[::3]:  # of each stage, with one, two and four micro-batches
         program, _, unread = capture_model(shape, way.mesh, way.strategy)
         for machine in (H100, slow, slow_links):
             simulated = simulate_program(program, way.mesh, machine, unread=unread)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import partita as pt
+from partita.cli import main
 from partita.predict import StrategyError, shape_of_config
 from partita.predict.machine import load_machine
 from partita.predict.strategy import Way, make_step
@@ -55,7 +54,8 @@ def measure_peak(mesh, shape, strategy) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_peak_is_that_of_the_step_that_runs(name):
-    shape, strategy = shape_of(name), pt.Strategy(precision="float32", batch=2, remat=False)
+    shape = shape_of(name)
+    strategy = pt.Strategy(precision="float32", batch=2, remat=False, layers=1)
     found = pt.simulate(shape, {"dp": 2}, strategy=strategy)
     with pt.ranks(dp=2) as world:
         for peak in world.run(measure_peak, shape, strategy):
@@ -68,8 +68,9 @@ def test_transformers_own_plan_is_that_of_tensor_parallelism():
     assert shape.plan(sequence=False)["model.model.layers.*.self_attn.q_proj.bias"] == {
         "tp": pt.Shard(0)
     }
-    found = pt.simulate(shape, {"dp": 2, "tp": 2}, strategy=pt.Strategy(precision="float32"))
-    assert found.peak < pt.simulate(shape, {"dp": 2}, strategy=pt.Strategy()).peak * 2
+    whole = pt.Strategy(precision="float32", layers=1)
+    found = pt.simulate(shape, {"dp": 2, "tp": 2}, strategy=whole)
+    assert found.peak < pt.simulate(shape, {"dp": 2}, strategy=pt.Strategy(layers=1)).peak * 2
     with pytest.raises(StrategyError, match="tp=4 does not divide the 2 key and value heads"):
         pt.simulate(shape, {"tp": 4})
     with pytest.raises(StrategyError, match="tp=2 does not divide the 1 heads"):  # it has no plan
@@ -79,7 +80,7 @@ def test_transformers_own_plan_is_that_of_tensor_parallelism():
 @pytest.mark.slow
 def test_adapters_hold_no_state_for_frozen_weights():
     whole, adapted = shape_of("dense"), shape_of("dense", lora=2)
-    strategy = pt.Strategy(precision="float32")
+    strategy = pt.Strategy(precision="float32", layers=1)
     one, other = (pt.simulate(s, {"dp": 2}, strategy=strategy).classes for s in (whole, adapted))
     assert other["optimizer"] < one["optimizer"] / 4
     assert other["weights"] >= one["weights"]
@@ -91,7 +92,7 @@ def test_micro_batches_whose_reductions_wait_for_each_other_are_priced():
     sizes = {**TEXT, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 2048}
     sizes |= {"intermediate_size": 1024, "max_position_embeddings": 4096}
     shape = shape_of_config(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
-    strategy = pt.Strategy(zero=2, micro_batches=2, remat=False)
+    strategy = pt.Strategy(zero=2, micro_batches=2, remat=False, layers=1)
     found = pt.simulate(shape, {"dp": 4, "tp": 2}, strategy=strategy)
     assert found.nbytes["dp"] > 0
     assert found.nbytes["tp"] > 0
@@ -99,7 +100,7 @@ def test_micro_batches_whose_reductions_wait_for_each_other_are_priced():
 
 @pytest.mark.slow
 def test_a_plan_is_found_within_the_memory():
-    found = pt.autoplan(shape_of("dense"), 4, "1GB", most=2)
+    found = pt.autoplan(shape_of("dense"), 4, "1GB", most=1)
     assert found.best.peak < 1e9
     assert "shape.make(2, 64)" in found.code
 
@@ -115,21 +116,18 @@ def test_the_peak_of_a_plan_is_that_of_all_blocks(options, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_reads_a_folder(tmp_path):
+def test_the_command_reads_a_folder(tmp_path, capsys):
     CONFIGS["dense"]().save_pretrained(tmp_path)
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "partita", "simulate", "--mesh", "dp=2", *options]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
+    def run(*options: str) -> int:
+        return main(["simulate", "--mesh", "dp=2", *options])
 
-    right = run("--hf", str(tmp_path), "--batch", "4")
-    assert right.returncode == 0, right.stderr
+    assert run("--hf", str(tmp_path), "--batch", "4", "--layers", "1") == 0
     title = "llama (weights in float32: the configuration names no dtype) on dp=2"
-    assert right.stdout.startswith(title)
-    wrong = run("--hf", str(tmp_path / "none"))
-    assert wrong.returncode == 2
-    assert "is not a file" in wrong.stderr
-    assert run("--model", "gpt", "--lora", "2").returncode == 2
+    assert capsys.readouterr().out.startswith(title)
+    assert run("--hf", str(tmp_path / "none")) == 2
+    assert "is not a file" in capsys.readouterr().err
+    assert run("--model", "gpt", "--lora", "2") == 2
 
 
 def test_the_name_says_the_dtype_of_the_weights():

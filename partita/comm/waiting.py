@@ -756,7 +756,8 @@ def _make_late_ranks_error(
 ) -> RankGoneError | None:
     """Returns the error if `failure` is a collective's time limit; None for other errors.
 
-    The collective's `ranks`, which live as far as is known, have not arrived in `waited` seconds.
+    The collective's `ranks`, which run as far as is known, have not arrived within `waited`
+    seconds.
     """
     if not TIMED_OUT.search(str(failure)) or not ranks or find_ended(ranks):
         return None

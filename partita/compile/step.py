@@ -559,7 +559,7 @@ class CompiledStep:
     def _capture_call(
         self, signature: Any, call: _StepCall, why: str, others: OtherAnswers | None
     ) -> Found:
-        """Capture a program for a call; returns as `_find_program`.
+        """Capture a program for a call. Returns what `_find_program` returns.
 
         Args:
             why: the condition of kept programs that does not hold, or "".

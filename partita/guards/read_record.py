@@ -1027,7 +1027,9 @@ def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
 
 
 def _is_special_name(key: Any) -> bool:
-    """True for a special name of Python, as "__len__". Keys of a dictionary may be no strings."""
+    """True for a string such as "__len__", a special name of Python. Dictionaries may have other
+    keys.
+    """
     return isinstance(key, str) and key.startswith("__")
 
 

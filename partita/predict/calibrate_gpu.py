@@ -23,8 +23,8 @@ from .machine import Link, Machine, fit_curve, load_machine, shipped_machines
 
 _ROUNDS = 5
 ROUND_SECONDS = 0.05
-_OTHER_LINK = Link(10e-6, 25e9)  # of a GPU that partita has no data sheet of: PCIe
-_BACKWARD_OF_ATTENTION = 2.5  # five products to the two of forward
+_OTHER_LINK = Link(10e-6, 25e9)  # for a GPU without a data sheet in partita: PCIe
+_BACKWARD_OF_ATTENTION = 2.5  # forward has two matrix products, backward five
 
 Point = tuple[float, float]
 """An amount of work (operations or bytes), and the seconds that it takes."""
@@ -171,7 +171,7 @@ def _time(device: Device, call: Callable[[], Any], is_recorded: bool = True) -> 
     Args:
         is_recorded: True to record the row, if the device can, so that the host's time is left out.
     """
-    for _ in range(2):  # kernels are loaded, and libraries choose theirs
+    for _ in range(2):  # warm-up: kernels are loaded, libraries choose kernels
         call()
     device.finish()
     began = time.perf_counter()

@@ -670,7 +670,7 @@ def rate_of(node: fx.Node, name: str, kind: str) -> str:
         return thin + _RATE_OF.get(short, "matmul")
     if short == "pow" and len(node.args) > 1 and node.args[1] in _MULTIPLIED_POWERS:
         return "arithmetic"
-    if _moves_apart(node, short):
+    if _copies_strided(node, short):
         return "permute"
     return _RATE_OF.get(short, "arithmetic")
 
@@ -682,7 +682,7 @@ def _count_channels(node: fx.Node) -> int:
 
 
 def _rate_of_free(node: fx.Node) -> str:
-    """Returns the rate of a view, or of a number: the host's time for each node."""
+    """Returns the rate of a node without a kernel: "number" for one number, otherwise "view"."""
     value = node.meta.get("val")
     schema = getattr(node.target, "_schema", None)
     is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -691,7 +691,7 @@ def _rate_of_free(node: fx.Node) -> str:
     return "number"
 
 
-def _moves_apart(node: fx.Node, short: str) -> bool:
+def _copies_strided(node: fx.Node, short: str) -> bool:
     """True if the node copies a tensor that is not contiguous in memory."""
     if short not in ("clone", "reshape", "_unsafe_view", "contiguous") or not node.all_input_nodes:
         return False

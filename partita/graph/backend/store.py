@@ -311,7 +311,7 @@ def _open_trusted(path: Path) -> BinaryIO:
     """Open a file for reading, in a folder that `check_folder` has passed.
 
     Raises:
-        Untrusted: it is a link or no file, or others could have written it.
+        Untrusted: it is not a regular file, or others could have written it.
         OSError: it cannot be opened.
     """
     if path.is_symlink():

@@ -267,7 +267,7 @@ def _even_first(members: list[fx.Node], pieces: list[fx.Node]) -> list[fx.Node]:
 
 
 def _joint_note(members: list[fx.Node], one: fx.Node) -> Note:
-    """Returns the note of a joint collective, in the place of `one`."""
+    """Returns the note of a collective that joins `members`; its line and phase are from `one`."""
     nbytes = sum(note_of(m).nbytes for m in members)
     return replace(note_of(one), nbytes=nbytes, before="", after="")
 

@@ -122,6 +122,13 @@ _COMPARING_NAMES = frozenset(
 
 
 @functools.lru_cache(maxsize=4096)
+def writes_items(code: CodeType) -> bool:
+    """True if code may change the items of a container."""
+    by_method = not _MUTATING_METHODS.isdisjoint(code.co_names)
+    return by_method or any(i.opname in _ITEM_WRITES for i in _instructions_of(code))
+
+
+@functools.lru_cache(maxsize=4096)
 def compares_identities(code: CodeType) -> bool:
     """True if code may compare two objects by identity, by `is` or `id`.
 

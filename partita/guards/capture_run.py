@@ -7,6 +7,7 @@ because a run may show that another one is needed: for example, that a float mus
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ from .arguments import (
     share_repeated,
     unflatten_call,
 )
-from .bytecode import compares_identities, compares_objects
+from .bytecode import compares_identities, compares_objects, writes_items
 from .captured_program import (
     CapturedProgram,
     extract_answers,
@@ -810,6 +811,7 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
     objects = objects_of_call(call, frozenset())
     made_anew = [v for v in objects if not pytree.tree_is_leaf(v) or is_flattened(v)]
     _check_keys([v for v in made_anew if _is_equal_by_identity(v)], record)
+    _check_named(made_anew, record)
     # Other classes define `==` by their contents, which rebuilding keeps.
     asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
     for v, code in asked:
@@ -823,6 +825,21 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
                     Fix("pass it, or read it by its name", "not both"),
                     place=f"{code.co_filename}:{code.co_firstlineno}",
                 )
+
+
+def _check_named(made_anew: Sequence[Any], record: ReadRecord) -> None:
+    """Raise CaptureError if the step may write a container that is an argument and has a name."""
+    given = {id(v): v for v in made_anew if has_type(v, (dict, list, collections.deque))}
+    code = next(filter(writes_items, record.codes.values()), None) if given else None
+    for value, name in record.values_reached() if code is not None else ():
+        if code is not None and id(value) in given:
+            raise not_captured(
+                f"an argument is {name}, and {code.co_name} changes items of a container",
+                "container arguments are rebuilt for the graph, so a write to one is not seen in "
+                "the other",
+                Fix("pass it, or read it by its name", "not both"),
+                place=f"{code.co_filename}:{code.co_firstlineno}",
+            )
 
 
 def _check_keys(made_anew: Sequence[Any], record: ReadRecord) -> None:

@@ -235,3 +235,40 @@ def test_an_argument_keeps_what_stands_in_private_slots():
 
     step = captured(lambda batch: batch.scaled())
     assert all(torch.equal(step(Slots(X, k)), X * k) for k in (2, 3))
+
+
+def exchange_and_restore(given, named):
+    before = given["x"]
+    given["x"] = before * 2
+    found = named["h"]["x"].sum()
+    given["x"] = before
+    return found
+
+
+def write_by_the_name(given, named):
+    named["h"]["y"] = named["h"]["x"] * 2
+    return given["x"].sum() + named["h"].pop("y").sum()
+
+
+def read_both(given, named):
+    return given["x"].sum() + named["h"]["x"].sum()
+
+
+@pytest.mark.parametrize("program", [exchange_and_restore, write_by_the_name, read_both])
+def test_a_container_that_is_an_argument_and_has_a_name_is_only_read(program):
+    """The argument is rebuilt for the graph, and a write to one is not seen in the other."""
+    given = {"x": X.clone()}
+    named = {"h": given}
+
+    def step(given):
+        return program(given, named)
+
+    compiled = pt.compile(step, backend="graph")
+    if program is read_both:
+        assert compiled(given) == step(given)
+    else:
+        with pytest.raises(pt.CaptureError, match="changes items of a container"):
+            compiled(given)
+        assert torch.equal(given["x"], X) and [*given] == ["x"]
+        named["h"] = {"x": X + 1}
+        assert compiled(given) == step(given)

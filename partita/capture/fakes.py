@@ -41,8 +41,6 @@ from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 from partita.tensor.foreach import let_clip_use_foreach
 from partita.tensor.op_facts import facts_of
 
-from .kernel_strides import KernelStridesMode
-
 # -- numbers ---------------------------------------------------------------------------------------
 
 
@@ -415,16 +413,6 @@ class FakeDTensor(DTensor, FakeTensor):
 PLAIN.add(FakeTensor)
 TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
 let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each parameter
-
-
-def fake_mode() -> FakeTensorMode:
-    """Returns a FakeTensorMode with static shapes, and with the strides that real kernels return.
-
-    Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
-    """
-    from .number_env import NumberEnv  # not at the top: sympy and Dynamo take a second to import
-
-    return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
 
 class FakeMaker:

@@ -35,7 +35,7 @@ from partita.tensor.tensor_state import OURS, Spec, count_writes, own_state, spe
 
 from .conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from .equal_calls import set_node_of
-from .fakes import FakeMaker, fake_mode, identity_of
+from .fakes import FakeMaker, identity_of
 from .whose_code import is_recorded, is_user_module
 
 WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
@@ -67,6 +67,8 @@ class GraphInputs:
     def __init__(
         self, leaves: Sequence[Any], names: Sequence[tuple[str, str]], unmarked: Container[int] = ()
     ):
+        from .number_env import fake_mode  # not at the top: it imports sympy and Dynamo
+
         self.mode = fake_mode()
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []

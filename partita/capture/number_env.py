@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from partita.comm import user_line
 
 from .fakes import SymbolicFloat
+from .kernel_strides import KernelStridesMode
 
 
 class NumberEnv(ShapeEnv):
@@ -78,3 +80,11 @@ class NumberEnv(ShapeEnv):
         self._made.append(symbol)
         made: Any = self.create_symfloatnode(symbol, hint=value, source=source)
         return SymbolicFloat(made.node)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Returns a FakeTensorMode with static shapes, and with the strides that real kernels return.
+
+    Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.
+    """
+    return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)

@@ -68,7 +68,7 @@ def _collector_paused() -> Iterator[None]:
     """
     was = gc.isenabled()
     if was:
-        _OLD_OBJECTS.collect_if_due()
+        OLD_OBJECTS.collect_if_due()
     gc.disable()
     try:
         yield
@@ -77,14 +77,14 @@ def _collector_paused() -> Iterator[None]:
             # Move all objects to the oldest generation. Otherwise the next collections would visit
             # each node once for each younger generation.
             if not gc.get_freeze_count():  # otherwise unfreeze would undo the user's freeze
-                _OLD_OBJECTS.count_moved(gc.get_count()[0])
+                OLD_OBJECTS.count_moved(gc.get_count()[0])
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
 
 
 @dataclass
-class _OldObjects:
+class OldObjects:
     """Counts the objects that `_collector_paused` moves to the collector's oldest generation.
 
     Python collects the oldest generation by the number of objects that are new there. It does not
@@ -111,7 +111,7 @@ class _OldObjects:
             gc.collect()
 
 
-_OLD_OBJECTS = _OldObjects()
+OLD_OBJECTS = OldObjects()
 
 
 def kept_within(

@@ -248,14 +248,15 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     `_ComparedSettings.note_step` decides when they compare. Under `check_ranks()` they compare in
     each step.
     """
+    wire = next((p._spec.wire for p in params if not is_alone(p._spec.wire)), None)
+    if wire is None:  # in a capture, too, which reads no settings here
+        return
     compared = _compared.get(optimizer)
     if compared is None:
         compared = _compared[optimizer] = _ComparedSettings()
-    if not compared.note_step(optimizer) and params[0]._spec.wire.scope.check is None:
+    if not compared.note_step(optimizer) and wire.scope.check is None:
         return
     wires = [w for w in dict.fromkeys(p._spec.wire for p in params) if not is_alone(w)]
-    if not wires:  # in a capture, which reads no settings here
-        return
     groups = []
     for group in optimizer.param_groups:
         said = [f"{len(group['params'])} parameters"]

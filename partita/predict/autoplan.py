@@ -44,7 +44,7 @@ from .strategy import (
     check_argument,
     check_counts,
     shape_of,
-    train_options,
+    train_command,
     ways_of,
     write_code,
 )
@@ -101,7 +101,7 @@ class ModelPlan:
 
         "" if `partita train` cannot build the model.
         """
-        return train_options(self.shape, self.best.way)
+        return train_command(self.shape, self.best.way)
 
     @property
     def why(self) -> str:

@@ -1,7 +1,7 @@
 """Strategies: models by name, how to distribute one over ranks, and its training step.
 
 A *way* is a mesh and a strategy. `make_step` makes its training step, over tensors without memory
-(for a capture) or on a mesh. `write_code` and `train_options` write it as a program and a command.
+(for a capture) or on a mesh. `write_code` and `train_command` write it as a program and a command.
 """
 
 from __future__ import annotations
@@ -454,10 +454,10 @@ def write_code(shape: ModelShape, way: Way) -> str:
     return "\n".join(lines)
 
 
-def train_options(shape: ModelShape, way: Way) -> str:
+def train_command(shape: ModelShape, way: Way) -> str:
     """Returns the `partita train` command for the mesh and strategy of `way`; "" if there is none.
 
-    The command can build only models of partita.
+    There is one for a GPT whose tokens are bytes, if it recomputes all blocks or none.
     """
     of = way.strategy
     if not shape.code.startswith("GPT(") or shape.vocab != _BYTES or of.remat_every > 1:

@@ -116,7 +116,7 @@ class TraceHooks:
         return compiled
 
     def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager for the calls of a remat region. A capture marks nodes."""
+        """Returns a context manager for a remat region. A capture marks the nodes made inside."""
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:

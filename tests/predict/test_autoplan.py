@@ -21,7 +21,7 @@ from partita.predict import Link, ModelShape, StrategyError
 from partita.predict.autoplan import least_bytes, least_seconds
 from partita.predict.machine import load_machine
 from partita.predict.simulate import capture_model, simulate_program
-from partita.predict.strategy import Way, make_step, shape_of, train_options, ways_of, write_code
+from partita.predict.strategy import Way, make_step, shape_of, train_command, ways_of, write_code
 
 H100 = load_machine("h100")
 SMALL = pt.Strategy(layers=1, context=16)
@@ -411,7 +411,7 @@ def test_the_options_of_partita_train_are_those_of_the_way(capsys):
     strategy = dataclasses.replace(
         TINY, zero=2, remat=True, sequence=True, batch=2, micro_batches=4
     )
-    command = train_options(GPT, Way(2, 4, strategy))
+    command = train_command(GPT, Way(2, 4, strategy))
     assert main([*command.split()[1:], "--print-config"]) == 0
     options = Options(**options_in(capsys.readouterr().out, "the printed options"))
     options.check()
@@ -419,7 +419,7 @@ def test_the_options_of_partita_train_are_those_of_the_way(capsys):
     assert (options.accumulate, options.zero, options.sp, options.remat) == (4, 2, True, "blocks")
     assert (options.layers, options.width, options.heads, options.context) == (1, 256, 4, 16)
     assert options.dtype == "bf16" and options.compile
-    assert not train_options(shape_of("llama3-8b"), Way(2, 1, TINY))
+    assert not train_command(shape_of("llama3-8b"), Way(2, 1, TINY))
 
 
 # -- bounds of one's own models --------------------------------------------------------------------

@@ -902,9 +902,7 @@ def _has_questions(func: Any) -> bool:
 
 
 def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
-    """Returns a copy of a Python function. The copy reads its globals from the dictionary
-    `space`.
-    """
+    """Copies a Python function. The copy reads its globals from the dictionary `space`."""
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )

@@ -22,7 +22,7 @@ from partita.testing.opinfo import choose_samples, form_of, list_names
 from tests.programs.strides import watch_strides
 
 SAMPLES = int(os.environ.get("PARTITA_EXAMPLES", "1"))
-fakes = importlib.import_module("partita.capture.fakes")
+number_env = importlib.import_module("partita.capture.number_env")
 
 ACTIVATIONS = {
     **{f.__name__: f for f in (F.softplus, F.elu, F.selu, F.celu, F.hardtanh, F.relu6, F.silu)},
@@ -75,7 +75,7 @@ def test_a_step_through_an_activation_is_eager_s_under_inductor():
 
 def test_a_step_is_right_where_a_fake_lies_otherwise_than_its_value(monkeypatch):
     """Where no kernel says how large operands lie, a view by a fake's strides may have to copy."""
-    monkeypatch.setattr(fakes, "KernelStridesMode", FakeTensorMode)
+    monkeypatch.setattr(number_env, "KernelStridesMode", FakeTensorMode)
 
     def step(x, weights):
         return train(F.softplus, x, weights)

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from numbers import Real
@@ -558,7 +558,7 @@ class _ModelNeeds:
         gradients: the gradients of these parameters, in the smallest dtype in which they may be
             sent.
         results: the blocks' results, in the smallest dtype in which they may be sent.
-        saved: the tensors that autograd saves for backward, without parameters.
+        saved: the tensors that autograd saves for backward, without parameters, likewise.
         flops: the operations of matrix products, by dtype.
         products: the number of matrix products.
     """
@@ -680,7 +680,7 @@ def guess_bytes(shape: ModelShape, way: Way) -> float:
     share = needs.weights / way.tp
     gradients = share / layers if of.micro_batches == 1 else share / (way.dp if of.zero > 1 else 1)
     gathered = share / layers if of.zero == 3 else 0.0
-    saved = needs.saved / (2 if of.precision == "bfloat16" else 1)
+    saved = needs.saved * (1 if of.precision == "bfloat16" else 2)
     if of.remat:
         saved = saved / layers + needs.results
     split = way.tp if of.sequence else 2 * way.tp / (1 + way.tp)
@@ -702,11 +702,14 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
 @lru_cache(maxsize=256)
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Returns the needs of a model; only its weights if it cannot run without memory."""
-    try:
-        with FakeTensorMode(), HOST:  # transformers reads values of meta tensors, but not of fakes
-            return _run_once(shape, layers, batch, context)
-    except Exception:  # it reads a value, or calls an op without a kernel for such tensors
-        pass
+    # Models of text in transformers read values of meta tensors, and those of images of fakes.
+    places: tuple[Any, ...] = (FakeTensorMode(), HOST), (nullcontext(), torch.device("meta"))
+    for mode, device in places:
+        try:
+            with mode, device:
+                return _run_once(shape, layers, batch, context)
+        except Exception:  # it reads a value, or calls an op without a kernel for such tensors
+            continue
     with torch.device("meta"):
         return _ModelNeeds(weights=_count_bytes(shape.make(layers, context).parameters()))
 
@@ -739,7 +742,7 @@ def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[None]:
             owner = saved if saved._base is None else saved._base
             if id(owner) not in seen:
                 seen[id(owner)] = owner
-                needs.saved += owner.numel() * owner.element_size()
+                needs.saved += owner.numel() * _least_size(owner)
         return saved
 
     def count(block: nn.Module, args: Any, result: Any) -> None:

@@ -50,7 +50,7 @@ from .tensor_state import (
     spec_of,
     state_of,
 )
-from .uneven_pieces import copy_with_room, find_padded, with_room
+from .uneven_pieces import copy_with_room, find_padded, has_room, with_room
 
 T: Any = torch.Tensor
 
@@ -646,7 +646,8 @@ def _rebuild(
             reason="torch.save writes the piece of one rank, and only that rank can load it",
         )
     mine = local.detach()
-    if not is_seen_by_processes(mine.untyped_storage()):
+    # Any other piece stays as it is: torch keeps strides, and memory that tensors share.
+    if has_room(spec, mine.device) and not is_seen_by_processes(mine.untyped_storage()):
         mine = with_room(mine, spec)
     out = as_dtensor(mine, spec).requires_grad_(local.requires_grad)
     out.__dict__.update(names)

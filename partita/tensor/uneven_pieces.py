@@ -49,7 +49,7 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
 
     A captured graph uses the padded size (that of the first rank's shard).
     """
-    if not _has_room(spec, device):
+    if not has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
     whole = torch.empty(math.prod(spec.padded_shape), dtype=dtype, device=device)
     if type(whole) is not torch.Tensor:  # a mode of the user makes fake tensors
@@ -62,7 +62,7 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns a contiguous copy of a local tensor, with spare memory after its end for padding."""
     # A call of the program on every rank, also for a mode that records calls (remat).
     copy = local.clone(memory_format=torch.contiguous_format)
-    if _has_room(spec, local.device):
+    if has_room(spec, local.device):
         with torch._C.DisableTorchFunction(), torch.no_grad():
             _data.__set__(copy, empty_padded(spec, local.dtype, local.device).copy_(copy))
     return copy
@@ -70,12 +70,12 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns the local tensor, or a copy of it, with spare memory for padding after its end."""
-    if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
+    if not has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
     return copy_with_room(local, spec)
 
 
-def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
+def has_room(spec: Spec, device: torch.device | str | None) -> bool:
     """True if there is padding behind this rank's piece, in memory on `device`."""
     if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
         return False

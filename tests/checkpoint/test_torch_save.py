@@ -140,3 +140,18 @@ def saves_in_a_thread(rank):
 
 def test_a_thread_may_save_beside_reads_of_the_program():
     assert run_ranks(saves_in_a_thread, 2) == [([30.0] * 30, [15.0] * 30)] * 2
+
+
+def test_loaded_tensors_keep_their_strides_and_the_memory_that_they_share():
+    def body(mesh):
+        x = torch.arange(8.0).view(4, 2)
+        x = x if mesh is None else pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        turned, column, base = torch.load(save([x.t(), x[:, :1], x]))
+        column.mul_(10)
+        return [turned.stride(), *(t if mesh is None else t.full_tensor() for t in (turned, base))]
+
+    truth = body(None)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            assert found[0] == truth[0]
+            assert all(map(torch.equal, found[1:], truth[1:]))

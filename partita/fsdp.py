@@ -233,7 +233,7 @@ class FSDPModule:
         """Reduce gradients in the next backward passes (True), or accumulate them locally (False).
 
         Accumulated gradients are reduced by the next backward pass that reduces. Call this on the
-        model. A call on a block must pass the same value.
+        model. A call on a block must pass the same value. `recurse` has no effect.
 
         Raises:
             ValueError: a block's value differs from the model's.

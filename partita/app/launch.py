@@ -107,8 +107,9 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
             the job ends early.
 
     Returns:
-        The exit code: 0, the code of a failed rank, 1 if a rank was killed, or 130 after Ctrl-C.
-            All ranks end before the call returns, and also if the parent is killed.
+        The exit code: 1 if a rank failed, was killed or stayed stopped; 130 after Ctrl-C; 143 after
+            SIGTERM. If all ranks have finished, it is the largest of their exit codes. All ranks
+            end before the call returns, and also if the parent is killed.
     """
     children: list[_Child] = []
     saved: dict[str, Any] | None = None

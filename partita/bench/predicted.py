@@ -141,7 +141,11 @@ def _least(mesh: Any, setup: Setup, **options: Any) -> int:
 
 
 def are_budgets_kept(found: Iterable[tuple[int, Peaks]]) -> bool:
-    """True if all peaks are within budgets, and a larger budget never has a smaller peak."""
+    """True if all peaks are within budgets, and a larger budget never has a smaller peak.
+
+    Args:
+        found: each budget with its peaks, sorted by budget.
+    """
     before = 0
     for budget, taken in found:
         if taken.counted > budget or taken.counted < before:

@@ -70,10 +70,11 @@ def is_alone(wire: Wire) -> bool:
 def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
     """True if the ranks need not compare `key` now, because earlier comparisons predict it.
 
-    An example is a loop whose shapes repeat. It is also True if there are no other ranks. All ranks
-    have the same history, so they predict the same key. If two ranks come with different keys, at
-    least one of them comes with a key that was not predicted. That rank compares, and the error is
-    found.
+    An example is a loop whose shapes repeat. It is also True if there are no other ranks. A
+    predicted key is added to the history of its series.
+
+    All ranks have the same history, so all predict the same key. If the ranks' keys differ, some
+    rank's key is not the predicted one. That rank compares, and finds the error.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.

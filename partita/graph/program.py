@@ -426,9 +426,9 @@ class Program:
 
     @cached_property
     def numbers_to_keep(self) -> set[Input]:
-        """The Python numbers among the inputs whose tensors later calls can reuse.
+        """The inputs that are Python numbers, if later calls can reuse the tensor of the number.
 
-        A tensor cannot be reused if an output is a view of it.
+        They cannot reuse it if an output is a view of it.
         """
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {

@@ -622,7 +622,8 @@ class CaptureRun:
         """Returns guards that expect the current values of all Python state that the step has read.
 
         Args:
-            refused: True if the capture has failed. The guards then treat all tensors as equal.
+            refused: True if the capture has failed. The guards then do not compare which tensor a
+                place holds, only that it holds one.
         """
         numbers = [given for given, _ in self.numbers.met if given.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()

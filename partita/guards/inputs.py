@@ -100,7 +100,7 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Searches places that a run has read for new modules, optimizers and tensors.
+        """Looks for new modules, optimizers and tensors in the places that a run has read.
 
         Returns the exception with which the capture starts again, if there are any; otherwise None.
         """

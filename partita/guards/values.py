@@ -457,10 +457,15 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields `(value, name)` for everything inside nested containers, except plain values.
+    """Yields each value in `value` and its nested containers that is no container and not plain.
+
+    Skips the items of sets, keys, and containers with more than `HUGE` items.
 
     Args:
-        name: the name of the outermost container.
+        name: the name of `value`, such as "x".
+
+    Yields:
+        (value, path): the path leads to the value, such as "x['a'][0]".
     """
     ahead, seen = [(value, name)], set[int]()
     while ahead:
@@ -812,7 +817,13 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the `Place` of a class's, module's or function's own attribute (not inherited)."""
+    """Returns the `Place` of an attribute that is stored in `space` itself, and not inherited.
+
+    Args:
+        name: the name of the attribute in messages.
+        space: a class, a module, a function, or the dict of one of these.
+        key: the attribute's name in `space`.
+    """
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else dict_of(space)

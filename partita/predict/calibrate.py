@@ -411,10 +411,10 @@ def make_deck() -> list[DeckCall]:
 
 
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
-    """Returns a random order in which to time the calls, as indices into `deck`.
+    """Returns the order in which to time the calls, as indices into `deck`.
 
-    Small calls come before large ones, and each small call is timed several times in a row. That is
-    as in a training step, where an optimizer updates one small parameter after the other.
+    The small calls come first, then the large ones. Each group is shuffled. A small call is
+    repeated in a row, as when an optimizer updates many small parameters.
     """
     found: list[int] = []
     for is_large in (False, True):

@@ -601,7 +601,8 @@ class _PlaceInStorage:
 class ResultsToName:
     """The results of a region's run that the program may still name with `checkpoint_name`.
 
-    A result is named only after the call that made it. Until then its description is stored.
+    The program names a result after the call that made it has returned. Until then this object
+    stores how to keep the result.
     """
 
     def __init__(self, names: LearnedNames):

@@ -118,7 +118,10 @@ class OpCall:
 
     @property
     def view_copies(self) -> tuple[Path, ...]:
-        """The paths of the arguments that are view copies (see `aliasing`), maybe out of date."""
+        """The paths of the arguments that are view copies (see `aliasing`).
+
+        The values of these arguments may be out of date.
+        """
         found = self.tensors.items()
         return tuple(path for path, t in found if isinstance(t, DTensor) and t._spec.is_copy)
 

@@ -843,7 +843,7 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
 def renew_gradient(held: Any, value: torch.Tensor) -> None:
     """Gives the gradient `held` the value that a captured step has computed.
 
-    The gradient stays the same object, as if the step had reduced it, or backward had added to it.
+    `held` stays the same object, as after an eager step.
     """
     if not isinstance(held, DTensor) or not isinstance(value, DTensor):
         held.data = value

@@ -19,7 +19,8 @@ class Trial:
     Attributes:
         expected: the function's results on one device.
         tensors: the operands and the expected results.
-        products: the product of the sizes of all dimensions that a sentence names.
+        products: a bound on the number of terms of all sums together: at first the largest tensor's
+            number of elements. The prover raises it to the product of a sentence's dimensions.
     """
 
     def __init__(self, function: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> None:

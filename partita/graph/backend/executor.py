@@ -148,7 +148,10 @@ class GraphWriter:
         return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
 
     def call_of(self, section: Subgraph) -> SectionCall:
-        """Returns the function that runs a section: its compiled code, or code written here."""
+        """Returns the function that runs a section.
+
+        This is its compiled code if there is any, otherwise Python code that this writer generates.
+        """
         if section not in self._calls:
             written = GraphWriter(section.graph, self.groups, drops_inputs=True)
             self._calls[section] = run = written.function()

@@ -100,9 +100,12 @@ def _find_move_input(nodes: list[fx.Node]) -> fx.Node | None:
 
 
 def cast(program: Program) -> str:
-    """A value that is read only in a narrower dtype after its gather is cast before the gather.
+    """A gathered value that is only read after a cast to fewer bytes is cast before its gather.
     This halves the bytes under autocast. The bits are the same, because a cast works element by
     element. Reductions do not change, because a sum in fewer bits has another result.
+
+    Returns:
+        How many values are cast first, as text.
     """
     done = 0
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}

@@ -246,10 +246,10 @@ class ReadRecord(PlaceRecord):
 
     @property
     def sees_calls(self) -> bool:
-        """True if a function is recorded when it runs; False if as soon as it may be called.
+        """True if functions are recorded when they run, not as soon as they may be called.
 
-        It is False if another profiler was active when recording began, because calls cannot be
-        watched then.
+        It is False if another profiler was active when the recording began. Then partita cannot
+        watch calls.
         """
         return not self._reads_ahead
 

@@ -872,7 +872,7 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
     """Returns the `Place` of a setting whose value is the result of a function.
 
     Args:
-        about: an object that identifies the place. By default the function does.
+        about: an object that identifies the place. By default the function identifies it.
     """
     return Place(name, function if about is None else about, "()", function)
 

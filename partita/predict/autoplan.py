@@ -301,9 +301,9 @@ class PlannedWay:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulation of its step with all blocks, which is made when it is first read.
+        """The simulation of the step with all blocks, and with at most three micro-batches.
 
-        It has at most three micro-batches.
+        The first read of this property runs the simulation.
         """
         return self._simulate()
 
@@ -449,7 +449,7 @@ class WaySearch:
     # -- what it costs -----------------------------------------------------------------------------
 
     def price_way(self, way: Way) -> WayCost:
-        """Returns the cost of a way; that of a large step from simulations of smaller ones."""
+        """Returns the cost of a way. The cost of a large step is computed from smaller steps."""
         count, layers = way.strategy.micro_batches, self._layers_of(way)
         is_small = layers * count <= _SMALL
         price = self._price_whole if is_small or layers <= 2 else self._price_blocks
@@ -490,9 +490,11 @@ def _cost_of(found: Simulation) -> WayCost:
 def extend_peak(one: Memory, two: Memory, more: int) -> int:
     """Returns the most bytes that a step with 2 + `more` blocks holds, its inputs included.
 
-    Blocks add different amounts at different moments. Until the middle of backward, they add what
-    they add at the end of forward, and then what they add at the end of backward. Behind it the
-    peaks are compared.
+    Each further block adds as many bytes as the second block, but not always the same number:
+
+    - until the middle of backward, the bytes that it adds at the end of forward;
+    - until the end of backward, the bytes that it adds at that end;
+    - afterwards, the bytes that it adds to the peak of that time.
 
     Args:
         one: the memory of a step with one block.

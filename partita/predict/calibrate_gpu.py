@@ -53,7 +53,7 @@ class DeviceFigures:
         products: for each dtype, points of matrix products, by operations.
         attention: operations per second of causal attention, forward and backward.
         sums: points of element-wise sums, by bytes read and written.
-        kernel_seconds: the time of a kernel that does nothing else than to run.
+        kernel_seconds: the time of an empty kernel.
         memory_bytes: the device's memory.
     """
 

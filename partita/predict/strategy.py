@@ -80,9 +80,9 @@ class ModelShape:
         vocab: the number of different tokens.
         plan: a function `plan(sequence=...)` that returns the plan of tensor parallelism.
         name: the name in reports.
-        make_batch: a function of the number of sequences and of tokens per sequence that returns
-            inputs and targets. Dimension 0 is the batch.
-        loss: a function of the module's result and the targets.
+        make_batch: a function that takes the number of sequences and the number of tokens in each.
+            It returns inputs and targets, whose dimension 0 is the batch.
+        loss: a function that takes the module's result and the targets.
         has_blocks: True if its `blocks` can be recomputed in backward.
         has_sequence: True if sequences can be split over tp.
         sums: how many reductions over tp a block needs at least in forward.

@@ -615,7 +615,7 @@ class ResultsToName:
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """True if no earlier run made this call, so that it is unknown if it gets a name."""
+        """True if no earlier run made this call. Then it is unknown if its result gets a name."""
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:

@@ -127,7 +127,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """Runs a sample on one device, and returns its results. Raises what the op raises there."""
+    """Runs a sample on one device, and returns its results. Passes on exceptions of the op."""
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)

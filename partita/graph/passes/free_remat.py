@@ -51,7 +51,7 @@ _CONSTANTS = frozenset("full arange scalar_tensor zeros ones".split())
 
 
 def free_remat(program: Program) -> str:
-    """Values that kernels of backward can compute as they read them are not kept from forward.
+    """A value is not kept from forward if the kernels of backward that read it can compute it.
 
     This holds for an element-wise result of forward if it can be computed from values that backward
     reads anyway, and if all calls of backward that read it are fused.

@@ -60,7 +60,7 @@ _UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}
 
 
 def cancel(program: Program) -> str:
-    """A move that is followed by its inverse is removed, and so is the inverse.
+    """A move that is followed by its inverse is removed, together with the inverse.
 
     Pairs are found by their layouts: the second move starts from the result of the first and
     restores its input. The first move stays if other nodes read its result.

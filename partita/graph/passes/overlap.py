@@ -31,9 +31,9 @@ _WHOLE_PEAK: ContextVar[float] = ContextVar("whole peak", default=0.0)
 
 @contextmanager
 def part_of_step(peak: float) -> Iterator[None]:
-    """Inside the block, capture steps that are parts of one whose peak is `peak` bytes.
+    """Inside the `with` block, captured steps are parts of one step with a peak of `peak` bytes.
 
-    A part has as much room to prefetch as the whole.
+    A part has as much room to prefetch as the whole step.
     """
     token = _WHOLE_PEAK.set(peak)
     try:

@@ -290,8 +290,8 @@ def flops_of(node: fx.Node) -> int:
 def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
     """Returns the floating-point operations and bytes of all recomputed calls of a graph.
 
-    Calls in sections are included. Parameters that are gathered again do not count (see
-    `regather`), nor does what `free_remat` computes again in the kernels that read it.
+    Calls in sections are included. Two kinds of values do not count: parameters that are gathered
+    again (see `regather`), and values that the kernels which read them compute (see `free_remat`).
     """
     within: dict[Subgraph, tuple[int, int]] = {}
     flops = nbytes = 0
@@ -309,7 +309,7 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
 def count_recomputed(graph: fx.Graph) -> int:
     """Returns the number of calls that a graph recomputes in backward.
 
-    Calls inside sections do not count, nor do parameters that are gathered again.
+    Calls inside sections and parameters that are gathered again do not count.
     """
     return sum(map(_is_made_again, graph.nodes))
 

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
-from partita.comm import is_alone
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.program import Input, Program
 from partita.layout import Fix
 from partita.tensor.aliasing import first_base_of
-from partita.tensor.tensor_state import Spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,10 +283,6 @@ class Sharing:
             for i, given in enumerate(program.inputs)
             if given.kind in _OF_THE_CALL and given.kind != "argument"
         ]
-        arguments = [i.spec for i in program.inputs if i.kind == "argument"]
-        self._wires_with_empty_pieces = dict.fromkeys(
-            spec.wire for spec in arguments if spec is not None and _is_empty_on_a_rank(spec)
-        )
         self._held: set[int] = set()
         self._storages: set[int] = set()
         self._overlaps = False
@@ -337,22 +331,6 @@ class Sharing:
                 if (grad := _grad.__get__(tensors[index])) is not None:
                     yield grad.untyped_storage()._cdata
 
-    def find_common_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """Returns an error on all ranks if `find_error` finds one on any rank.
-
-        An empty piece overlaps nothing, so its rank would run the graph alone.
-        """
-        error = self.find_error(tensors)
-        for wire in self._wires_with_empty_pieces:
-            found = wire.gather_ints((error is not None,), "whether inputs of a step share memory")
-            if error is None and any(n for (n,) in found):
-                error = not_captured(
-                    "two inputs of the step share memory on another rank",
-                    "the step writes one of them, and in the graph the other would not change",
-                    Fix("x.clone()", "where one of them is made, to get its own memory"),
-                )
-        return error
-
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
         """Returns the error if an input that is written overlaps another one; None otherwise."""
         program = self.program
@@ -385,12 +363,6 @@ class Sharing:
                     if written & {id(one), id(other)}:
                         return _make_sharing_error(one, other, id(one) in written)
         return None
-
-
-def _is_empty_on_a_rank(spec: Spec) -> bool:
-    mesh = spec.wire.mesh
-    last = spec.layout.local_shape(mesh, tuple(n - 1 for n in mesh.sizes))
-    return 0 in last and 0 not in spec.shape and not is_alone(spec.wire)
 
 
 def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:

@@ -514,7 +514,7 @@ class CompiledStep:
         """
         sharing, error = program.overlap_check, None
         if sharing.may_overlap(tensors):
-            error = sharing.find_common_error(tensors)
+            error = sharing.find_error(tensors)
         if program.artifact is not None and (mode := find_user_dispatch_mode()) is not None:
             error = make_dispatch_mode_error(mode)
         if error is not None:

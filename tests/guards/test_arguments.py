@@ -272,22 +272,3 @@ def test_a_container_that_is_an_argument_and_has_a_name_is_only_read(program):
         assert torch.equal(given["x"], X) and [*given] == ["x"]
         named["h"] = {"x": X + 1}
         assert compiled(given) == step(given)
-
-
-def test_inputs_that_overlap_are_refused_on_ranks_with_empty_pieces_too():
-    def run(mesh):
-        def make():
-            return pt.distribute_tensor(torch.arange(4.0).view(2, 2), mesh, [pt.Shard(0)])
-
-        def step(a, b):
-            a.mul_(2)
-            return b * 1
-
-        step, x = pt.compile(step, backend="graph"), make()
-        step(make()[:, :1], make())
-        with pytest.raises(pt.CaptureError, match="share memory"):
-            step(x[:, :1], x)
-        return x.full_tensor().tolist()
-
-    with pt.ranks(dp=4) as world:
-        assert world.run(run) == [[[0.0, 1.0], [2.0, 3.0]]] * 4

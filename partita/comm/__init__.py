@@ -42,6 +42,7 @@ from .device import switch_off as switch_off
 from .device import use_autocast_state as use_autocast_state
 from .groups import GroupWire as GroupWire
 from .groups import explain_failed_collective as explain_failed_collective
+from .groups import hash_text as hash_text
 from .groups import wait_for_all_ranks as wait_for_all_ranks
 from .ledger import ON_CHECK as ON_CHECK
 from .ledger import Record as Record

@@ -1111,6 +1111,7 @@ class ZeroState(ShardedState):
         elif not adds:
             self._refuse_frozen([p for p in params if p in here.kept])
         if adds and key in group.held_gradients:
+            here.kept.update(params)  # this pass reduces what earlier ones have kept, too
             shares = group.held_gradients.pop(key)[1].add(shares)
         if adds and keeps:
             group.held_gradients[key] = shards, shares

@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from partita.comm import check_equal_on_ranks, is_alone
+from partita.comm import check_equal_on_ranks, hash_text, is_alone
 from partita.layout import Fix
 from partita.tensor.construct import is_whole_state, lay_out_state
 from partita.tensor.dtensor import TYPED, DTensor, as_dtensor, move_local
@@ -197,6 +197,7 @@ def _reduce_after_closure(
 
 _COMPARED_EVERY = 64
 """The most steps of an optimizer between two comparisons of its settings."""
+_COMPARED_TYPES = (int, float, str, tuple)
 
 
 @dataclass(slots=True)
@@ -205,17 +206,17 @@ class _ComparedSettings:
 
     Attributes:
         step: the number of the optimizer's step, from 1.
-        numbers: the settings that are numbers, in this step.
+        settings: the settings of each group in this step, but those that are tensors.
         changed: the step in which they changed last.
         compared: the step in which ranks compared them last.
-        since: a hash of the numbers of all steps, which is equal on all ranks.
+        since: a hash of the settings of all steps, which is equal on all ranks.
     """
 
     step: int = 0
-    numbers: Any = None
+    settings: Any = None
     changed: int = -_COMPARED_EVERY
     compared: int = -_COMPARED_EVERY
-    since: int = 0
+    since: bytes = b""
 
     def note_step(self, optimizer: Optimizer) -> bool:
         """Records the settings of a step. Returns True if ranks must compare them.
@@ -225,16 +226,18 @@ class _ComparedSettings:
         a rate in each step, a comparison in each step would cost more than a small step.
         """
         self.step += 1
-        numbers = tuple(
-            tuple([v for v in group.values() if isinstance(v, (int, float))])
+        settings = tuple(
+            tuple([v for v in group.values() if isinstance(v, _COMPARED_TYPES)])
             for group in optimizer.param_groups
         )
         comes_alone = False
-        if numbers != self.numbers:
-            if self.numbers is not None:
+        if settings != self.settings:
+            if self.settings is not None:
                 comes_alone = self.step - self.changed >= _COMPARED_EVERY
                 self.changed = self.step
-            self.numbers, self.since = numbers, hash((self.since, numbers)) & 0xFFFFFFFF
+            self.settings = settings
+            # Not `hash`: that of a nan is of the object, and those of -1 and -2 are equal.
+            self.since = hash_text(f"{self.since.hex()} {settings}", 4)
         return comes_alone or self.step - self.compared >= _COMPARED_EVERY
 
 
@@ -260,12 +263,16 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     groups = []
     for group in optimizer.param_groups:
         said = [f"{len(group['params'])} parameters"]
-        said += [f"{k}={v}" for k, v in group.items() if isinstance(v, (int, float, str, tuple))]
+        for k, v in group.items():
+            if isinstance(v, torch.Tensor) and v.numel() == 1 and not isinstance(v, DTensor):
+                v = v.item()
+            if isinstance(v, _COMPARED_TYPES):
+                said.append(f"{k}={v}")
         groups.append(" ".join(said))
     for wire in wires:
         check_equal_on_ranks(
             f"{type(optimizer).__name__}.step",
-            f"step {compared.step}: {'; '.join(groups)}, since the first {compared.since:x}",
+            f"step {compared.step}: {'; '.join(groups)}, since the first {compared.since.hex()}",
             wire,
             fact="the ranks' optimizers have other settings",
             reason="each rank updates its part of one value, or its copy of it",

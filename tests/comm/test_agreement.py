@@ -271,6 +271,14 @@ def change_a_rate_for_one_step(optimizer, rank, step):
     optimizer.param_groups[0]["lr"] = 0.5 if (rank, step) == (1, 20) else 0.1 / step
 
 
+def change_a_tuple_for_one_step(optimizer, rank, step):
+    optimizer.param_groups[0]["betas"] = (0.5 if (rank, step) == (1, 20) else 0.9 / step, 0.9)
+
+
+def change_a_rate_that_is_a_tensor(optimizer, rank, step):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5 + rank if step > 9 else 0.5)
+
+
 def step_on_one_rank(optimizer, rank, step):
     if step == 5 and rank == 0:
         optimizer.step()
@@ -282,6 +290,8 @@ def step_on_one_rank(optimizer, rank, step):
         (change_a_rate, "step 5: .*lr=0.2"),
         (change_a_rate_on_one_rank, "compares SGD.step step 5: .*lr=0.2"),
         (change_a_rate_for_one_step, "step 66: .*since the first"),
+        (change_a_tuple_for_one_step, "step 66: .*since the first"),
+        (change_a_rate_that_is_a_tensor, "step 65: .*lr=1.5"),
         (step_on_one_rank, "compares SGD.step step 65: "),
     ],
 )
@@ -298,6 +308,19 @@ def test_ranks_compare_the_settings_of_optimizers_after_the_first_step_too(chang
 
     with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=said):
         world.run(body)
+
+
+def test_a_setting_that_is_nan_is_equal_on_all_ranks():
+    def body(mesh):
+        w = torch.nn.Parameter(pt.distribute_tensor(T, mesh, [Replicate()]))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        for step in range(1, 4):
+            optimizer.param_groups[0]["best"] = float("nan") if step % 2 else mesh.get_rank() * 0.0
+            (w * w).sum().backward()
+            optimizer.step()
+        return w.isfinite().all().item()
+
+    assert each_rank(body, dp=2) == [True, True]
 
 
 def test_a_schedule_costs_a_comparison_of_settings_in_64_steps(monkeypatch):

@@ -385,3 +385,24 @@ def test_what_a_parameter_has_already_may_be_set_in_its_forward():
 
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [[[4.0] * 4] * 4] * 2
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_block_is_not_frozen_between_its_gradients_of_the_pass_after_no_sync(freezes):
+    """The first gradient was added to what `no_sync` kept, so it could not be dropped alone."""
+
+    def run(mesh):
+        model, x = make_three_layers(mesh)
+        with pt.no_sync(model) if mesh is not None else nullcontext():
+            (3 * model(x)).square().mean().backward()
+        if freezes:
+            model[1].register_full_backward_hook(lambda *_: model[2].requires_grad_(False) and None)
+        (model(x).square().mean() + model(2 * x).square().mean()).backward()
+        return [float(p.grad.norm()) for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        if freezes:
+            with pytest.raises(pt.LayoutError, match="in the block '2' between the gradients"):
+                world.run(run)
+        else:
+            assert world.run(run) == [pytest.approx(run(None), rel=1e-9)] * 2

@@ -449,10 +449,12 @@ class _Search:
         self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
     ) -> None:
         """Search the attributes of an object for which `wanted(name, value)` is True."""
-        held = self._note_dict(owner)
+        is_class = has_type(owner, type)  # its `__dict__` is a new view each time, and read-only
+        held = dict_of(owner) if is_class else self._note_dict(owner)
+        home = Members(owner) if is_class else held
         for key, v in list(held.items()):
             if wanted(key, v):
-                self.value(prefix + key, v, self._slot(prefix + key, "value", held, key))
+                self.value(prefix + key, v, self._slot(prefix + key, "value", home, key))
 
     def given(self, name: str, value: Any) -> None:
         """Search an object that the user passes as `state=`.

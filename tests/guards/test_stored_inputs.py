@@ -349,3 +349,27 @@ def test_a_gradient_that_is_set_to_an_input_is_left(change, on_a_mesh):
     else:
         found = program(None, graph_of)
         assert [t if t is None else t.tolist() for t in found] == right
+
+
+@pytest.mark.parametrize("how", ["class method", "class as state"])
+def test_the_attributes_of_a_class_are_inputs(how):
+    class Scale:
+        by = torch.ones(2)
+        times = 2.0
+
+        @classmethod
+        def apply(cls, x):
+            return x * cls.by * cls.times
+
+    if how == "class method":
+        step = pt.compile(Scale.apply, backend="graph")
+    else:
+        step = pt.compile(lambda x: Scale.apply(x), state=[Scale], backend="graph")
+    x = torch.arange(2.0)
+    assert torch.equal(step(x), Scale.apply(x))
+    Scale.by = torch.full((2,), 3.0)
+    assert torch.equal(step(x), Scale.apply(x))
+    Scale.times = 5.0
+    assert torch.equal(step(x), Scale.apply(x))
+    Scale.by.mul_(2)
+    assert step(x).tolist() == [0, 30]

@@ -109,6 +109,8 @@ def is_due(wire: Wire, series: object) -> bool:
     """
     if is_alone(wire):
         return False
+    if len(wire.calls_compared) >= _KEPT:
+        wire.calls_compared.clear()  # on all ranks at once, since they have made equal calls
     calls = wire.calls_compared[series] = wire.calls_compared.get(series, 0) + 1
     return wire.scope.check is not None or not calls & (calls - 1)
 

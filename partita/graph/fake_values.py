@@ -138,7 +138,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     by_key = mode is not None and not facts_of(target).by_storage
     key = key_of_call(target, args, kwargs) if by_key else None
     if mode is None or key is None:
-        return _call_and_describe(target, args, kwargs, mode)
+        return call_and_describe(target, args, kwargs, mode)
     known: dict[Any, CallResult] | None = getattr(mode, "_partita_equal_calls", None)
     if known is None:
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
@@ -151,7 +151,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 def _make_once(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode, key: Any) -> CallResult:
     """Returns a call's result; if an equal call has run in another mode, from its metadata."""
     key = type(mode), torch.get_default_dtype(), key
-    left = _results_of_calls.get(key)  # read once, because other threads clear it, too
+    left = results_of_calls.get(key)  # read once, because other threads clear it, too
     if left is not None:
         value = pytree.tree_map_only(_Metadata, lambda of: of.make_fake(mode), left.value)
         return replace(left, value=value)
@@ -161,13 +161,13 @@ def _make_once(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode, key: A
         return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
 
     own: Any = fx.node.map_aggregate((args, kwargs), own_of)
-    made = _call_and_describe(target, own[0], own[1], mode)
+    made = call_and_describe(target, own[0], own[1], mode)
     is_torchs = getattr(target, "namespace", "") == "aten"  # others may be defined again
     if is_torchs and all(map(_is_plain, pytree.tree_leaves(made.value))):
-        if len(_results_of_calls) >= _MOST_KEPT:
-            _results_of_calls.clear()
+        if len(results_of_calls) >= _MOST_KEPT:
+            results_of_calls.clear()
         value = pytree.tree_map_only(FakeTensor, _Metadata.of_tensor, made.value)
-        _results_of_calls[key] = replace(made, value=value)
+        results_of_calls[key] = replace(made, value=value)
     return made
 
 
@@ -195,7 +195,7 @@ class _Metadata:
             return make_fake(mode, meta, self.device)
 
 
-_results_of_calls: dict[Any, CallResult] = {}
+results_of_calls: dict[Any, CallResult] = {}
 _MOST_KEPT = 8192
 
 
@@ -221,7 +221,7 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def _call_and_describe(
+def call_and_describe(
     target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None
 ) -> CallResult:
     with torch.no_grad(), mode or nullcontext():

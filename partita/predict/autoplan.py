@@ -269,7 +269,7 @@ SLOW, LEFT = "too slow by bound", "not looked at"
 OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
 """The possible outcomes of a way. Each way has exactly one."""
 
-_SMALL = 16
+SMALL = 16
 """A step of at most so many blocks (micro-batches included) is simulated whole."""
 _FEW = 3
 """The micro-batches of a larger step that are simulated. Each further one costs what the last of
@@ -451,7 +451,7 @@ class WaySearch:
     def price_way(self, way: Way) -> WayCost:
         """Returns the cost of a way. The cost of a large step is computed from smaller steps."""
         count, layers = way.strategy.micro_batches, self._layers_of(way)
-        is_small = layers * count <= _SMALL
+        is_small = layers * count <= SMALL
         price = self._price_whole if is_small or layers <= 2 else self._price_blocks
         if is_small or count <= _FEW:
             return price(way)

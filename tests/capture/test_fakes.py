@@ -133,12 +133,12 @@ def describe(made):
 )
 def test_a_call_of_torch_runs_once_for_all_captures(target, args, monkeypatch):
     first = call_in_new_mode(target, *args)
-    run = fake_values._call_and_describe
-    monkeypatch.setattr(fake_values, "_call_and_describe", None)
+    run = fake_values.call_and_describe
+    monkeypatch.setattr(fake_values, "call_and_describe", None)
     again = call_in_new_mode(target, *args)
     assert describe(again) == describe(first)
-    monkeypatch.setattr(fake_values, "_call_and_describe", run)
-    monkeypatch.setattr(fake_values, "_results_of_calls", {})
+    monkeypatch.setattr(fake_values, "call_and_describe", run)
+    monkeypatch.setattr(fake_values, "results_of_calls", {})
     assert describe(call_in_new_mode(target, *args)) == describe(first)
 
 

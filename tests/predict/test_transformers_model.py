@@ -118,7 +118,7 @@ def test_a_plan_is_found_within_the_memory():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"zero": 3}, {"zero": 1, "remat": False}])
 def test_the_peak_of_a_plan_is_that_of_all_blocks(options, monkeypatch):
-    monkeypatch.setattr(way_search, "_SMALL", 2)
+    monkeypatch.setattr(way_search, "SMALL", 2)
     shape, way = shape_of("dense"), Way(2, 1, pt.Strategy(layers=5, **options))
     search = way_search.WaySearch(shape, 1e9, load_machine("h100"))
     whole = pt.simulate(shape, way.mesh, strategy=way.strategy)

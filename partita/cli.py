@@ -285,7 +285,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
-    """Returns the mesh for `ranks` ranks, `tp` of which split the weights; () for one rank."""
+    """Returns the mesh axes for `ranks` ranks, with `tp` ranks along axis "tp"; () for one rank."""
     if mesh is None:
         n = ranks or 1
         tp = tp or (2 if n % 2 == 0 and n > 2 else 1)

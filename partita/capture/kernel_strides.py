@@ -145,7 +145,7 @@ _results: dict[Any, list[_Result]] = {}
 
 
 def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list[Order | None]:
-    """Returns the order in memory of each result's dimensions; None where it is unknown."""
+    """Returns each result's dimensions in their order in memory; None if the order is unknown."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for size_of in _smaller_sizes([t for t in leaves if isinstance(t, torch.Tensor)]):
         try:

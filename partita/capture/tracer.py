@@ -128,7 +128,7 @@ def _capture(
     slots: Sequence[Slot],
     blocks: BlockChoice,
 ) -> tuple[Program, set[int]]:
-    """Does the work of `capture`, and also returns the ids of the tensors in the program."""
+    """Returns the program for `capture`, and the ids of the tensors that it reads."""
     places = [*list_slots(modules, [*optimizers.values()]), *slots]
     given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     leaves = [*(slot.value for slot in places), *given]

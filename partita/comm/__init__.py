@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 from .agreement import BackgroundResult as BackgroundResult
 from .agreement import ControlPlane as ControlPlane
 from .agreement import Decide as Decide
+from .agreement import RepeatedCall as RepeatedCall
 from .agreement import check_equal_on_ranks as check_equal_on_ranks
 from .agreement import control_plane as control_plane
 from .agreement import digest_of_text as digest_of_text
@@ -42,7 +43,6 @@ from .device import switch_off as switch_off
 from .device import use_autocast_state as use_autocast_state
 from .groups import GroupWire as GroupWire
 from .groups import explain_failed_collective as explain_failed_collective
-from .groups import hash_text as hash_text
 from .groups import wait_for_all_ranks as wait_for_all_ranks
 from .ledger import ON_CHECK as ON_CHECK
 from .ledger import Record as Record

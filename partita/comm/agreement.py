@@ -115,6 +115,57 @@ def is_due(wire: Wire, series: object) -> bool:
     return wire.scope.check is not None or not calls & (calls - 1)
 
 
+_COMPARED_EVERY = 64
+"""The most calls between two comparisons of the settings of a repeated call."""
+
+
+@dataclass(slots=True)
+class RepeatedCall:
+    """The settings of a call that is made again and again, and when ranks compare them.
+
+    An example is an optimizer's `step` with its learning rates. Ranks compare a hash of the
+    settings of all calls, so a difference that lasted for one call is found later.
+
+    Attributes:
+        calls: the number of calls.
+        settings: the settings of the last call: nested tuples of numbers and texts.
+        changed: the number of the call in which they changed last.
+        compared: the number of the call in which ranks compared them last.
+        digest: a hash of the settings of all calls. It is equal on all ranks.
+    """
+
+    calls: int = 0
+    settings: object = None
+    changed: int = -_COMPARED_EVERY
+    compared: int = -_COMPARED_EVERY
+    digest: bytes = b""
+
+    def add(self, settings: object) -> bool:
+        """Adds a call with its settings. Returns True if ranks must compare them now.
+
+        That is in the first call, and at the latest 64 calls after the last comparison. A change
+        that comes alone, such as that of a scheduler which waits for a plateau, is compared at
+        once. With a schedule that changes a rate in each step, a comparison in each step would cost
+        more than a small step.
+        """
+        self.calls += 1
+        comes_alone = False
+        if settings != self.settings:
+            if self.settings is not None:
+                comes_alone = self.calls - self.changed >= _COMPARED_EVERY
+                self.changed = self.calls
+            self.settings = settings
+            # Not `hash`: it takes a nan's address, and -1 and -2 have the same.
+            self.digest = hash_text(f"{self.digest.hex()} {settings}", 4)
+        if not comes_alone and self.calls - self.compared < _COMPARED_EVERY:
+            return False
+        self.compared = self.calls
+        return True
+
+    def __str__(self) -> str:
+        return f"call {self.calls}, since the first {self.digest.hex()}"
+
+
 class AgreedKeys:
     """The keys that ranks have compared at one line of the program, to predict the next key.
 

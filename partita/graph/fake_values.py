@@ -173,7 +173,7 @@ def _make_once(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode, key: A
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """What a fake tensor has beside its mode."""
+    """The shape, strides, offset, storage size, dtype and device of a fake tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -154,7 +154,7 @@ class Input:
 
     @property
     def padding(self) -> PaddingBoundary | None:
-        """How this rank's shard is padded to the largest; None if all ranks have equal shapes."""
+        """The padding of this rank's shard to the largest one; None if all have one shape."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -546,7 +546,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Lender:
-    """How a rank with an empty shard of a dimension gets elements from another rank."""
+    """The ranks among which one with an empty shard of a dimension gets elements of another."""
 
     axes: tuple[str, ...]
     members: int

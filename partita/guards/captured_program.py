@@ -24,7 +24,14 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.block_choice import BlocksTraced
 from partita.capture.conditions import Conditions, Sharing
-from partita.comm import Record, Wire, check_equal_on_ranks, is_alone, user_line
+from partita.comm import (
+    Record,
+    RepeatedCall,
+    Wire,
+    check_equal_on_ranks,
+    is_alone,
+    user_line,
+)
 from partita.comm.device import accelerator_indices, default_generator
 from partita.graph.backend.executor import function_of
 from partita.graph.graph_nodes import Note, extract_graph, is_collective, note_of
@@ -43,9 +50,6 @@ from partita.tensor.uneven_pieces import give_own_memory, give_room
 from . import Guards, Write
 from .answers import Answers
 from .arguments import unflatten_call
-
-_COMPARED_EVERY = 64
-"""The number of calls after which ranks compare the Python numbers among the inputs again."""
 
 
 @dataclass(eq=False)
@@ -67,7 +71,7 @@ class CapturedProgram(Program):
         overlap_check: the check whether a written input overlaps another input in memory.
         numeric_answers: a graph that computes those answers that are numbers. It runs before the
             program.
-        calls: the number of calls that it has run.
+        calls: the numbers among the inputs of its calls, and when ranks compare them.
         holds_writes: True until the first run, while Python objects still have the values that the
             capture gave them.
     """
@@ -85,12 +89,12 @@ class CapturedProgram(Program):
     budget_search: FormSearch | None = field(init=False, default=None)
     overlap_check: Sharing = field(init=False)
     numeric_answers: PrecomputeGraph | None = None
-    calls: int = 0
+    calls: RepeatedCall = field(default_factory=lambda: RepeatedCall(compared=0))
     holds_writes: bool = True
 
     @cached_property
     def changes(self) -> list[Any]:
-        """What each pass changed in the graph, as `Change`s. Takes seconds: passes run again."""
+        """A `Change` for each pass. Reading this takes seconds, because the passes run again."""
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
@@ -113,32 +117,42 @@ class CapturedProgram(Program):
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
-        self._compare_numbers(tensors)
+        if self._numbers:
+            self._compare_numbers(self._read_numbers(tensors))
         if self.replicated_inputs is not None:
             self.replicated_inputs.check(
                 tensors, function_of(self.replicated_inputs.precompute.graph, self.groups)
             )
 
     def note_call(self, tensors: Sequence[Any]) -> None:
-        """Counts a call. In every 64th, ranks compare the Python numbers among the inputs.
+        """Notes the Python numbers among the inputs of a call. Ranks compare them in some calls.
 
-        A learning rate may differ in later calls only, as by a scheduler that reads local values.
+        `compare` has compared those of the first call. A learning rate may differ in later calls
+        only, as by a scheduler that reads local values.
         """
-        self.calls += 1
-        if self.calls % _COMPARED_EVERY == 0:
-            self._compare_numbers(tensors)
+        if self._numbers:
+            numbers = self._read_numbers(tensors)
+            if self.calls.add(numbers):
+                self._compare_numbers(numbers)
 
-    def _compare_numbers(self, tensors: Sequence[Any]) -> None:
-        numbers = [i for i in self.inputs if i.kind == "number"]
-        for wire in self.wires if numbers else ():
+    def _compare_numbers(self, numbers: tuple[float, ...]) -> None:
+        said = [f"{i.name} = {n!r}" for i, n in zip(self._numbers, numbers, strict=True)]
+        for wire in self.wires:
             check_equal_on_ranks(
                 "compile",
-                "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
+                f"{'; '.join(said)}; {self.calls}",
                 wire,
                 fact="the ranks pass different numbers to a step",
                 reason="a number is one value, equal on every rank",
                 fixes=(Fix("the same number", "on every rank, or pass a sharded tensor"),),
             )
+
+    def _read_numbers(self, tensors: Sequence[Any]) -> tuple[float, ...]:
+        return tuple([float(i.number(tensors)) for i in self._numbers])
+
+    @cached_property
+    def _numbers(self) -> list[Input]:
+        return [i for i in self.inputs if i.kind == "number"] if self.wires else []
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
         """Adapts the program to the storages of the state. Call it after a storage has changed.

@@ -724,7 +724,7 @@ class BackwardPass:
             has not ended.
         nested: parameters with hooks to whose gradient a nested pass has added.
         held: the gradients of blocks with more calls to come, by token, block and flat buffer.
-        kept: the parameters of which `no_sync` has kept a gradient of this pass.
+        kept: the parameters whose gradient in this pass was added to one that `no_sync` keeps.
         accumulates: for each parameter, True if it required a gradient when its last gradient
             arrived. In plain autograd this decides if the sum is added to `.grad` or dropped.
         switches: for each parameter that a hook has frozen or unfrozen, the handles of hooks
@@ -1098,7 +1098,7 @@ class ZeroState(ShardedState):
             counts: the calls of the forward to which they belong.
 
         Raises:
-            LayoutError: a hook has frozen a parameter of which this pass has kept a gradient.
+            LayoutError: a hook has frozen a parameter after a gradient of this pass was kept.
         """
         shards = counts.shards[group]
         params = [shards[i] for i in group.members[k]]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from partita.comm import check_equal_on_ranks, hash_text, is_alone
+from partita.comm import RepeatedCall, check_equal_on_ranks, is_alone
 from partita.layout import Fix
 from partita.tensor.construct import is_whole_state, lay_out_state
 from partita.tensor.dtensor import TYPED, DTensor, as_dtensor, move_local
@@ -195,69 +194,27 @@ def _reduce_after_closure(
     return (args[0], compute_and_reduce, *args[2:]), rest
 
 
-_COMPARED_EVERY = 64
-"""The most steps of an optimizer between two comparisons of its settings."""
 _COMPARED_TYPES = (int, float, str, tuple)
-
-
-@dataclass(slots=True)
-class _ComparedSettings:
-    """When an optimizer's settings were compared, and what they have been since.
-
-    Attributes:
-        step: the number of the optimizer's step, from 1.
-        settings: the settings of each group in this step, but those that are tensors.
-        changed: the step in which they changed last.
-        compared: the step in which ranks compared them last.
-        since: a hash of the settings of all steps, which is equal on all ranks.
-    """
-
-    step: int = 0
-    settings: Any = None
-    changed: int = -_COMPARED_EVERY
-    compared: int = -_COMPARED_EVERY
-    since: bytes = b""
-
-    def note_step(self, optimizer: Optimizer) -> bool:
-        """Records the settings of a step. Returns True if ranks must compare them.
-
-        They compare in the first step, and every 64 steps. A change that comes alone, such as that
-        of a scheduler which waits for a plateau, is compared at once. With a schedule that changes
-        a rate in each step, a comparison in each step would cost more than a small step.
-        """
-        self.step += 1
-        settings = tuple(
-            tuple([v for v in group.values() if isinstance(v, _COMPARED_TYPES)])
-            for group in optimizer.param_groups
-        )
-        comes_alone = False
-        if settings != self.settings:
-            if self.settings is not None:
-                comes_alone = self.step - self.changed >= _COMPARED_EVERY
-                self.changed = self.step
-            self.settings = settings
-            # Not `hash`: that of a nan is of the object, and those of -1 and -2 are equal.
-            self.since = hash_text(f"{self.since.hex()} {settings}", 4)
-        return comes_alone or self.step - self.compared >= _COMPARED_EVERY
-
-
-_compared: WeakKeyDictionary[Optimizer, _ComparedSettings] = WeakKeyDictionary()
+_steps_of: WeakKeyDictionary[Optimizer, RepeatedCall] = WeakKeyDictionary()
 
 
 def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Raise on all ranks unless they use equal learning rates and other settings.
 
     They compare the number of the step, too, because one rank may have called `step` alone.
-    `_ComparedSettings.note_step` decides when they compare. Under `check_ranks()` they compare in
-    each step.
+    `RepeatedCall.add` decides when they compare. Under `check_ranks()` they compare in each step.
     """
     wire = next((p._spec.wire for p in params if not is_alone(p._spec.wire)), None)
     if wire is None:  # in a capture, too, which reads no settings here
         return
-    compared = _compared.get(optimizer)
-    if compared is None:
-        compared = _compared[optimizer] = _ComparedSettings()
-    if not compared.note_step(optimizer) and wire.scope.check is None:
+    steps = _steps_of.get(optimizer)
+    if steps is None:
+        steps = _steps_of[optimizer] = RepeatedCall()
+    settings = tuple(
+        tuple([v for v in group.values() if isinstance(v, _COMPARED_TYPES)])
+        for group in optimizer.param_groups
+    )
+    if not steps.add(settings) and wire.scope.check is None:
         return
     wires = [w for w in dict.fromkeys(p._spec.wire for p in params) if not is_alone(w)]
     groups = []
@@ -272,7 +229,7 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     for wire in wires:
         check_equal_on_ranks(
             f"{type(optimizer).__name__}.step",
-            f"step {compared.step}: {'; '.join(groups)}, since the first {compared.since.hex()}",
+            f"{'; '.join(groups)}; {steps}",
             wire,
             fact="the ranks' optimizers have other settings",
             reason="each rank updates its part of one value, or its copy of it",
@@ -281,7 +238,6 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
                 Fix("optimizer.step()", "on every rank, equally often"),
             ),
         )
-    compared.compared = compared.step
 
 
 def _find_reducers(params: list[DTensor]) -> list[Any]:

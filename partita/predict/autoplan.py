@@ -128,6 +128,8 @@ class ModelPlan:
                 f"{exposed:4.0%} waiting  {choice.way}"
             )
         lines += [f"  {self.why}"] if self.why else []
+        if not all(_is_small(self.shape, choice.way) for choice in self.choices):
+            lines.append("  computed from steps of one block and two, and of few micro-batches")
         said = ", ".join(f"{n} {what}" for what, n in self.outcomes.items() if n)
         lines.append(f"  of {self.space} ways: {said}")
         if left := self.outcomes[LEFT]:
@@ -450,9 +452,9 @@ class WaySearch:
 
     def price_way(self, way: Way) -> WayCost:
         """Returns the cost of a way. The cost of a large step is computed from smaller steps."""
-        count, layers = way.strategy.micro_batches, self._layers_of(way)
-        is_small = layers * count <= SMALL
-        price = self._price_whole if is_small or layers <= 2 else self._price_blocks
+        count, is_small = way.strategy.micro_batches, _is_small(self.model, way)
+        is_whole = is_small or _count_layers(self.model, way) <= 2
+        price = self._price_whole if is_whole else self._price_blocks
         if is_small or count <= _FEW:
             return price(way)
         few = (_replace_strategy(way, micro_batches=n) for n in (_FEW - 1, _FEW))
@@ -464,14 +466,11 @@ class WaySearch:
 
     def _price_blocks(self, way: Way) -> WayCost:
         """Returns the cost of a way of a deep model, from those of one block and of two."""
-        more = self._layers_of(way) - 2
+        more = _count_layers(self.model, way) - 2
         with part_of_step(guess_bytes(self.model, way)):
             one, two = (self._simulate(_replace_strategy(way, layers=n)) for n in (1, 2))
         cost = _cost_of(two).extend(_cost_of(one), more)
         return cost._replace(peak=extend_peak(one.memory, two.memory, more))
-
-    def _layers_of(self, way: Way) -> int:
-        return way.strategy.layers or self.model.layers
 
     def _simulate_whole(self, way: Way) -> Simulation:
         count = min(way.strategy.micro_batches, _FEW)
@@ -479,6 +478,15 @@ class WaySearch:
 
     def _simulate(self, way: Way) -> Simulation:
         return simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
+
+
+def _count_layers(model: ModelShape, way: Way) -> int:
+    return way.strategy.layers or model.layers
+
+
+def _is_small(model: ModelShape, way: Way) -> bool:
+    """True if the step of a way is simulated with all of its blocks and micro-batches."""
+    return _count_layers(model, way) * way.strategy.micro_batches <= SMALL
 
 
 def _cost_of(found: Simulation) -> WayCost:

@@ -587,3 +587,14 @@ def test_equal_numbers_and_texts_need_not_be_one_object_on_all_ranks():
 
     with pt.ranks(dp=2) as world:
         assert [*world.run(train)] == [["the first call"]] * 2
+
+
+def test_a_number_that_differed_on_ranks_in_one_call_is_found_in_a_later_one():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)])
+        step = pt.compile(lambda x, by: x * by, backend="graph")
+        for call in range(70):
+            step(x, 0.5 + (mesh.get_rank() if call == 20 else 1 / (call + 2)))
+
+    with pt.ranks(a=2) as world, pytest.raises(pt.LayoutError, match="different numbers"):
+        world.run(body)

@@ -244,11 +244,14 @@ def test_a_search_reports_no_capture_of_its_simulations(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_wins_why_and_the_code_that_runs_it():
+def test_a_plan_says_what_wins_why_and_the_code_that_runs_it(monkeypatch):
     found = plan(most=2)
     assert len(found.choices) == 2 and found.outcomes["not looked at"] > 0
     said = str(found)
     assert "the runner-up loses" in said and "pt.init_device_mesh" in said
+    assert "computed from" not in said
+    monkeypatch.setattr(way_search, "SMALL", 0)
+    assert "computed from steps of one block and two" in str(found)
 
 
 @pytest.mark.parametrize(

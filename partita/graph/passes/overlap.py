@@ -25,7 +25,7 @@ _FEW, _SMALL = 16, 1 << 15
 step. An example counts the targets of a batch."""
 _NOTHING: Set[int] = frozenset()
 _ROOM = 0.05
-"""How far prefetching may raise the predicted peak, as a share of it, inputs included."""
+"""The share of the predicted peak, inputs included, by which prefetching may raise the peak."""
 _WHOLE_PEAK: ContextVar[float] = ContextVar("whole peak", default=0.0)
 
 

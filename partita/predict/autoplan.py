@@ -1,10 +1,9 @@
 """Plans by search: `pt.autoplan`, the fastest way to train a model on given ranks that fits.
 
 A *way* is a mesh and a strategy. Most ways are never simulated: lower bounds of time and memory
-exclude them, and estimates decide which to simulate next. Of a deep model one block and two are
-simulated, because each further block costs the same (`extend_peak` has its memory). Bounds and
-estimates are computed from runs of the unsharded model over tensors without memory, with one block
-and with two.
+exclude them, and estimates decide which to simulate next. The rest are ranked by simulations of a
+few blocks, and the best are simulated with all blocks. Bounds and estimates are computed from runs
+of the unsharded model over tensors without memory, with one block and with two.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ from torch.utils.flop_counter import flop_registry
 
 from partita.comm.device import HOST
 from partita.compile.progress import phase_listener
-from partita.graph.memory import Memory
-from partita.graph.passes.overlap import part_of_step
 from partita.layout.text import describe_value, escape_controls, human
 
 from .machine import Machine, MachineError, MeasuredCurve, load_machine, read_amount
@@ -65,7 +62,7 @@ class ModelPlan:
         ranks: the number of ranks.
         memory: the limit in bytes per rank.
         batch: sequences per step, over all ranks.
-        choices: at most five ways within `memory`, fastest first.
+        choices: at most five ways within `memory`, fastest first. Each was simulated completely.
         space: the number of possible ways.
         outcomes: the number of ways for each outcome of the search. They add up to `space`.
         shape: the shape of the model.
@@ -128,8 +125,6 @@ class ModelPlan:
                 f"{exposed:4.0%} waiting  {choice.way}"
             )
         lines += [f"  {self.why}"] if self.why else []
-        if not all(_is_small(self.shape, choice.way) for choice in self.choices):
-            lines.append("  computed from steps of one block and two, and of few micro-batches")
         said = ", ".join(f"{n} {what}" for what, n in self.outcomes.items() if n)
         lines.append(f"  of {self.space} ways: {said}")
         if left := self.outcomes[LEFT]:
@@ -163,8 +158,9 @@ def autoplan(
     and optimizer alone exceed `memory`, or if it needs as much memory as one that was too big. It
     also skips a configuration whose shortest possible time exceeds the best time so far.
 
-    A deep model is simulated with one block and with two, because each further block costs the
-    same. `PlannedWay.simulation` simulates all blocks of a way, when it is read.
+    A deep model is ranked by simulations of one block and of two, because each further block costs
+    about the same. The best configurations are then simulated as a whole. Those that exceed
+    `memory` are dropped.
 
     Args:
         model: a name in `partita.predict.MODELS`, or a `ModelShape`.
@@ -272,10 +268,9 @@ OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
 """The possible outcomes of a way. Each way has exactly one."""
 
 SMALL = 16
-"""A step of at most so many blocks (micro-batches included) is simulated whole."""
-_FEW = 3
-"""The micro-batches of a larger step that are simulated. Each further one costs what the last of
-these does."""
+"""A step of at most so many blocks (micro-batches included) is simulated whole to rank a way."""
+_WHOLE = 128
+"""The same for the ways that are shown. Of a larger step, four micro-batches are simulated."""
 _COMPUTING = "computing"
 _MARGIN = 1.02
 """A way that exceeds the limit by this factor excludes all ways that keep at least as much. The
@@ -293,21 +288,15 @@ class PlannedWay:
         seconds: the duration of a step.
         peak: the most bytes that a rank holds.
         times: the seconds of computing, and of waiting for each set of axes.
+        simulation: the simulation of its step. If the micro-batches have more than 128 blocks
+            together, only the first four are simulated.
     """
 
     way: Way
     seconds: float
     peak: int
     times: Mapping[str, float]
-    _simulate: Callable[[], Simulation] = field(repr=False, compare=False)
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The simulation of the step with all blocks, and with at most three micro-batches.
-
-        The first read of this property runs the simulation.
-        """
-        return self._simulate()
+    simulation: Simulation
 
 
 class WayCost(NamedTuple):
@@ -327,7 +316,7 @@ class WayCost(NamedTuple):
         def extend(last: float, first: float) -> float:
             return last + more * max(last - first, 0)
 
-        times = {name: extend(s, before.times.get(name, 0.0)) for name, s in self.times.items()}
+        times = {name: extend(t, before.times.get(name, 0.0)) for name, t in self.times.items()}
         peak = int(extend(self.peak, before.peak))
         return WayCost(extend(self.seconds, before.seconds), peak, times)
 
@@ -358,6 +347,7 @@ class WaySearch:
         self.keep, self.watch = keep, watch
         self.ended: dict[Way, str] = {}
         self.found: dict[Way, WayCost] = {}
+        self._known: dict[Way, Simulation] = {}
         self._guessed: dict[Way, tuple[float, float]] = {}
         self._alike: dict[Way, tuple[int, list[Way]]] = {}
 
@@ -384,11 +374,7 @@ class WaySearch:
             if peak > _MARGIN * self.memory:
                 left = self._leave_out(left, RULED_OUT, partial(_keeps_more, way))
         self.ended.update(dict.fromkeys(left, LEFT))
-        fitting = [way for way, end in self.ended.items() if end == FITS]
-        best = sorted(fitting, key=lambda way: self.found[way].seconds)[: self.keep]
-        return tuple(
-            PlannedWay(way, *self.found[way], partial(self._simulate_whole, way)) for way in best
-        )
+        return self._confirm_choices()
 
     # -- which is next -----------------------------------------------------------------------------
 
@@ -450,81 +436,60 @@ class WaySearch:
 
     # -- what it costs -----------------------------------------------------------------------------
 
+    def _confirm_choices(self) -> tuple[PlannedWay, ...]:
+        """Returns the first that fit when all of their blocks are simulated."""
+        fitting = [way for way, end in self.ended.items() if end == FITS]
+        choices: list[PlannedWay] = []
+        for way in sorted(fitting, key=lambda way: self.found[way].seconds):
+            self.watch(len(self.found), len(self.found), f"{way}, whole")
+            cost, simulation = self._simulate_batches(way, 4, _WHOLE)
+            if cost.peak <= self.memory:
+                choices.append(PlannedWay(way, *cost, simulation))
+            else:
+                self.ended[way] = TOO_BIG
+            if len(choices) == self.keep:
+                break
+        return tuple(sorted(choices, key=lambda choice: choice.seconds))
+
     def price_way(self, way: Way) -> WayCost:
-        """Returns the cost of a way. The cost of a large step is computed from smaller steps."""
-        count, is_small = way.strategy.micro_batches, _is_small(self.model, way)
-        is_whole = is_small or _count_layers(self.model, way) <= 2
-        price = self._price_whole if is_whole else self._price_blocks
-        if is_small or count <= _FEW:
-            return price(way)
-        few = (_replace_strategy(way, micro_batches=n) for n in (_FEW - 1, _FEW))
-        before, last = map(price, few)
-        return last.extend(before, count - _FEW)
+        """Returns the cost of a way. That of a large step is estimated from smaller steps.
 
-    def _price_whole(self, way: Way) -> WayCost:
-        return _cost_of(self._simulate(way))
+        A deep model is simulated with one block and with two. The peak is the highest of several
+        moments, and it may be another moment in a deeper model. A block adds its weights at least.
+        """
+        layers = way.strategy.layers or self.model.layers
+        if layers <= 2 or layers * way.strategy.micro_batches <= SMALL:
+            return self._simulate_batches(way, 3, SMALL)[0]
+        few = [_replace_strategy(way, layers=n) for n in (1, 2)]
+        one, two = (self._simulate_batches(each, 3, SMALL)[0] for each in few)
+        cost = two.extend(one, layers - 2)
+        weights = least_bytes(self.model, way) - least_bytes(self.model, few[0])
+        return cost._replace(peak=max(cost.peak, int(one.peak + weights)))
 
-    def _price_blocks(self, way: Way) -> WayCost:
-        """Returns the cost of a way of a deep model, from those of one block and of two."""
-        more = _count_layers(self.model, way) - 2
-        with part_of_step(guess_bytes(self.model, way)):
-            one, two = (self._simulate(_replace_strategy(way, layers=n)) for n in (1, 2))
-        cost = _cost_of(two).extend(_cost_of(one), more)
-        return cost._replace(peak=extend_peak(one.memory, two.memory, more))
+    def _simulate_batches(self, way: Way, known: int, blocks: int) -> tuple[WayCost, Simulation]:
+        """Simulates a way, and returns its cost and the simulation.
 
-    def _simulate_whole(self, way: Way) -> Simulation:
-        count = min(way.strategy.micro_batches, _FEW)
-        return self._simulate(_replace_strategy(way, micro_batches=count))
+        If all micro-batches have more than `blocks` blocks together, the first `known`
+        micro-batches are simulated. Each further one costs as much as the last of these.
+        """
+        count, layers = way.strategy.micro_batches, way.strategy.layers or self.model.layers
+        if count <= known or layers * count <= blocks:
+            whole = self._simulate(way)
+            return _cost_of(whole), whole
+        few = (_replace_strategy(way, micro_batches=n) for n in (known - 1, known))
+        before, last = map(self._simulate, few)
+        return _cost_of(last).extend(_cost_of(before), count - known), last
 
     def _simulate(self, way: Way) -> Simulation:
-        return simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
-
-
-def _count_layers(model: ModelShape, way: Way) -> int:
-    return way.strategy.layers or model.layers
-
-
-def _is_small(model: ModelShape, way: Way) -> bool:
-    """True if the step of a way is simulated with all of its blocks and micro-batches."""
-    return _count_layers(model, way) * way.strategy.micro_batches <= SMALL
+        if way not in self._known:
+            self._known[way] = simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
+        return self._known[way]
 
 
 def _cost_of(found: Simulation) -> WayCost:
     waiting = {f"waiting for {axes}": seconds for axes, seconds in found.exposed.items()}
     times = {_COMPUTING: found.compute_seconds, **waiting}
     return WayCost(found.seconds, found.peak, times)
-
-
-def extend_peak(one: Memory, two: Memory, more: int) -> int:
-    """Returns the most bytes that a step with 2 + `more` blocks holds, its inputs included.
-
-    Each further block adds as many bytes as the second block, but not always the same number:
-
-    - until the middle of backward, the bytes that it adds at the end of forward;
-    - until the end of backward, the bytes that it adds at that end;
-    - afterwards, the bytes that it adds to the peak of that time.
-
-    Args:
-        one: the memory of a step with one block.
-        two: the same with two blocks.
-    """
-    parts = zip(_describe_parts(one), _describe_parts(two), strict=True)
-    peaks = (top + more * max(there - here, 0) for (_, here), (top, there) in parts)
-    return max(peaks) + two.held_bytes + more * (two.held_bytes - one.held_bytes)
-
-
-def _describe_parts(memory: Memory) -> Iterator[tuple[int, int]]:
-    """Yields the peak of each part of a step, and the bytes by which to compare two depths."""
-    live = memory.live
-    of_forward = memory.live_of(lambda buffer: buffer.phase == "forward")
-    forward = max(range(len(live)), key=lambda place: (of_forward[place], place))
-    births = (b.birth for b in memory.buffers if b.phase == "backward")
-    backward = max(births, default=forward)
-    middle = (forward + backward) // 2 + 1
-    yield max(live[:middle]), live[forward]
-    yield max(live[middle : backward + 1], default=0), live[backward]
-    after = max(live[backward + 1 :], default=0)
-    yield after, after
 
 
 def _keeps_more(than: Way, way: Way) -> bool:

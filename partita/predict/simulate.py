@@ -270,7 +270,6 @@ def simulate_program(
         peak=sum(classes.values()),
         classes=classes,
         holders=tuple(holders[:16]),
-        memory=memory,
         timeline=played,
         facts={"memory": facts, "moves": moves, "layouts": layouts},
         **{name: getattr(played, name) for name in timed},
@@ -824,7 +823,6 @@ class Simulation:
             collective reduces. "activations" are results of forward. All other results of backward
             are "workspace".
         holders: the buffers that are alive at the peak.
-        memory: when each buffer is allocated and freed. Print it.
         timeline: the events of each stream, for `save_trace`.
         facts: data for `report`: bytes over the step, moves by line, layouts of parameters.
     """
@@ -844,7 +842,6 @@ class Simulation:
     peak: int
     classes: Mapping[str, int]
     holders: tuple[Buffer, ...] = ()
-    memory: Memory = field(default=Memory((), (), ()), repr=False, compare=False)
     timeline: SimulatedStep = field(default_factory=SimulatedStep, repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -6,9 +6,7 @@ of memory stays within a limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import fx
@@ -24,22 +22,8 @@ _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
 step. An example counts the targets of a batch."""
 _NOTHING: Set[int] = frozenset()
-_ROOM = 0.05
-"""The share of the predicted peak, inputs included, by which prefetching may raise the peak."""
-_WHOLE_PEAK: ContextVar[float] = ContextVar("whole peak", default=0.0)
-
-
-@contextmanager
-def part_of_step(peak: float) -> Iterator[None]:
-    """Inside the `with` block, captured steps are parts of one step with a peak of `peak` bytes.
-
-    A part has as much room to prefetch as the whole step.
-    """
-    token = _WHOLE_PEAK.set(peak)
-    try:
-        yield
-    finally:
-        _WHOLE_PEAK.reset(token)
+_ROOM = 1.05
+"""The factor by which prefetching may raise the predicted peak, inputs included."""
 
 
 def overlap(program: Program) -> str:
@@ -53,7 +37,7 @@ def overlap(program: Program) -> str:
     stays within the step's budget. If activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)
-    limit = order.peak + _ROOM * max(order.peak, _WHOLE_PEAK.get())
+    limit = _ROOM * order.peak
     if (budget := program.options.budget) is not None:
         limit = max(order.peak, min(limit, budget + order.count_input_bytes()))
     earlier = sum(_begin_early(order, limit))

@@ -116,6 +116,36 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
             given_memory.update(views_of(n)[0] for n in node.all_input_nodes)
 
 
+def refuse_writes_before_reruns(graph: fx.Graph, regions: Collection[int]) -> None:
+    """Raise CaptureError if a tensor that a checkpoint reads is written before its backward.
+
+    Eager runs the region again with the new value, and the graph would use that of forward.
+
+    Args:
+        regions: the numbers of the regions of torch's checkpoint.
+    """
+    read_by: dict[fx.Node, set[int]] = {}  # regions that have read the memory of a node
+    written: dict[int, fx.Node] = {}  # by region, the first write of what it has read
+    for node in graph.nodes:
+        region = note_of(node).region
+        for operand in operands_written(node):
+            for other in read_by.get(views_of(operand)[0], set()) - {region}:
+                written.setdefault(other, node)
+        for read in node.all_input_nodes:
+            if region in regions and note_of(read).region != region:
+                read_by.setdefault(views_of(read)[0], set()).add(region)
+            write = written.get(note_of(read).region)
+            if write is not None and note_of(node).phase == "backward":
+                raise not_captured(
+                    "a tensor is written between a checkpoint that reads it and its backward",
+                    "eager would run the checkpoint again with the new value, and a graph keeps "
+                    "the values of forward",
+                    Fix("write it after backward"),
+                    Fix("pt.remat(function)", "which uses the values of forward in eager, too"),
+                    place=note_of(write).source,
+                )
+
+
 def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
     """True if `whole` has each element of the memory from the first to the last of `part`."""
     first, last = whole.storage_offset(), last_element_offset(whole)

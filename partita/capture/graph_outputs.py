@@ -78,6 +78,7 @@ class GraphOutputs:
         self.seeds: list[Seed] = []
         self.separate_data: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
         self._places: dict[int, int] = {}
+        self._added: list[Any] = []  # kept alive, because `_places` has their ids
 
     def add_result(
         self,
@@ -115,7 +116,7 @@ class GraphOutputs:
                 self.constants.append(ResultPlace("result", number))
                 if number == len(results):
                     results.append(leaf)
-                    self._add_value("result", _read_again(leaf))
+                    self._add_value("result", leaf)
 
     def add_slot(self, slot: Slot, value: Any) -> None:
         """Adds the value that a tensor of the state has after the step to the outputs.
@@ -125,7 +126,7 @@ class GraphOutputs:
         """
         given = self._inputs.input_of(value)
         index = -1 if given is None else given.index
-        self._add_value("slot", _read_again(value), slot=slot, index=index)
+        self._add_value("slot", value, slot=slot, index=index)
 
     def find_bases(self) -> None:
         """Find, for each output that is a view copy, the input or output that it is a view of.
@@ -256,13 +257,18 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def _refuse_made_leaves(self, recorder: Recorder) -> None:
-        """Raise CaptureError if the caller's backward would have to reach a returned leaf."""
+        """Raise CaptureError if the caller's backward would have to reach a leaf made in the step.
+
+        That is a returned leaf, or any if no input requires grad: results would not require grad.
+        """
         outputs = {id(t) for t in self.values}
-        leaves = [t for t in find_leaves(self.differentiable) if id(t) in outputs]
+        leaves = find_leaves(self.differentiable)
         made = [t for t in leaves if self._inputs.input_of(t) is None]
+        if len(made) < len(leaves):
+            made = [t for t in made if id(t) in outputs]
         if made and differentiate(self.differentiable, made, recorder, again=True) is not None:
             raise not_captured(
-                "the step returns a leaf that it makes, and a result that is computed from it",
+                "the step returns a result that is computed from a leaf that it makes",
                 "in the next calls that result's history does not reach the leaf, which would get "
                 "no gradient",
                 Fix("make the leaf before the step", "and pass it, or keep it in a module"),
@@ -293,10 +299,11 @@ class GraphOutputs:
 
     def _add_tensor(self, kind: str, value: torch.Tensor, **more: Any) -> None:
         more["tensor"] = self._places.setdefault(id(value), len(self.values))
+        self._added.append(value)
         spec = more.pop("spec", None) or getattr(value, "_spec", None)
         if (given := self._inputs.gradient_of_fake(value)) is not None:
             more["held"] = given.index
-        value = self.separate_data(value)
+        value = self.separate_data(_read_again(value))
         if "gradient" not in kind and has_history(value):
             more["number"] = len(self.differentiable)
             self.differentiable.append(value)

@@ -215,6 +215,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         exact: while an optimizer of torch steps, the ids of the scalars that eager code keeps in
             float32 (see `with_exact_numbers`); otherwise None.
         regions_begun: the number of remat regions that have begun.
+        regions_that_read_again: those of them that eager runs again with the values that exist in
+            backward, as torch's checkpoint does.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
         note_read: a function that gets each number that is read from a tensor, and the tensor.
@@ -232,6 +234,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self.exact: set[int] | None = None
         self._is_behind_forward = False
         self.regions_begun = 0
+        self.regions_that_read_again: set[int] = set()
         self.follows_from_integers: Callable[[Any], bool] = lambda number: False
         self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
         self._outer: list[Any] = []
@@ -380,13 +383,15 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """Returns a context manager. Nodes added inside get these fields in their notes."""
         return attribute_set(self, "_within", replace(self._within, **fields))
 
-    def region(self) -> AbstractContextManager[None]:
+    def region(self, reads_again: bool = False) -> AbstractContextManager[None]:
         """Returns a context manager. Nodes that are added inside belong to a new remat region.
 
         Within nested regions, they belong to the outermost one.
         """
         if not self._within.region:
             self.regions_begun += 1
+            if reads_again:
+                self.regions_that_read_again.add(self.regions_begun)
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:

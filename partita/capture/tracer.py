@@ -47,7 +47,7 @@ from .capture_context import attribute_set, set_for_capture, slots_swapped, taki
 from .differentiate import make_seeds_inputs
 from .fakes import is_symbolic
 from .fold import StepBlocks
-from .functional_memory import refresh_gathered
+from .functional_memory import refresh_gathered, refuse_writes_before_reruns
 from .functionalize import functionalize_graph
 from .graph_inputs import GraphInputs, TensorFacts
 from .graph_outputs import GraphOutputs, program_of_trace
@@ -421,6 +421,8 @@ class Tracer:
         """Raises CaptureError if the graph would not do what the run did. Drops unused nodes."""
         _check_constants(made.graph)
         _check_operators(made.graph)
+        if regions := self.recorder.regions_that_read_again:
+            refuse_writes_before_reruns(made.graph, regions)
         self.inputs.drop_unread_marks(made.graph)
         drop_unused(made.graph)
 

@@ -628,7 +628,7 @@ def _begin_or_mark(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _mark_remat_region() -> Iterator[None]:
-    with HERE.trace.region():
+    with HERE.trace.region(reads_again=True):
         yield
 
 
@@ -641,7 +641,8 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
         # The reentrant form runs forward without grad; its results require grad if an argument
         # does.
         trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with HERE.trace.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+        grad = torch.set_grad_enabled(trains and torch.is_grad_enabled())
+        with HERE.trace.region(reads_again=True), grad:
             return function(*args)
 
     return HERE.trace.run_region(run_again, mark_region)

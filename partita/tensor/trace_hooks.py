@@ -115,8 +115,12 @@ class TraceHooks:
         """
         return compiled
 
-    def region(self) -> AbstractContextManager[None]:
-        """Returns a context manager for a remat region. A capture marks the nodes made inside."""
+    def region(self, reads_again: bool = False) -> AbstractContextManager[None]:
+        """Returns a context manager for a remat region. A capture marks the nodes made inside.
+
+        Args:
+            reads_again: True if eager runs the region again with the values that exist in backward.
+        """
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:

@@ -94,3 +94,51 @@ def test_a_batch_norm_within_counts_a_batch_once():
     assert norm.num_batches_tracked == once.num_batches_tracked == 1
     torch.testing.assert_close(norm.running_mean, once.running_mean)
     torch.testing.assert_close(norm.running_var, once.running_var)
+
+
+def written_before_backward(x, w):
+    y = checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=False)
+    w.data.mul_(3)
+    y.sum().backward()
+
+
+def written_through_a_view(x, w):
+    y = checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=True)
+    w.data[0].mul_(3)
+    y.sum().backward()
+
+
+def written_after_backward(x, w):
+    checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=False).sum().backward()
+    w.data.mul_(3)
+
+
+def written_where_another_checkpoint_reads(x, w):
+    y = checkpoint(torch.sin, x, use_reentrant=False)
+    z = checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=False)
+    z.sum().backward()
+    w.data.mul_(3)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "is_refused"),
+    [
+        (written_before_backward, True),
+        (written_through_a_view, True),
+        (written_after_backward, False),
+        (written_where_another_checkpoint_reads, False),
+    ],
+)
+def test_what_a_checkpoint_reads_is_not_written_before_its_backward(step, is_refused):
+    def run(step):
+        x, w = (torch.arange(4.0).view(2, 2).requires_grad_() for _ in "xw")
+        step(x, w)
+        return x.grad, w.grad, w.detach()
+
+    compiled = pt.compile(step, backend="graph")
+    if is_refused:
+        with pytest.raises(pt.CaptureError, match="between a checkpoint that reads it and its"):
+            run(compiled)
+    else:
+        torch.testing.assert_close(run(compiled), run(step))

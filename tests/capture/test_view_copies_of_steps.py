@@ -359,3 +359,21 @@ def test_a_view_made_without_gradients_has_none_when_it_is_made_again():
 
     with pt.ranks(a=2) as world:
         world.run(run)
+
+
+def test_a_gradient_that_is_a_view_shows_a_later_write_of_the_step():
+    def run(mesh):
+        x = pt.distribute_tensor(value(), mesh, [pt.Shard(0)])
+        p = torch.nn.Parameter(pt.distribute_tensor(value()[1], mesh, [pt.Replicate()]))
+
+        def step(x):
+            p.grad = x[1]
+            x.mul_(2)
+
+        pt.compile(step, backend="graph")(x)
+        assert torch.equal(p.grad.full_tensor(), value()[1] * 2)
+        x.add_(1)
+        assert torch.equal(p.grad.full_tensor(), value()[1] * 2 + 1)
+
+    with pt.ranks(a=2) as world:
+        world.run(run)

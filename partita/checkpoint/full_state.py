@@ -67,6 +67,7 @@ from .object_state import Stored, pack_containers, unpack_containers
 from .optimizer_state import name_parameters, open_optimizer, strip_wrapper_names
 from .save_and_load import (
     Loaded,
+    LoadTargets,
     Mismatches,
     Strict,
     agree_on_mismatches,
@@ -282,13 +283,15 @@ class _WriteJob:
     def write(self, given: dict[str, Leaf], rank0_only: bool) -> None:
         """Write the values into the model's tensors. With `rank0_only`, rank 0 sends them."""
         send = _TensorSender(self._model) if rank0_only else None
+        targets = LoadTargets()
         for name, leaf in self._target.leaves.items():
             if name not in self._there:
                 continue
             value = given[name].value if name in given else self._values.get(name)
             if send is not None and isinstance(leaf.value, torch.Tensor):
                 value = send(value, self._there[name])
-            _write_leaf(leaf, value)
+            _write_leaf(leaf, value, targets)
+        targets.finish()
         for load_back in self._target.load_back:
             load_back()
 
@@ -378,15 +381,16 @@ class _TensorSender:
         return self._wire.from_first(value.detach().to(device), self._src)
 
 
-def _write_leaf(leaf: Leaf, value: Any) -> None:
+def _write_leaf(leaf: Leaf, value: Any, targets: LoadTargets) -> None:
     """Write into a tensor its piece of `value`, in place; into a dict or list the value."""
     if not isinstance(leaf.value, torch.Tensor):
         leaf.value = value
         return
-    piece = destination(leaf.value)
+    target = targets.add(leaf.value)
+    piece = destination(target)
     with local_ops(), torch.no_grad():
         if piece is None:
-            leaf.value.detach().zero_()
+            target.detach().zero_()
         else:
             box = tuple(slice(at, at + length) for at, length in piece.region)
             piece.local.copy_(value.detach()[box])
@@ -702,9 +706,11 @@ def _load_files(
     def read_tensors() -> None:
         if isinstance(model, nn.Module):
             allocate_meta_tensors(model, files)
+        targets = LoadTargets()
         for name, x in _tensors_by_name(model).items():
             if name in files:
-                _read_piece(files[name], name, piece_held(x))
+                _read_piece(files[name], name, piece_held(targets.add(x)))
+        targets.finish()
 
     decide = ranks.decide_on("loads a model (pt.load_safetensors)", f" from {path}")
     skipped = agree_on_mismatches(decide, attempt(compare_files), os.fspath(path), line)

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
+from torch.autograd.graph import increment_version
 
 from partita.comm import (
     BackgroundResult,
@@ -534,7 +535,6 @@ class _LoadJob:
     def __init__(self, state: Mapping[str, Any], home: Path, strict: Strict, weights_only: bool):
         self._state, self._home = state, home
         self._strict, self._weights_only = strict, weights_only
-        self._views: list[tuple[DTensor, DTensor]] = []
         self._enums: list[
             type
         ] = []  # classes of values in the state: creating instances of these runs no code
@@ -599,14 +599,8 @@ class _LoadJob:
     ) -> None:
         """Raise ValueError if a chunk is missing or damaged. Reads the values, but stores none."""
         tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
-        # A view copy is written when its value is complete, because its base is written, too.
-        self._views = []
-        for name, x in tensors.items():
-            if isinstance(x, DTensor) and state_of(x).copied_view is not None:
-                with local_ops(), torch.no_grad():
-                    value = as_dtensor(x.detach().clone(), spec_of(x._spec.layout, x._spec.wire))
-                self._views.append((x, value))
-                tensors[name] = value
+        self._targets = LoadTargets()
+        tensors = {name: self._targets.add(x) for name, x in tensors.items()}
         destinations = {name: destination(x) for name, x in tensors.items()}
         # Of a Partial sum the first rank gets the value, and the others get zeros.
         self._emptied = [x for name, x in tensors.items() if destinations[name] is None]
@@ -621,13 +615,40 @@ class _LoadJob:
                 x.detach().zero_()
         self._planner.trial = False
         self._reader.read(self._tensors, self._planner)
-        with torch.no_grad():
-            for x, value in self._views:
-                x.copy_(value)
+        self._targets.finish()
         for name, value in self._planner.values.items():
             self._inside.leaves[name].value = value
         for load_back in self._inside.load_back:
             load_back()
+
+
+class LoadTargets:
+    """The tensors into whose memory values are loaded."""
+
+    def __init__(self) -> None:
+        self._views: list[tuple[DTensor, DTensor]] = []
+        self._others: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor whose memory gets the value of `x`: `x`, or for a view copy a new one.
+
+        A view copy is written when its value is complete, because its base is written, too.
+        """
+        if not isinstance(x, DTensor) or state_of(x).copied_view is None:
+            self._others.append(x)
+            return x
+        with local_ops(), torch.no_grad():
+            value = as_dtensor(x.detach().clone(), spec_of(x._spec.layout, x._spec.wire))
+        self._views.append((x, value))
+        return value
+
+    def finish(self) -> None:
+        """Writes the view copies, after all values were loaded."""
+        # A rank has read nothing into an empty piece, but all ranks must make view copies again.
+        increment_version([x for x in self._others if not x.is_inference()])
+        with torch.no_grad():
+            for x, value in self._views:
+                x.copy_(value)
 
 
 # -- mismatches ------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from partita.layout import Fix, Layout, LayoutError
 
 from .arguments import is_index_of_view
 from .dtensor import DTensor, as_dtensor, move_local
+from .op_facts import facts_of_function
 from .origins import ORIGIN, find_origin
 from .tensor_state import (
     Args,
@@ -250,16 +251,51 @@ def _list_views(copy: DTensor) -> tuple[DTensor, list[CopiedView]]:
 def _compose_views(views: Sequence[CopiedView]) -> Callable[[Any], Any]:
     # Without the sources: a program keeps the function.
     calls = [(one.view, one.args, one.kwargs, one.index) for one in views]
+    return _compose_calls(calls)
 
+
+def _compose_calls(calls: Sequence[_ViewCall]) -> Callable[[Any], Any]:
     def make_view(x: Any) -> Any:
         for view, args, kwargs, index in calls:
             x = view(x, *args, **kwargs)
             x = x if index is None else x[index]
         return x
 
-    if any(one.view.__name__ == "detach" for one in views):
+    if any(view.__name__ == "detach" for view, *_ in calls):
         make_view.__name__ = "detach"
+    make_view.calls = calls  # type: ignore[attr-defined]
     return make_view
+
+
+_ViewCall = tuple[Function, Any, dict[str, Any], int | None]
+"""A view op, its arguments behind the tensor, and the index of its result, if it has several."""
+
+
+def describe_views(copy: DTensor) -> tuple[DTensor, list[Any]] | None:
+    """Returns the tensor that a view copy is a view of, and the calls of torch that make the view.
+
+    The calls name their functions, so that they can be saved. Returns None if `copy` is no view
+    copy, or is made by a function that is not torch's.
+    """
+    base, views = _list_views(copy)
+    calls: list[_ViewCall] = []
+    for one in views:
+        own = (one.view, one.args, one.kwargs, one.index)
+        calls += getattr(one.view, "calls", [own])
+    named = [(view.__name__, *given) for view, *given in calls]
+    if not named or any(_find_view_function(name) is None for name, *_ in named):
+        return None
+    return base, named
+
+
+def compose_named_calls(named: Sequence[Any]) -> Callable[[Any], Any]:
+    """Returns the function that makes a view by the calls that `describe_views` has named."""
+    return _compose_calls([(_find_view_function(name), *given) for name, *given in named])
+
+
+def _find_view_function(name: str) -> Function | None:
+    known = facts_of_function(name.strip("_"))
+    return getattr(T, name, None) or getattr(torch, name) if known.is_view else None
 
 
 def connect_copy(

@@ -24,10 +24,17 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled as _global_view
 
 from partita.comm import describe_saved_mesh, find_saved_wire, is_alone
-from partita.comm.device import is_seen_by_processes, keys_of_kernels
+from partita.comm.device import keys_of_kernels
 from partita.layout import Fix, Layout, LayoutError
 
-from .aliasing import global_strides, make_meta_twin, write_through_copy
+from .aliasing import (
+    compose_named_calls,
+    connect_copy,
+    describe_views,
+    global_strides,
+    make_meta_twin,
+    write_through_copy,
+)
 from .arguments import OpCall, alias_as_invariant, check_plain_tensor, give_history, read_number
 from .dispatch import run_gathered
 from .dtensor import DTensor, as_dtensor, make_memory_error, move_local
@@ -50,7 +57,7 @@ from .tensor_state import (
     spec_of,
     state_of,
 )
-from .uneven_pieces import copy_with_room, find_padded, has_room, with_room
+from .uneven_pieces import copy_with_room, find_padded
 
 T: Any = torch.Tensor
 
@@ -621,8 +628,17 @@ def _rebuild(
     layout: str,
     at: tuple[int, ...],
     names: dict[str, Any],
+    view: tuple[torch.Tensor, str, list[Any]] | None = None,
+    memory: dict[Any, Any] | None = None,
 ) -> DTensor:
     """Returns the DTensor that was pickled. `torch.load(weights_only=True)` allows this function.
+
+    Args:
+        view: for a view copy: this rank's piece of its base, the base's layout, and the calls that
+            make the view (`describe_views`).
+        memory: a dictionary for this load, the same for all tensors that were in one memory, and
+            for view copies of them. Its "pair" is in one memory, except after `pickle.loads`, which
+            keeps no memory that tensors share.
 
     Raises:
         LayoutError: this rank has no such mesh, or `local` is another rank's piece.
@@ -645,16 +661,41 @@ def _rebuild(
             ),
             reason="torch.save writes the piece of one rank, and only that rank can load it",
         )
-    mine = local.detach()
-    # Any other piece stays as it is: torch keeps strides, and memory that tensors share.
-    if has_room(spec, mine.device) and not is_seen_by_processes(mine.untyped_storage()):
-        mine = with_room(mine, spec)
-    out = as_dtensor(mine, spec).requires_grad_(local.requires_grad)
+    # The piece stays as it is: torch keeps strides, and memory that tensors share.
+    base = local.detach() if view is None else view[0].detach()
+    if memory is not None and not show_same_memory(*memory["pair"]):
+        memory = None
+    if memory is not None:
+        # Tensors in one memory share a version counter, as views do.
+        first = memory.setdefault((base.dtype, base.is_conj(), base.is_neg()), base)
+        base = first.as_strided(base.size(), base.stride(), base.storage_offset()).detach()
+    out = as_dtensor(base if view is None else local.detach(), spec)
+    out.requires_grad_(local.requires_grad)
     out.__dict__.update(names)
+    if memory is not None:
+        users = memory.setdefault("users", [])
+        users.append((out, base, view))
+        if len(users) > 1:
+            _connect_loaded(users)
     return out
 
 
-torch.serialization.add_safe_globals([_rebuild])
+def _connect_loaded(users: list[tuple[DTensor, torch.Tensor, Any]]) -> None:
+    """Makes loaded view copies change with their base, if other tensors are in its memory, too."""
+    for i, (user, base, view) in enumerate(users):
+        if view is not None:
+            spec = spec_of(Layout.parse(view[1]), user._spec.wire)
+            connect_copy(user, as_dtensor(base, spec), compose_named_calls(view[2]), False)
+            users[i] = user, base, None
+
+
+_in_indices: list[Any] = [slice, (Ellipsis, "builtins.Ellipsis")]
+torch.serialization.add_safe_globals([_rebuild, *_in_indices])
+
+
+_one = torch.zeros(1)
+_PAIR = _one, _one.detach()
+"""Two tensors in one memory, which show after a load if it keeps memory that tensors share."""
 
 
 def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
@@ -662,8 +703,15 @@ def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
     with local_ops():
         local = current(x).detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}
-    spec = x._spec
-    return _rebuild, (local, describe_saved_mesh(spec.wire), str(spec.layout), spec.wire.at, names)
+    spec, view, base = x._spec, None, local
+    if (described := describe_views(x)) is not None:
+        with local_ops():
+            base = described[0].detach()
+        view = base, str(described[0]._spec.layout), described[1]
+    # Not by the loaded storages: those of empty pieces are always apart.
+    memory = vars(base.untyped_storage()).setdefault("saved_as", {"pair": _PAIR})
+    mesh = describe_saved_mesh(spec.wire)
+    return _rebuild, (local, mesh, str(spec.layout), spec.wire.at, names, view, memory)
 
 
 @implements(T.__reduce_ex__)

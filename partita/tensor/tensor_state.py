@@ -544,6 +544,12 @@ class CopiedView:
                 part = part[self.index]
             if part.requires_grad and copy.retains_grad:
                 part.retain_grad()
+        with DisableTorchFunction():
+            is_trained = copy.requires_grad and copy.is_leaf
+        if is_trained:  # its gradient is its own, so it gets the values
+            part = part.redistribute(placements=copy.placements)
+            with local_ops(), torch.no_grad():
+                part = copy.copy_(part)
         if is_counted:
             self.retaken = (source, count, graded, part)
         return part

@@ -564,7 +564,13 @@ def test_loading_runs_no_code_of_the_metadata(saved, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_view_whose_base_was_written_is_saved_up_to_date_and_loaded_into_its_base(tmp_path):
+WAYS = [(pt.save, pt.load), (pt.save_safetensors, pt.load_safetensors)]
+
+
+@pytest.mark.parametrize(("save", "load"), WAYS)
+def test_a_view_whose_base_was_written_is_saved_up_to_date_and_loaded_into_its_base(
+    save, load, tmp_path
+):
     """On one device both are one memory."""
     whole = torch.arange(14.0).view(7, 2)
 
@@ -572,9 +578,9 @@ def test_a_view_whose_base_was_written_is_saved_up_to_date_and_loaded_into_its_b
         x = pt.distribute_tensor(whole, mesh, [pt.Shard(0)])
         rows = x[1:3]
         x.mul_(2)
-        pt.save({"rows": rows}, tmp_path / "a")
+        save({"rows": rows}, tmp_path / "a")
         x.zero_()
-        pt.load({"rows": rows}, tmp_path / "a")
+        load({"rows": rows}, tmp_path / "a")
         return x.full_tensor(), rows.full_tensor()
 
     expected = torch.zeros(7, 2)
@@ -582,3 +588,21 @@ def test_a_view_whose_base_was_written_is_saved_up_to_date_and_loaded_into_its_b
     with pt.ranks(tp=3) as world:
         for x, rows in world.run(program):
             assert torch.equal(x, expected) and torch.equal(rows, expected[1:3])
+
+
+@pytest.mark.parametrize(("save", "load"), WAYS)
+def test_a_view_is_up_to_date_after_a_load_of_its_base_of_which_a_rank_has_no_element(
+    save, load, tmp_path
+):
+    whole = torch.arange(6.0).view(3, 2)
+
+    def program(mesh):
+        x = pt.distribute_tensor(whole, mesh, [pt.Shard(0)])
+        save({"x": x}, tmp_path / "a")
+        x.zero_()
+        rows = x[1:]
+        load({"x": x}, tmp_path / "a")
+        return rows.full_tensor()
+
+    with pt.ranks(tp=4) as world:
+        assert all(torch.equal(rows, whole[1:]) for rows in world.run(program))

@@ -142,16 +142,55 @@ def test_a_thread_may_save_beside_reads_of_the_program():
     assert run_ranks(saves_in_a_thread, 2) == [([30.0] * 30, [15.0] * 30)] * 2
 
 
-def test_loaded_tensors_keep_their_strides_and_the_memory_that_they_share():
+VIEWS = {
+    "column": lambda x: x[:, :1],
+    "turned": lambda x: x.t(),
+    "row": lambda x: x[1],
+    "row of rows": lambda x: x[1:][0, ...],
+    "rows": lambda x: x.split(1)[1],
+    "flat": lambda x: x.view(-1),
+    "diagonal": lambda x: x.diagonal(),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # uneven pieces, and an empty one
+def test_loaded_tensors_keep_their_strides_and_the_memory_that_they_share(ranks):
     def body(mesh):
-        x = torch.arange(8.0).view(4, 2)
-        x = x if mesh is None else pt.distribute_tensor(x, mesh, [pt.Shard(0)])
-        turned, column, base = torch.load(save([x.t(), x[:, :1], x]))
-        column.mul_(10)
-        return [turned.stride(), *(t if mesh is None else t.full_tensor() for t in (turned, base))]
+        found = []
+        for view in VIEWS.values():
+            for order in (lambda x, y: (x, y), lambda x, y: (y, x), lambda x, y: (x[2], y)):
+                x = torch.arange(6.0).view(3, 2)
+                x = x if mesh is None else pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+                pair = torch.load(save([*order(x, view(x))]), weights_only=True)
+                found.append(pair[1].stride())
+                for i in (0, 1):
+                    pair[i].mul_(10).add_(i)
+                    found += [t.clone() if mesh is None else t.full_tensor() for t in pair]
+        return found
 
     truth = body(None)
-    with pt.ranks(dp=2) as world:
+    with pt.ranks(dp=ranks) as world:
         for found in world.run(body):
-            assert found[0] == truth[0]
-            assert all(map(torch.equal, found[1:], truth[1:]))
+            torch.testing.assert_close(found, truth)
+
+
+def test_a_view_that_is_saved_alone_may_be_loaded_by_one_rank():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [pt.Shard(0)])
+        rows = x[1:]
+        if mesh.get_rank() == 0:
+            return torch.load(save(rows)).mul_(2).tolist()
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [[[4.0, 6.0], [8.0, 10.0]], None]
+
+
+def test_pickle_keeps_no_memory_that_tensors_share():
+    def body(mesh):
+        x = pt.distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [pt.Shard(0)])
+        base, row = pickle.loads(pickle.dumps([x, x[1]]))
+        base.zero_()
+        return row.full_tensor().tolist()
+
+    with pt.ranks(dp=4) as world:
+        assert world.run(body) == [[2.0, 3.0]] * 4

@@ -497,3 +497,31 @@ def test_a_view_whose_elements_share_memory_is_updated_as_often_as_on_one_device
         for refused, got in world.run(run):
             assert refused == refusal
             torch.testing.assert_close(got, torch.arange(24.0).view(4, 6) if refusal else want)
+
+
+def train_a_leaf_that_is_a_view(x, make):
+    leaf = make(x)
+    x.add_(1)
+    optimizer = torch.optim.SGD([leaf], 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (leaf * leaf).sum().backward()
+        optimizer.step()
+        x.mul_(2)
+    return [leaf.detach(), leaf.grad, x]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x[1].requires_grad_(), lambda x: torch.nn.Parameter(x[1:][0])]
+)
+def test_a_leaf_that_is_a_view_copy_gets_its_gradient_after_a_write_to_its_base(make):
+    x = torch.arange(6.0, dtype=torch.float64).view(3, 2)
+    want = train_a_leaf_that_is_a_view(x.clone(), make)
+
+    def run(mesh):
+        given = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        return [t.full_tensor() for t in train_a_leaf_that_is_a_view(given, make)]
+
+    with pt.ranks(dp=4) as world:
+        for got in world.run(run):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -1,5 +1,6 @@
 """A process that captures training steps of a model with given depths, and prints their times."""
 
+import gc
 import json
 import os
 import resource
@@ -129,6 +130,7 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
     train, rows = _training_of(name, shape, mesh)
     step = pt.compile(train, backend=backend, blocks=True)
     _seconds.clear()
+    gc.collect()  # what the step before has left
     start = _seconds_of_all()
     if backend == "graph":
         step(*rows)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm.collective import WAIT
@@ -77,8 +77,8 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
         return [known.get(t.untyped_storage()._cdata) for t in made]
     found: list[tuple[fx.Node, int] | None] = []
     values = node.meta["val"] if len(schema.returns) > 1 else (node.meta["val"],)
-    for value, returned in zip(values, schema.returns, strict=False):
-        source = _shown_operand(node, schema, returned)
+    for value, places in zip(values, _find_shown_arguments(node.target), strict=False):
+        source = _find_operand(node, places)
         # Results are chunks of one tensor; or, for a list operand, each is a view of one item.
         is_list = source is not None and len(tensors_in(_value_of(source))) > 1
         for i, _ in enumerate(tensors_in(value)):
@@ -91,34 +91,47 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
 
     The operand is None if the value is no view.
     """
-    if node.op != "call_function":
+    if node.op != "call_function" or (facts := facts_of(node.target)).makes_new:
         return None, False
     if node.target is operator.getitem:
         whole: Any = node.args[0]
         source, is_written = shown_operand(whole)
         return (whole if source is not None else None), is_written
-    if facts_of(node.target).is_undeclared_view:
+    if facts.is_undeclared_view:
         return node.all_input_nodes[0], False
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:
         return None, False
-    returned = schema.returns[0]
-    operand = _shown_operand(node, schema, returned)
-    return operand, operand is not None and returned.alias_info.is_write
+    operand = _find_operand(node, _find_shown_arguments(node.target)[0])
+    return operand, operand is not None and schema.returns[0].alias_info.is_write
 
 
-def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
-    """Returns the operand that a call's result `returned` is a view of; None for new memory."""
-    if returned.alias_info is None:
-        return None
-    arguments = zip(schema.arguments, node.args, strict=False)
-    named = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
-    for argument, value in (*arguments, *named):
-        own = argument.alias_info
-        if own is None or not isinstance(value, fx.Node):
-            continue
+@lru_cache(maxsize=4096)
+def _find_shown_arguments(target: Any) -> list[list[tuple[int, str]]]:
+    """Returns for each result of an operator the arguments of which it may be a view.
+
+    An argument is given as (position, name).
+    """
+    schema = target._schema
+    arguments = [(i, a.name, a.alias_info) for i, a in enumerate(schema.arguments) if a.alias_info]
+    found = []
+    for result in (returned.alias_info for returned in schema.returns):
         # For a list of chunks the operand's alias set is "*" (`Tensor(a -> *)`).
-        if own.before_set & returned.alias_info.before_set or "*" in own.after_set:
+        shown = [
+            (i, name)
+            for i, name, own in arguments
+            if result and (own.before_set & result.before_set or "*" in own.after_set)
+        ]
+        found.append(shown)
+    return found
+
+
+def _find_operand(node: fx.Node, places: Sequence[tuple[int, str]]) -> fx.Node | None:
+    """Returns the first of a call's operands at `places` that is a node; None if none is."""
+    args, kwargs = node.args, node.kwargs
+    for i, name in places:
+        value = args[i] if i < len(args) else kwargs.get(name)
+        if isinstance(value, fx.Node):
             return value
     return None
 
@@ -131,16 +144,19 @@ def _value_of(node: fx.Node) -> Any:
 
 def operands_written(node: fx.Node) -> list[fx.Node]:
     """Returns the operands that a call writes in place, in a graph before functionalization."""
-    target: Any = node.target
     if node.op != "call_function":
         return []
     if subgraph_of(node) is not None:
         return [*written_operands(node)]
-    if facts_of(target).statistics:
-        statistics = node.args[3:5] if node.args[5] else ()
+    facts = facts_of(node.target)
+    if facts.statistics:
+        statistics: Any = node.args[3:5] if node.args[5] else ()
         return [t for t in statistics if isinstance(t, fx.Node)]
-    written = [operand.find(node.args, node.kwargs) for operand in facts_of(target).writes]
-    return [n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node)]
+    found: list[Any] = []
+    for written in facts.writes:
+        operand = written.find(node.args, node.kwargs)
+        found += operand if isinstance(operand, (list, tuple)) else (operand,)
+    return [n for n in found if isinstance(n, fx.Node)]
 
 
 def part_of(t: torch.Tensor) -> Any:

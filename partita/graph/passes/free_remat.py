@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from torch import fx
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import NOTE, nbytes_of, note_of
+from ..graph_nodes import NOTE, nbytes_of, note_of, written_operands
 from ..program import Program
-from ..shared_memory import memory_that_is_written, shown_operand
+from ..shared_memory import shown_operand
 from .regather import UseRuns
 from .remat import can_be_made_again, is_late, recompute
 
@@ -75,32 +76,44 @@ class _Values:
     """
 
     def __init__(self, program: Program):
-        graph = program.graph.graph
+        self._graph = graph = program.graph.graph
         self._nodes = [*graph.nodes]
         self._place = {node: i for i, node in enumerate(self._nodes)}
         self._owner: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             shown, _ = shown_operand(node)
             self._owner[node] = node if shown is None else self._owner[shown]
-        self._kernels = [i for n, i in self._place.items() if is_late(n) and not _is_fused(n)]
-        self._no_sources = {node for one in UseRuns(graph).found for node in one.chain}
-        self._no_sources |= memory_that_is_written(graph).keys()
         (end,) = graph.find_nodes(op="output")
         self._returned = {self._owner[node] for node in end.all_input_nodes}
         self._kept: set[fx.Node] = set()
         self._read: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # by owner
         self._free: dict[fx.Node, tuple[set[fx.Node], set[fx.Node]]] = {}  # values: calls, sources
         self.late_reads: dict[fx.Node, list[int]] = {}
+        late: set[fx.Node] = set()
         for node in graph.nodes:
+            if is_late(node):
+                late.add(node)
             if note_of(node).kept:
                 self._kept.add(self._owner[node])
             for read in node.all_input_nodes:
-                self._record_read(node, read)
+                self._record_read(node, read, late)
 
-    def _record_read(self, node: fx.Node, read: fx.Node) -> None:
+    @cached_property
+    def _kernels(self) -> list[int]:
+        """The places of backward's calls that compilers do not fuse."""
+        return [i for n, i in self._place.items() if is_late(n) and not _is_fused(n)]
+
+    @cached_property
+    def _no_sources(self) -> set[fx.Node]:
+        """The gathered parameters, and the owners of memory that some node writes."""
+        gathered = {node for one in UseRuns(self._graph).found for node in one.chain}
+        written = (read for node in self._nodes for read in written_operands(node))
+        return gathered | {self._owner[read] for read in written}
+
+    def _record_read(self, node: fx.Node, read: fx.Node, late: Set[fx.Node]) -> None:
         owner = self._owner[read]
-        if is_late(node):
-            if not is_late(read):
+        if node in late:
+            if read not in late:
                 self._read[owner].add(read)
             if self._owner[node] is not owner:  # the readers of a view count, not the view
                 self.late_reads.setdefault(owner, []).append(self._place[node])

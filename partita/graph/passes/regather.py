@@ -182,7 +182,8 @@ class UseRuns:
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
         chain = find_moved(gather, self.place)
-        users = {u for n in chain for u in n.users if u not in chain and u.op != "output"}
+        moved = {*chain}
+        users = {u for n in chain for u in n.users if u not in moved and u.op != "output"}
         return GatheredParameter(gather, chain, sorted(users, key=self.place.__getitem__))
 
 
@@ -201,10 +202,10 @@ def only_moves(node: fx.Node) -> bool:
 
 def is_gather(node: fx.Node) -> bool:
     """True if the node is the all-gather of a parameter that ZeRO has sharded."""
+    if not is_collective(node):
+        return False
     note = note_of(node)
-    return (
-        note.kind == "all_gather" and note.reason in ("gather", "regather") and is_collective(node)
-    )
+    return note.kind == "all_gather" and note.reason in ("gather", "regather")
 
 
 def find_moved(

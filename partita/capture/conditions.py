@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
+from partita.comm import is_alone
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.program import Input, Program
 from partita.layout import Fix
@@ -258,6 +259,7 @@ class Conditions(
 
 # -- inputs that share memory ----------------------------------------------------------------------
 
+_NO_CONFLICT = (-1, -1)
 _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
@@ -278,6 +280,10 @@ class Sharing:
         # state; the storages of state that may.
         self._given_to = [i for i in program.written if program.inputs[i].kind == "argument"]
         self._written = set(program.written)
+        added_to = {o.index for o in program.outputs if o.kind == "gradient"}
+        self._changed = {id(program.inputs[i]) for i in program.written} | {
+            id(i) for i in program.inputs if i.kind == "gradient" and i.index in added_to
+        }
         self._state = [
             (given.index, bool(self._given_to) or i in self._written)
             for i, given in enumerate(program.inputs)
@@ -314,7 +320,9 @@ class Sharing:
         self._storages = {*starts}
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
         together = len(self._storages) < len(starts)
-        self._overlaps = together and self.find_error(tensors) is not None
+        self._overlaps = (
+            together and self._find_conflict(self._find_shared(tensors)) != _NO_CONFLICT
+        )
 
     def _is_copy(self, given: Input) -> bool:
         return given.kind != "gradient" and given.index in self.program.view_copies
@@ -332,14 +340,32 @@ class Sharing:
                     yield grad.untyped_storage()._cdata
 
     def find_error(self, tensors: Sequence[Any]) -> CaptureError | None:
-        """Returns the error if an input that is written overlaps another one; None otherwise."""
-        program = self.program
-        written = {id(program.inputs[i]) for i in self._written}
-        added_to = {o.index for o in program.outputs if o.kind == "gradient"}
-        written |= {id(i) for i in program.inputs if i.kind == "gradient" and i.index in added_to}
+        """Returns the error if an input that is written overlaps another one; None otherwise.
+
+        All ranks return an error, or none does. Pieces of uneven inputs may overlap on some ranks
+        only: an empty piece overlaps nothing. Then ranks share what they found.
+        """
+        shared = self._find_shared(tensors)
+        found = self._find_conflict(shared)
+        wires = [
+            spec.wire
+            for together in shared
+            if any(given.kind in ("argument", "gradient") for _, given in together)
+            for t, _ in together
+            if (spec := getattr(t, "_spec", None)) is not None and spec.is_uneven
+        ]
+        for wire in dict.fromkeys(wires):
+            if not is_alone(wire):
+                found = max(wire.gather_ints(found, "whether inputs of a step overlap"))
+        if found == _NO_CONFLICT:
+            return None
+        return _make_sharing_error(*(self.program.inputs[i] for i in found))
+
+    def _find_shared(self, tensors: Sequence[Any]) -> list[list[tuple[Any, Input]]]:
+        """Returns the inputs that share a storage with a written one, grouped by storage."""
         by_storage: dict[int, list[tuple[Any, Input]]] = {}
         with local_ops():
-            for given in program.inputs:
+            for given in self.program.inputs:
                 if given.kind not in (*_OF_THE_CALL, "gradient"):
                     continue
                 t = tensors[given.index]
@@ -347,12 +373,27 @@ class Sharing:
                     continue
                 start = self._storage_of(given.index if self._is_copy(given) else -1, t)
                 by_storage.setdefault(start, []).append((t, given))
-            shared = [found for found in by_storage.values() if len(found) > 1]
-            for together in shared:  # not by the spans of pieces, which may be empty on one rank
-                copies = [given for _, given in together if self._is_copy(given)]
-                changed = [given for _, given in together if id(given) in written]
-                if copies and changed:
-                    return _make_sharing_error(changed[0], copies[0], True)
+        return [
+            found
+            for found in by_storage.values()
+            if len(found) > 1 and any(self._is_written(given) for _, given in found)
+        ]
+
+    def _is_written(self, given: Input) -> bool:
+        return id(given) in self._changed
+
+    def _find_conflict(self, shared: list[list[tuple[Any, Input]]]) -> tuple[int, ...]:
+        """Returns the positions of a written input and of one that overlaps it on this rank.
+
+        Returns `_NO_CONFLICT` if there are none.
+        """
+        places = {id(given): i for i, given in enumerate(self.program.inputs)}
+        for together in shared:  # not by the spans of pieces, which may be empty on one rank
+            copies = [given for _, given in together if self._is_copy(given)]
+            changed = [given for _, given in together if self._is_written(given)]
+            if copies:
+                return places[id(changed[0])], places[id(copies[0])]
+        with local_ops():
             spans = [[(*_span_of_bytes(t), given) for t, given in found] for found in shared]
         for found in spans:
             there = sorted((one for one in found if one[1] > one[0]), key=lambda one: one[:2])
@@ -360,9 +401,10 @@ class Sharing:
                 for first, _, other in there[i + 1 :]:
                     if first >= end:
                         break
-                    if written & {id(one), id(other)}:
-                        return _make_sharing_error(one, other, id(one) in written)
-        return None
+                    for written, beside in ((one, other), (other, one)):
+                        if self._is_written(written):
+                            return places[id(written)], places[id(beside)]
+        return _NO_CONFLICT
 
 
 def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:
@@ -374,10 +416,9 @@ def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:
     return first * t.element_size(), (first + last + 1) * t.element_size()  # type: ignore[return-value]
 
 
-def _make_sharing_error(one: Input, other: Input, is_written: bool) -> CaptureError:
+def _make_sharing_error(written: Input, other: Input) -> CaptureError:
     return not_captured(
-        f"{one.name} and {other.name} share memory",
-        f"the step writes {(one if is_written else other).name}, and in the graph the other "
-        f"tensor would not change",
+        f"{written.name} and {other.name} share memory",
+        f"the step writes {written.name}, and in the graph the other tensor would not change",
         Fix(f"{other.name}.clone()", "where it is made, to get its own memory"),
     )

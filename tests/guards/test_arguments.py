@@ -272,3 +272,33 @@ def test_a_container_that_is_an_argument_and_has_a_name_is_only_read(program):
         assert torch.equal(given["x"], X) and [*given] == ["x"]
         named["h"] = {"x": X + 1}
         assert compiled(given) == step(given)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "second"), [(2, lambda x: x), (2, lambda x: x[:, :1]), (5, lambda x: x[:, 1:])]
+)
+def test_ranks_whose_pieces_do_not_overlap_refuse_inputs_as_the_others_do(rows, second, is_first):
+    """An empty piece overlaps nothing, and two columns of a single row have no memory in common."""
+
+    def run(mesh):
+        def make():
+            whole = torch.arange(2.0 * rows).view(rows, 2)
+            return pt.distribute_tensor(whole, mesh, [pt.Shard(0)])
+
+        def step(a, b):
+            a.mul_(2)
+            return b * 1
+
+        step, x = pt.compile(step, backend="graph"), make()
+        if not is_first:
+            step(make()[:, :1], second(make()))
+        with pytest.raises(pt.CaptureError) as caught:
+            step(x[:, :1], second(x))
+        return str(caught.value), x.full_tensor().tolist()
+
+    with pt.ranks(dp=4) as world:
+        (text, x), *others = world.run(run)
+    assert "argument[0] and argument[1] share memory" in text
+    assert x == torch.arange(2.0 * rows).view(rows, 2).tolist()
+    assert others == [(text, x)] * 3

@@ -37,7 +37,8 @@ import partita as pt
 from partita.capture.fakes import captured_for
 from partita.comm.collective import WAIT
 from partita.graph.backend.codegen_memory import memory_of_code
-from partita.graph.backend.inductor import compile_program, cut_into_sections
+from partita.graph.backend.cpp_kernels import KernelCompiler
+from partita.graph.backend.inductor import cut_into_sections, lower_program
 from partita.graph.graph_nodes import is_collective, subgraph_of
 from partita.tensor.op_facts import facts_of
 from partita.testing.believed_gpu import (
@@ -278,10 +279,10 @@ def _count_of_program(program: Any) -> Counts:
 def _count_of_graph(program: Any) -> tuple[Counts, Any]:
     """The kernels of a graph, and its generated code."""
     counts: Counts = Counter()
-    with counting_kernels(counts), warnings.catch_warnings():
+    with counting_kernels(counts), warnings.catch_warnings(), KernelCompiler() as kernels:
         warnings.simplefilter("ignore")  # it cannot be saved
-        _, _, code = compile_program(program)
-    return counts, code
+        lowered = lower_program(program, kernels)
+    return counts, lowered.code
 
 
 def _count_of_torch(shape: StepShape, chip: str) -> Counts:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.graph.backend.inductor import remove_input_checks
+from partita.graph.backend.inductor import _with_triton_kernels, remove_input_checks
 from partita.graph.backend.store import default_store
 
 
@@ -79,3 +79,31 @@ def test_only_the_checks_of_inputs_are_left_away():
 
 def _result(code):
     return SimpleNamespace(result=SimpleNamespace(source_code=code))
+
+
+def test_kernels_for_which_code_waits_late_are_saved_with_it_like_others(monkeypatch, tmp_path):
+    """Inductor saves the Triton kernels that are complete when it has lowered a program."""
+    from torch._inductor.triton_bundler import TritonBundle, TritonBundler
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel in ("early", "late"):
+        (tmp_path / kernel).mkdir()
+        (tmp_path / kernel / "kernel.cubin").write_bytes(kernel.encode())
+
+    def wait(kernel):
+        return lambda: TritonBundler.put(kernel, 0)
+
+    def kernels_of(saved):
+        bundle = pickle.loads(saved)[0].compiled_fw.result._triton_bundle
+        return bundle and [
+            (kernel.kernel_hash, kernel.artifacts[0].payload) for kernel in bundle.kernel_artifacts
+        ]
+
+    code = SimpleNamespace(_triton_bundle=None)
+    saved = pickle.dumps((SimpleNamespace(compiled_fw=SimpleNamespace(result=code)),))
+    assert kernels_of(_with_triton_kernels(saved, [lambda: None])) is None
+    once = _with_triton_kernels(saved, [wait("early")])
+    assert kernels_of(once) == [("early", b"early")]
+    twice = _with_triton_kernels(once, [wait("late")])
+    assert sorted(kernels_of(twice)) == [("early", b"early"), ("late", b"late")]
+    assert isinstance(pickle.loads(twice)[0].compiled_fw.result._triton_bundle, TritonBundle)

@@ -234,7 +234,7 @@ def test_the_longest_part_that_repeats_itself_is_found(calls, least, found):
     assert repeats_of(calls, least) == found
 
 
-def test_each_section_that_is_not_stored_is_noted_before_it_is_compiled():
+def test_all_sections_that_are_not_stored_are_lowered_before_one_waits_for_its_kernels():
     events = []
 
     class Section:
@@ -254,11 +254,14 @@ def test_each_section_that_is_not_stored_is_noted_before_it_is_compiled():
         def load(self):
             self.built = "loaded" if self.is_stored else None
 
-        def compile(self):
-            events.append("compile")
+        def lower(self, kernels):
+            events.append("lower")
+
+        def finish(self):
+            events.append("wait")
             self.built = "compiled"
 
     sections = [Section(is_stored) for is_stored in (False, True, False)]
     found = inductor.build_together(sections, [], lambda *numbers: events.append(numbers))
     assert found == ["compiled", "loaded", "compiled"]
-    assert events == [(1, 3), "compile", (3, 3), "compile"]
+    assert events == [(1, 3), "lower", (3, 3), "lower", "wait", "wait"]

@@ -15,7 +15,7 @@ import pytest
 
 import partita
 from partita.cli import main
-from partita.graph.backend import inductor
+from partita.graph.backend import cpp_kernels
 from partita.graph.backend.inductor import use_private_cache
 from partita.graph.backend.store import Artifact, Store, default_store, read_limit
 
@@ -412,7 +412,7 @@ def test_a_library_that_a_killed_compiler_left_half_written_is_deleted(tmp_path,
     (tmp_path / "ab").mkdir()
     whole = next(Path(partita.tensor.__file__).parent.glob("*.so")).read_bytes()
     files = {"whole": whole, "cut": whole[:-1], "zeros": bytes(len(whole)), "short": whole[:20]}
-    with pytest.raises(KeyboardInterrupt), inductor.cleaning_up_libraries():
+    with pytest.raises(KeyboardInterrupt), cpp_kernels.cleaning_up_libraries():
         for name, content in files.items():
             (tmp_path / "ab" / f"{name}.so").write_bytes(content)
         raise KeyboardInterrupt

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import types
 import weakref
+from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +48,7 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.dlpack import to_dlpack
 
 import partita as pt
+from partita.graph.backend.cpp_kernels import KernelCompiler, load_kernels, set_attribute
 from partita.graph.backend.inductor import CONFIG, remove_compiler_data, remove_input_checks
 from partita.graph.memory import workspace
 from partita.tensor.tensor_state import (
@@ -999,12 +1000,15 @@ def test_what_inductor_generates_checks_its_inputs_in_lines_that_can_be_told(tmp
 @pytest.mark.parametrize(
     ("home", "names"),
     [
-        ("torch._inductor.async_compile:AsyncCompile", "cpp_pybinding"),
+        ("torch._inductor.async_compile:AsyncCompile", "cpp_pybinding submit wait"),
         (
             "torch._inductor.choices:InductorChoices",
             "can_fuse can_fuse_vertical can_fuse_horizontal",
         ),
-        ("torch._inductor.codecache:CppPythonBindingsCodeCache", "_load_library"),
+        (
+            "torch._inductor.codecache:CppPythonBindingsCodeCache",
+            "_load_library _load_library_inner load_async suffix_template call_entry_function",
+        ),
         ("torch._inductor.codecache:FxGraphCache", "cache_hit_post_compile"),
         ("torch._inductor.codegen.wrapper:PythonWrapperCodegen", "generate_kernel_call"),
         ("torch._inductor.graph:GraphLowering", "codegen save_output_code"),
@@ -1023,6 +1027,7 @@ def test_what_inductor_generates_checks_its_inputs_in_lines_that_can_be_told(tmp
         ("torch._inductor.scheduler:Scheduler", "dep_size_hint"),
         ("torch._inductor.scheduler:SchedulerBuffer", "get_mutations"),
         ("torch._inductor.standalone_compile:AOTCompiledArtifact", "deserialize serialize"),
+        ("torch._inductor.triton_bundler:TritonBundler", "begin_compile collect end_compile"),
         ("torch._inductor.virtualized:V", "set_choices_handler"),
     ],
 )
@@ -1133,31 +1138,26 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_kernel_in_cpp_is_a_function_of_a_module_that_its_file_loads_again(tmp_path):
+def test_kernels_in_cpp_are_functions_of_one_library_that_its_file_loads_again():
     from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    made, compile = [], AsyncCompile.cpp_pybinding
-
-    def note(self, argtypes, source, *more):
-        made.append((compile(self, argtypes, source, *more), more))
-        return made[-1][0]
-
-    AsyncCompile.cpp_pybinding = note
-    try:
-        x = torch.arange(4.0)
-        torch.compile(lambda x: x.sin() + 1)(x)
-    finally:
-        AsyncCompile.cpp_pybinding = compile
-    ((kernel, more),) = made
-    assert more == ()
-    kernel = kernel.result() if hasattr(kernel, "result") else kernel
-    copied = tmp_path / "partita_copied.so"
-    copied.write_bytes(Path(kernel.__self__.__file__).read_bytes())
-    again = CppPythonBindingsCodeCache._load_library(str(copied), "partita_copied").kernel
-    out = torch.zeros(4)
-    again(x, out)
-    torch.testing.assert_close(out, x.sin() + 1)
+    compiled = [torch.compile(lambda x: x.sin() + 1), torch.compile(lambda x: x.exp())]
+    x = torch.arange(4.0)
+    with KernelCompiler() as kernels, ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
+        names, scopes = kernels.collect(stack), []
+        set_attribute(stack, AsyncCompile, "wait", lambda self, scope: scopes.append(scope))
+        for function in compiled:
+            with pytest.raises(TypeError, match="not callable"):  # it has no kernels yet
+                function(x)
+        kernels.begin()
+        libraries = kernels.libraries_of(names)
+    assert len(libraries) == 1 and all("__file__" in scope for scope in scopes)
+    sin, exp = map(load_kernels(libraries).get, names)
+    for kernel, found in ((sin, x.sin() + 1), (exp, x.exp())):
+        out = torch.zeros(4)
+        kernel(x, out)
+        torch.testing.assert_close(out, found)
 
 
 def test_fake_modes_have_a_cache_that_can_be_switched_off_and_a_memo_that_can_be_cleared():

@@ -4,7 +4,8 @@ All ranks call `build` together, and one rank of each host compiles:
 
 1. Each rank loads what is in the store.
 2. If ranks of a host miss a program, the first of them compiles it and puts it into the store.
-   Several programs are divided among the ranks, which compile at the same time.
+   Several programs are divided among the ranks, which compile at the same time. A rank lowers all
+   of its programs, while a pool of workers compiles their kernels, and waits for these once.
 3. The others load it. If the store does not work, they compile it themselves.
 
 If one rank fails, all raise the same error, so that no rank waits for it. A graph is cut into
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import fcntl
 import functools
 import hashlib
 import os
@@ -29,16 +29,15 @@ import pkgutil
 import platform
 import re
 import shutil
-import struct
 import sys
 import tempfile
 import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ from ..fake_values import fake_mode_of
 from ..graph_nodes import NOTE, Subgraph, checks_value, subgraph_of
 from ..program import Built, Call, Program
 from .codegen_memory import memory_of_code
+from .cpp_kernels import CollectedKernel, KernelCompiler, provide_kernels, set_attribute
 from .executor import (
     SectionCall,
     Sections,
@@ -176,17 +176,29 @@ def build_together(
     for program in wanted:
         program.attempt(program.load)
     turns = _assign_turns(wanted, wires[0]) if wires else [0] * len(wanted)
-    for number, (program, turn) in enumerate(zip(wanted, turns, strict=True), 1):
-        if turn == 0 and program.is_missing:
-            note_section(number, len(wanted))
-            program.attempt(program.compile)
+    numbers = {program: number for number, program in enumerate(wanted, 1)}
+    mine = [program for program, turn in zip(wanted, turns, strict=True) if turn == 0]
+    _compile_all(mine, lambda program: note_section(numbers[program], len(wanted)))
     _raise_together(wanted, wires)
-    for program, turn in zip(wanted, turns, strict=True):
-        if turn > 0:
-            program.attempt(program.load)
-            program.attempt(program.compile)
+    others = [program for program, turn in zip(wanted, turns, strict=True) if turn > 0]
+    for program in others:
+        program.attempt(program.load)
+    _compile_all(others)
     _raise_together(wanted, wires)
     return [program.built for program in wanted if program.built is not None]
+
+
+def _compile_all(
+    programs: Iterable[_BuildRequest], note: Callable[[_BuildRequest], None] = lambda program: None
+) -> None:
+    """Compile the programs that are missing: first lower all, then wait for all their kernels."""
+    missing = [program for program in programs if program.is_missing]
+    with KernelCompiler() as kernels:
+        for program in missing:
+            note(program)
+            program.attempt(lambda program=program: program.lower(kernels))  # type: ignore[misc]
+        for program in missing:
+            program.attempt(program.finish)
 
 
 def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
@@ -248,6 +260,8 @@ class _BuildRequest:
         self.key = ""
         self.store: Store | None = None
         self._is_boxed = isinstance(program, Subgraph)
+        self._lowered: LoweredProgram | None = None
+        self._seconds = 0.0
         self.attempt(self._find_key_and_store)
 
     def _find_key_and_store(self) -> None:
@@ -287,17 +301,23 @@ class _BuildRequest:
         seconds = time.perf_counter() - begin
         self.built = Built(call, True, seconds, self.key, found.metadata)
 
-    def compile(self) -> None:
-        """Compile the program with Inductor, and put the result into the store."""
-        assert self.store is not None
+    def lower(self, kernels: KernelCompiler) -> None:
+        """Generate the program's code with Inductor, while its kernels are compiled."""
         begin = time.perf_counter()
-        artifact, payload, code = compile_program(self.program)
-        call: Call = artifact
+        self._lowered = lower_program(self.program, kernels)
+        self._seconds = time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Wait for the kernels of a lowered program, and put the result into the store."""
+        assert self.store is not None and self._lowered is not None
+        begin, code = time.perf_counter(), self._lowered.code
+        call, payload = self._lowered.finish()
+        self._lowered = None
         if payload is not None:
             call = load(payload, self._is_boxed)
         elif self._is_boxed:
-            call = _call_with_list(artifact)
-        seconds = time.perf_counter() - begin
+            call = _call_with_list(call)
+        seconds = self._seconds + time.perf_counter() - begin
         # The code is saved too: from it, ranks that load the artifact find the section's memory
         # schedule, which depends on the inputs that their callers hold.
         metadata = self.facts | {"seconds": seconds, "code": code}
@@ -340,14 +360,15 @@ rank compiles while others wait."""
 
 _aten = torch.ops.aten
 
-_FORMAT = 4  # the version of a payload's format
+_FORMAT = 5  # the version of a payload's format
 # Files that decide what is compiled of a graph, and the schedule of its memory.
 _FILES_OF_COMPILER = (
     "versions.py",
     "graph/graph_nodes.py",  # `order_by_needs`
     "graph/memory.py",
-    *(f"graph/backend/{name}.py" for name in ("codegen_memory", "executor", "inductor")),
-    *(f"graph/backend/{name}.py" for name in ("inductor_scheduling", "section_cutter")),
+    *(f"graph/backend/{name}.py" for name in ("codegen_memory", "cpp_kernels", "executor")),
+    *(f"graph/backend/{name}.py" for name in ("inductor", "inductor_scheduling")),
+    "graph/backend/section_cutter.py",
 )
 # Settings of where and how fast something is compiled, which do not change the code.
 _IRRELEVANT_SETTINGS = re.compile(
@@ -355,12 +376,11 @@ _IRRELEVANT_SETTINGS = re.compile(
 )
 
 
-def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, list[str]]:
-    """Compile a program or a section with Inductor, on this rank alone.
+def lower_program(program: Program | Subgraph, kernels: KernelCompiler) -> LoweredProgram:
+    """Generates the code of a program or a section with Inductor, on this rank alone.
 
-    Returns:
-        A function of the program's inputs and constants; a payload for `load` (None, with a
-        warning, if this torch cannot save the result); and the code that Inductor generated.
+    Args:
+        kernels: compiles the C++ kernels of the code. Inductor's own workers compile others.
 
     Raises:
         Exception: any exception of Inductor if it cannot compile.
@@ -400,27 +420,118 @@ def compile_program(program: Program | Subgraph) -> tuple[Call, bytes | None, li
     use_private_cache()
     with ExitStack() as stack:
         _silence_torch(stack)
-        stack.enter_context(cleaning_up_libraries())
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
-        libraries = _record_libraries(stack)
+        names, waits = kernels.collect(stack), _postpone_waits(stack)
         code: list[str] = []
         # Private torch: a hook of torch's own tests.
-        _set_attribute(stack, GraphLowering, "save_output_code", staticmethod(code.append))
+        set_attribute(stack, GraphLowering, "save_output_code", staticmethod(code.append))
         # Private torch, though vLLM relies on it: the one way to a result that can be saved.
         artifact: Any = torch._inductor.standalone_compile(
             graph, examples, dynamic_shapes="from_tracing_context", aot=True
         )
+        result = None
         try:
             saved = artifact.serialize()
             if _has_checked_inputs(program):
                 saved = remove_input_checks(saved)
-            parts = _FORMAT, remove_compiler_data(saved), libraries(), _runs_by_itself(saved)
+            result = remove_compiler_data(saved), _runs_by_itself(saved)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             warnings.warn(f"a compiled program cannot be saved: {text}", stacklevel=2)
-            return artifact, None, code
-    return artifact, zlib.compress(pickle.dumps(parts), 1), code
+    return LoweredProgram(artifact, code, result, kernels, names, waits)
+
+
+@dataclass
+class LoweredProgram:
+    """A program whose code Inductor has generated, and whose kernels are being compiled.
+
+    Attributes:
+        artifact: a function of the program's inputs and constants, once `finish` was called.
+        code: the generated code.
+        saved: the result in a form for the store, and whether the code can be called directly;
+            None if this torch cannot save it.
+        kernels: compiles the C++ kernels, with these `names`.
+        waits: the waits for kernels, which were postponed.
+    """
+
+    artifact: Call
+    code: list[str]
+    saved: tuple[bytes, bool] | None
+    kernels: KernelCompiler
+    names: list[str]
+    waits: list[Callable[[], None]]
+
+    def finish(self) -> tuple[Call, bytes | None]:
+        """Waits for the kernels. Returns the artifact, and a payload for `load` or None.
+
+        Raises:
+            Exception: any exception of a compiler.
+        """
+        self.kernels.begin()
+        with ExitStack() as stack:
+            _silence_torch(stack)
+            if self.saved is None:
+                for wait in self.waits:
+                    wait()
+                return self.artifact, None
+            result, runs_by_itself = self.saved
+            result = _with_triton_kernels(result, self.waits)
+        parts = _FORMAT, result, self.kernels.libraries_of(self.names), runs_by_itself
+        return self.artifact, zlib.compress(pickle.dumps(parts), 1)
+
+
+# Private torch: the generated code ends its imports with `AsyncCompile().wait(globals())`.
+
+
+def _postpone_waits(stack: ExitStack) -> list[Callable[[], None]]:
+    """Makes generated code not wait for its kernels, until `stack` is closed.
+
+    Returns a list of the postponed waits, which grows.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait, found = AsyncCompile.wait, list[Callable[[], None]]()
+
+    def postpone(compiler: Any, scope: dict[str, Any]) -> None:
+        if "__file__" in scope:
+            found.append(functools.partial(_load_kernels_of_code, wait, compiler, scope))
+        else:  # code that Inductor runs while it lowers
+            _load_kernels_of_code(wait, compiler, scope)
+
+    set_attribute(stack, AsyncCompile, "wait", postpone)
+    return found
+
+
+def _load_kernels_of_code(
+    wait: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: dict[str, Any]
+) -> None:
+    for name, kernel in scope.items():
+        if isinstance(kernel, CollectedKernel):
+            scope[name] = kernel.load()
+    wait(compiler, scope)
+
+
+def _with_triton_kernels(saved: bytes, waits: Iterable[Callable[[], None]]) -> bytes:
+    """Returns a saved result with the Triton kernels for which it waits."""
+    from torch._inductor.triton_bundler import TritonBundler
+
+    TritonBundler.begin_compile()
+    try:
+        for wait in waits:
+            wait()
+        made, _ = TritonBundler.collect()
+    finally:
+        TritonBundler.end_compile()
+    if not made.kernel_artifacts:
+        return saved
+    entry, *rest = pickle.loads(saved)
+    code = entry.compiled_fw.result
+    if code._triton_bundle is not None:  # of kernels for which Inductor waited at once
+        made.kernel_artifacts.extend(code._triton_bundle.kernel_artifacts)
+        made.static_autotuners.extend(code._triton_bundle.static_autotuners)
+    code._triton_bundle = made
+    return pickle.dumps((entry, *rest))
 
 
 _UNCHECKED = ("cotangent", "saved", "kept")
@@ -432,7 +543,7 @@ def _has_checked_inputs(program: Program | Subgraph) -> bool:
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
-    """Returns the compiled function in a payload that `compile_program` has made.
+    """Returns the compiled function in a payload that `LoweredProgram.finish` has made.
 
     The payload is executed, so it must come from a file that only this user can write.
 
@@ -451,7 +562,7 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
     use_private_cache()
     with ExitStack() as stack:
         _silence_torch(stack)
-        _provide_libraries(stack, libraries)
+        provide_kernels(stack, libraries)
         loaded = _keep_compiler_away(stack)
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
@@ -532,12 +643,6 @@ def _silence_torch(stack: ExitStack) -> None:
     warnings.simplefilter("ignore", DeprecationWarning)  # warnings of torch about its own code
 
 
-def _set_attribute(stack: ExitStack, owner: type, name: str, value: Any) -> None:
-    """Give a class another attribute, until the stack is left."""
-    stack.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, value)
-
-
 def _configure_inductor(stack: ExitStack, key: str) -> None:
     import torch._functorch.config as functorch
     from torch._inductor import config
@@ -559,58 +664,6 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     if hasattr(functorch, "bypass_autograd_cache_key"):
         # Torch does not save a result without a cache key.
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
-
-
-# -- libraries of C++ kernels ----------------------------------------------------------------------
-# Private torch: generated code gets each kernel of `AsyncCompile.cpp_pybinding(types, source)`.
-
-
-def _record_libraries(stack: ExitStack) -> Callable[[], dict[str, bytes]]:
-    """Record compiled libraries. Returns a function that returns their bytes, by name.
-
-    Args:
-        stack: records until this stack is closed.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    compile, made = AsyncCompile.cpp_pybinding, dict[str, Any]()
-
-    def compile_and_keep(self: Any, argtypes: list[str], source: str) -> Any:
-        made[_name_of_library(argtypes, source)] = found = compile(self, argtypes, source)
-        return found
-
-    def read_libraries() -> dict[str, bytes]:
-        # Each kernel is a function, or a future of one, of an extension module of its own.
-        kernels = {k: f.result() if hasattr(f, "result") else f for k, f in made.items()}
-        return {k: Path(f.__self__.__file__).read_bytes() for k, f in kernels.items()}
-
-    _set_attribute(stack, AsyncCompile, "cpp_pybinding", compile_and_keep)
-    return read_libraries
-
-
-def _provide_libraries(stack: ExitStack, libraries: dict[str, bytes]) -> None:
-    """Make Inductor load these libraries instead of compiling them, until `stack` is closed."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    made = tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True)
-    folder, compile = stack.enter_context(made), AsyncCompile.cpp_pybinding
-
-    def load_or_compile(self: Any, argtypes: list[str], source: str) -> Any:
-        name = _name_of_library(argtypes, source)
-        if name not in libraries:
-            return compile(self, argtypes, source)
-        path = Path(folder, name + ".so")
-        path.write_bytes(libraries[name])
-        # A mapped library no longer needs its file.
-        return CppPythonBindingsCodeCache._load_library(str(path), name).kernel
-
-    _set_attribute(stack, AsyncCompile, "cpp_pybinding", load_or_compile)
-
-
-def _name_of_library(argtypes: Sequence[str], source: str) -> str:
-    return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
 
 
 # -- saving results --------------------------------------------------------------------------------
@@ -701,7 +754,7 @@ def _keep_compiler_away(stack: ExitStack) -> list[Any]:
         return code, info
 
     hook = staticmethod(load_ready_code)
-    _set_attribute(stack, FxGraphCache, "cache_hit_post_compile", hook)
+    set_attribute(stack, FxGraphCache, "cache_hit_post_compile", hook)
     return loaded
 
 
@@ -727,74 +780,3 @@ def align(nbytes: Any) -> Any:
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)
-
-
-# -- libraries of compiles that were killed --------------------------------------------------------
-
-_PREFIX = "partita-compiles-"
-
-
-@contextmanager
-def cleaning_up_libraries() -> Iterator[None]:
-    """Deletes half-written libraries that killed compilations have left in torch's cache folder.
-
-    Torch would load such a library as if it were complete, which crashes the process. Compile
-    inside the `with` block. It holds a lock on a marker file during compilation. A marker without a
-    lock belongs to a killed process. Half-written libraries that are newer than such a marker are
-    deleted.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    folder = Path(cache_dir())
-    folder.mkdir(parents=True, exist_ok=True)
-    for marker in folder.glob(_PREFIX + "*"):
-        _delete_stale_libraries(folder, marker)
-    fd, name = tempfile.mkstemp(dir=folder)
-    file = Path(name)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # until this process ends
-        file = file.rename(folder / (_PREFIX + file.name))  # where others see it
-        try:
-            yield
-        except BaseException:  # Ctrl-C reaches the compiler too
-            _delete_incomplete(folder, file)
-            raise
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(fd)
-
-
-def _delete_stale_libraries(folder: Path, marker: Path) -> None:
-    with suppress(OSError), marker.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its process still compiles
-            return
-        _delete_incomplete(folder, marker)
-        marker.unlink()
-
-
-def _delete_incomplete(folder: Path, marker: Path) -> None:
-    """Delete the half-written libraries that are not older than the marker."""
-    with suppress(OSError):
-        begin = marker.stat().st_mtime
-        for library in folder.glob("*/*.so"):
-            with suppress(OSError):
-                if library.stat().st_mtime >= begin and not _is_complete(library):
-                    library.unlink()
-
-
-def _is_complete(library: Path) -> bool:
-    """True if a library is complete: its table of sections, which is written last, exists."""
-    with library.open("rb") as file:
-        header = file.read(64)
-    if not header.startswith(b"\x7fELF"):  # nor is one of zeros, which a killed linker may leave
-        return header.startswith(b"\xcf\xfa\xed\xfe")  # on macOS libraries are of another kind
-    if len(header) < 64:
-        return False
-    if not header.startswith(b"\x7fELF\x02\x01"):  # not 64 bits and little-endian: unchecked
-        return True
-    # e_shoff, and e_shentsize and e_shnum: https://refspecs.linuxfoundation.org/elf/gabi4+
-    (start,) = struct.unpack_from("<Q", header, 40)
-    size, count = struct.unpack_from("<HH", header, 58)
-    return bool(start) and start + size * count <= library.stat().st_size

@@ -26,8 +26,9 @@ from torch.autograd.graph import get_gradient_edge
 from partita.comm import check_equal_on_ranks, is_agreed, remember_agreed, user_line
 from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
+from partita.tensor.aliasing import redistribute_view, renew_copy
 from partita.tensor.construct import copy_attributes, keep_attributes
-from partita.tensor.dtensor import DTensor, as_dtensor
+from partita.tensor.dtensor import DTensor, as_dtensor, move_local
 from partita.tensor.dtensor_gradients import (
     BROKEN_OFF,
     refuse_copied_part,
@@ -36,6 +37,7 @@ from partita.tensor.dtensor_gradients import (
 )
 from partita.tensor.origins import find_origin, is_beside_program
 from partita.tensor.tensor_state import (
+    CopiedView,
     Spec,
     ZeroLayouts,
     after_backward,
@@ -52,6 +54,7 @@ from partita.tensor.tensor_state import (
     own_state,
     spec_of,
     state_of,
+    was_written_since,
 )
 
 from .batch import replace_instances
@@ -293,6 +296,8 @@ class FsdpGroup:
 
     def fit_buffers(self, shards: Sequence[DTensor]) -> None:
         """Make new flat buffers if the existing ones do not fit `shards`, as after `model.to()`."""
+        if self.installed and are_same(shards, self.gathered):
+            return  # the spec of such a shard is marked (see `InstalledParameter`)
         with local_ops():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
@@ -541,12 +546,16 @@ class FsdpGroup:
             wholes: pairs of the parameter's index in the group and the gathered parameter.
         """
         self.gathered = shards = self.shards()
+        some = [shards[i] for i, _ in wholes]
         writes = count_writes_of([whole for _, whole in wholes])
+        counts = writes, count_writes_of(some), count_unseen_writes_of(some)
         self.installed = [
-            InstalledParameter(i, shards[i], whole, before, copy_attributes(whole, shards[i]))
-            for (i, whole), before in zip(wholes, writes, strict=True)
+            InstalledParameter(i, shards[i], whole, *before)
+            for (i, whole), *before in zip(wholes, *counts, strict=True)
         ]
         for one in self.installed:
+            if not in_backward():  # when a checkpoint runs the forward again, hooks get the shards
+                one.connect_shard()
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
@@ -558,9 +567,11 @@ class FsdpGroup:
             autograd does not count.
 
         Raises:
-            LayoutError: the gathered dtype is narrower than the shard's.
+            LayoutError: the gathered dtype is narrower than the shard's, or a shard was written
+                through a view that does not follow the gathered parameter.
         """
         written: dict[int, tuple[int, int]] = {}
+        self.check_shards(self.installed)
         wholes = [one.whole for one in self.installed]
         # Compared by write counts, not by values: these may have changed only on some ranks.
         counts = count_writes_of(wholes), count_unseen_writes_of(wholes)
@@ -569,18 +580,8 @@ class FsdpGroup:
             keep_attributes(whole, p, one.attributes)
             if now == before and not unseen:
                 continue
-            mine, held = p._spec.region[0], whole._spec.region[0]
-            with local_ops(), torch.no_grad():
-                rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
-                if rows.dtype != p.dtype:
-                    raise LayoutError(
-                        f"{self.name_of(i)} {WRITTEN_AS} {rows.dtype}",
-                        place=user_line(),
-                        reason=DIGITS_LOST,
-                        fixes=(WRITE_AFTER,),
-                    )
-                # If it was written through `.data`, so is the shard: autograd then counts neither.
-                (p if now != before else p.data).copy_(rows)
+            if one.was_written_itself():
+                self._copy_to_shard(i, p, whole, is_counted=now != before)
             # Changed in place in the lists that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)
             if state_of(whole).replaced_at:  # saved views show the memory that it had before
@@ -591,6 +592,47 @@ class FsdpGroup:
                 self.unseen_writes[i] = count_unseen_writes(p)
             written[i] = now, unseen
         return written
+
+    def _copy_to_shard(self, i: int, p: DTensor, whole: DTensor, *, is_counted: bool) -> None:
+        """Copies the gathered parameter `i` to its shard `p`.
+
+        Args:
+            is_counted: True if autograd counts the write of the shard, as it counted that of
+                `whole`. It counts no write through `.data`.
+        """
+        mine, held = p._spec.region[0], whole._spec.region[0]
+        with local_ops(), torch.no_grad():
+            rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
+            if rows.dtype != p.dtype:
+                raise LayoutError(
+                    f"{self.name_of(i)} {WRITTEN_AS} {rows.dtype}",
+                    place=user_line(),
+                    reason=DIGITS_LOST,
+                    fixes=(WRITE_AFTER,),
+                )
+            (p if is_counted else p.data).copy_(rows)
+
+    def check_shards(self, installed: Sequence[InstalledParameter]) -> None:
+        """Raise unless every write to a shard in the forward has changed the gathered parameter.
+
+        Raises:
+            LayoutError: it was written through a view or `.data` that is older than the forward.
+        """
+        shards = [one.shard for one in installed]
+        counts = zip(count_writes_of(shards), count_unseen_writes_of(shards), strict=True)
+        for one, now in zip(installed, counts, strict=True):
+            if one.follows and now != one.shard_writes:
+                raise LayoutError(
+                    f"{self.name_of(one.number)} was written in the block's forward, through a "
+                    "view or .data from before",
+                    place=user_line(),
+                    reason="the block computes with the gathered parameter, which such a write "
+                    "does not reach",
+                    fixes=(
+                        Fix("p.copy_(...)", "of the parameter itself, under no_grad"),
+                        Fix("write it before the forward of the block, or after it"),
+                    ),
+                )
 
     def was_written(self, place: int) -> bool:
         """True if forward has written this gathered parameter in place.
@@ -619,6 +661,7 @@ class FsdpGroup:
             # garbage collector cannot find.
             state = own_state(one.whole)
             state.retyped = state.data = None
+            one.release_shard()
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.shard  # type: ignore[assignment]
 
@@ -643,22 +686,97 @@ class SavedVersions:
     is_cast: bool
 
 
-@dataclass(eq=False, slots=True)
-class InstalledParameter:
+class InstalledParameter(CopiedView):
     """A gathered parameter that replaces its shard in the modules during a forward.
+
+    Other references to the parameter, such as an optimizer's, refer to the shard. During the
+    forward the shard is a view copy of the gathered parameter (see `tensor/aliasing`). So a write
+    to one of them changes both.
 
     Attributes:
         number: the index of the parameter in its group.
         shard, whole: the sharded and the gathered parameter.
+        follows: True if the shard was connected.
+        shard_spec: the spec of the shard outside of the forward.
+        shard_writes: the write counts of the shard, counted by autograd and not counted, when it
+            was last equal to its part of `whole`.
         writes: the write count of `whole` when it was installed.
+        writes_of_shard: the write count of `whole` after the last write to the shard.
         attributes: the attributes that were copied to `whole`.
     """
 
-    number: int
-    shard: Any
-    whole: DTensor
-    writes: int
-    attributes: dict[str, Any]
+    __slots__ = (
+        "attributes",
+        "follows",
+        "number",
+        "shard",
+        "shard_spec",
+        "shard_writes",
+        "whole",
+        "writes",
+        "writes_of_shard",
+    )
+
+    def __init__(self, number: int, shard: Any, whole: DTensor, *writes: int):
+        """Connects the shard to the gathered parameter.
+
+        Args:
+            writes: the write count of `whole`, and the counts of `shard` as in `shard_writes`.
+        """
+        spec = shard._spec
+        self.source, self.view, self.args, self.kwargs = (
+            whole,
+            redistribute_view,
+            (spec.layout,),
+            {},
+        )
+        self.index, self.retaken, self.graded = None, None, True
+        self.number, self.shard, self.whole, self.shard_spec = number, shard, whole, spec
+        self.writes = self.source_writes = self.writes_of_shard = writes[0]
+        self.shard_writes = writes[1:]
+        self.follows, self.attributes = False, copy_attributes(whole, shard)
+
+    def connect_shard(self) -> None:
+        """Make the shard a view copy of the gathered parameter."""
+        self.follows = True
+        own_state(self.shard).copied_view, self.shard._spec = self, self.shard_spec.as_copy
+
+    def note_write_through(self, copy: Any) -> None:
+        super().note_write_through(copy)
+        self.writes_of_shard = self.source_writes
+        self.shard_writes = count_writes(self.shard), count_unseen_writes(self.shard)
+
+    def was_written_itself(self) -> bool:
+        """True if the program has written `whole`, not only the shard."""
+        return was_written_since(self.whole, self.writes_of_shard)
+
+    def release_shard(self) -> None:
+        """End the connection of the shard to the gathered parameter, which will be freed."""
+        state = own_state(self.shard)
+        if state.copied_view is self:
+            state.copied_view, self.shard._spec = None, self.shard_spec
+        # Views of the shard that were made in the forward refer to this object. They are taken
+        # again from the shard.
+        self.source, self.source_writes, self.retaken = self.shard, -1, None
+
+    def suspend(self) -> None:
+        """Make the shard an ordinary parameter with its current values, for an optimizer's step.
+
+        The kernels of a step write its local tensor.
+        """
+        renew_copy(self.shard)
+        self.release_shard()
+
+    def resume(self) -> None:
+        """Connect the shard again. Gathers its values if they were written after `suspend`."""
+        self.connect_shard()
+        self.source, self.source_writes = self.whole, count_writes(self.whole)
+        if (count_writes(self.shard), count_unseen_writes(self.shard)) == self.shard_writes:
+            return
+        with local_ops(), torch.no_grad():
+            value = move_local(self.shard, self.shard_spec, self.whole._spec, "write", "implicit")
+            self.whole.copy_(value)
+        self.note_write_through(self.shard)
 
 
 WRITTEN_AS = "is written in the forward, where it is gathered as"

@@ -46,7 +46,6 @@ from partita.tensor.tensor_state import (
     own_state,
     saving_hooks,
     state_of,
-    was_written_since,
     will_execute,
 )
 from partita.tensor.transforms import outside_transforms
@@ -647,9 +646,10 @@ class _GraphGather:
         installed = self.group.installed
         self.group.put_shards_back()
         self.group.gathered = ()
+        self.group.check_shards(installed)
         for one in installed:
             keep_attributes(one.whole, one.shard, one.attributes)
-            if was_written_since(one.whole, one.writes):
+            if one.was_written_itself():
                 _write_back(one.whole, one.shard)
 
 

@@ -40,6 +40,7 @@ from partita.tensor.foreach import norms
 from partita.tensor.tensor_state import HERE, count_writes, make_argument_error, state_of
 from partita.tensor.torch_patches import only_entered
 
+from .fsdp_group import InstalledParameter
 from .parameters import refuse_replaced_parameters
 
 
@@ -149,6 +150,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     plain = type(optimizer) in _ELEMENTWISE and closure is None and not _has_later_hooks()
     if spread:
         _agree_settings(optimizer, spread)
+        _suspend_gathered(optimizer, spread)
     owners = HERE.trace.run_without_profiling(_find_reducers, spread)
     taken: _StepCall | None = None
     if plain and (owners or not spread):
@@ -292,8 +294,22 @@ def _restore_own_hooks(optimizer: Optimizer) -> None:
         optimizer._optimizer_step_pre_hooks.update(own)
 
 
+_suspended: WeakKeyDictionary[Optimizer, list[InstalledParameter]] = WeakKeyDictionary()
+"""The gathered parameters of the optimizers whose step runs now."""
+
 _writes_before: WeakKeyDictionary[Optimizer, list[tuple[DTensor, int]]] = WeakKeyDictionary()
 """What a step that runs may write by address, with the number of writes that torch had counted."""
+
+
+def _suspend_gathered(optimizer: Optimizer, params: list[DTensor]) -> None:
+    """Suspend parameters that ZeRO-3 has gathered, in a step within a forward of their block."""
+    copied = [state_of(p).copied_view for p in params if p._spec.is_copy]
+    installed = [one for one in copied if isinstance(one, InstalledParameter)]
+    _suspended.pop(optimizer, None)  # of a step that failed
+    if installed:
+        _suspended[optimizer] = installed
+    for one in installed:
+        one.suspend()
 
 
 def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
@@ -303,6 +319,8 @@ def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
         # count. It is a write through `.data`: what autograd has saved of `p` stays valid.
         if count_writes(p) == count and not p.is_inference():
             increment_version(p.data)
+    for one in _suspended.pop(optimizer, ()):
+        one.resume()
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:

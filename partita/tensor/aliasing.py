@@ -134,7 +134,7 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
             source[copied.args[0]] = value
         else:
             source.copy_(_replace_viewed_part(source, copied, value))
-    own.source_writes, own.retaken = count_writes(own.source), None
+    own.note_write_through(copy)
     return copy
 
 
@@ -332,16 +332,12 @@ def connect_copy(
     copy._spec = copy._spec.as_copy
 
 
-def redistribute_view(x: DTensor, layout: Layout) -> DTensor:
+def redistribute_view(x: Any, layout: Layout) -> Any:
     """Returns a copy of `x` in another layout. It is a view copy of `x`."""
-
-    def redistribute(source: Any) -> Any:
-        if not isinstance(source, DTensor):  # the whole value, or a "meta" tensor
-            return torch.ops.aten.alias(source)
-        return redistribute_view(source, layout)
-
+    if not isinstance(x, DTensor):  # the whole value, or a "meta" tensor
+        return torch.ops.aten.alias(x)
     alias, now = _alias_of(x), current(x)
-    copied = CopiedView(alias, redistribute, (), {}, None, count_writes(alias))
+    copied = CopiedView(alias, redistribute_view, (layout,), {}, None, count_writes(alias))
     spec = spec_of(layout, now._spec.wire)
     copy = as_dtensor(move_local(now, now._spec, spec, "grad", "explicit"), spec)
     return _mark_copy_of_view(copy, x, copied)
@@ -354,7 +350,7 @@ def renew_copy(copy: DTensor) -> None:
         with local_ops(), torch.no_grad():
             copy.copy_(move_local(now, now._spec, copy._spec, "grad", "implicit"))
         copied: CopiedView = state_of(copy).copied_view
-        copied.source_writes, copied.retaken = count_writes(copied.source), None
+        copied.note_write_through(copy)
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:

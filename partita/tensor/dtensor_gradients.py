@@ -62,11 +62,18 @@ hooks_of_backward = _base._backward_hooks.__get__
 hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 
-def _reduce_postponed(x: torch.Tensor) -> None:
-    """Make ZeRO add the gradient that it still keeps for x, before `x.grad` is read or cleared."""
-    layouts = state_of(x).zero_layouts
-    if layouts is not None:
-        layouts.owner.reduce_postponed()
+def _prepare_gradient(x: Any) -> Any:
+    """Returns the tensor that has the gradient of `x`: the shard, if ZeRO-3 has gathered `x`.
+
+    Before `x.grad` is read or cleared, ZeRO adds the gradients that it still keeps for it.
+    """
+    state = state_of(x)
+    if state.gathered_from is not None:
+        x = state.gathered_from[0]
+        state = state_of(x)
+    if state.zero_layouts is not None:
+        state.zero_layouts.owner.reduce_postponed()
+    return x
 
 
 def zero_owners_of(tensors: Iterable[Any]) -> list[Any]:
@@ -98,7 +105,7 @@ def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """Returns `x.grad` as a DTensor. Repeated reads return the same object."""
-    _reduce_postponed(x)
+    x = _prepare_gradient(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
         if grad is None:  # if a view copy is out of date, backward has read a newer one
@@ -141,7 +148,7 @@ def _note_owner(grad: DTensor, x: DTensor) -> None:
 
 @implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    _reduce_postponed(x)
+    x = _prepare_gradient(x)
     if grad is None:
         _unmark_settled(x)  # type: ignore[arg-type]
     elif not isinstance(x, DTensor):
@@ -207,7 +214,7 @@ DTensor.requires_grad = _shard_property.setter(_set_requires_grad)
 
 @implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
-    _reduce_postponed(x)
+    x = _prepare_gradient(x)
     _unmark_settled(x)
     with DisableTorchFunction():
         _grad.__delete__(x)
@@ -412,7 +419,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_hook`, with a hook that gets DTensors."""
-    _reduce_postponed(x)  # the hook gets later gradients only
+    x = _prepare_gradient(x)  # the hook gets later gradients only
     typed = type_hook(x, hook)
     with local_ops():
         return x.register_hook(typed)
@@ -421,7 +428,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 @implements(T.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_post_accumulate_grad_hook` for a DTensor."""
-    _reduce_postponed(x)
+    x = _prepare_gradient(x)
     typed = type_accumulate_hook(x, hook)
     with local_ops():
         handle = x.register_post_accumulate_grad_hook(typed)
@@ -459,7 +466,7 @@ def _may_be_unused(leaf: Any) -> bool:
     for all leaves, used or not.
     """
     layouts = state_of(leaf).zero_layouts if leaf is not None else None
-    return layouts is not None and layouts.update is leaf._spec
+    return layouts is not None and layouts.update is leaf._spec.without_mark
 
 
 @contextmanager
@@ -560,7 +567,7 @@ class NodeOfPieces:
         leaf = getattr(self.node, "variable", None)
         if not isinstance(leaf, DTensor):
             raise _make_node_error(self.node.name())
-        _reduce_postponed(leaf)  # the hook gets later gradients only
+        _prepare_gradient(leaf)  # the hook gets later gradients only
         own_state(leaf).has_node_hooks = True
         return leaf
 
@@ -931,7 +938,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         if grad.requires_grad:
             _reduce_with_history(p, grad)
             continue
-        if reduced_gradient_spec(p) is not p._spec:
+        if reduced_gradient_spec(p) is not p._spec.without_mark:
             _reduce_scatter_gradient(p, grad)
             continue
         key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)

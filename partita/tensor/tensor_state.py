@@ -231,6 +231,11 @@ class Spec:
             on_new_spec(copy)
         return copy
 
+    @property
+    def without_mark(self) -> Spec:
+        """The same layout and wire, not marked as a view copy."""
+        return spec_of(self.layout, self.wire) if self.is_copy else self
+
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
         """`(offset, length)` of this rank's shard in each dimension of the global tensor."""
@@ -553,6 +558,10 @@ class CopiedView:
         if is_counted:
             self.retaken = (source, count, graded, part)
         return part
+
+    def note_write_through(self, copy: Any) -> None:
+        """Records that the source now has the values of the view copy `copy`."""
+        self.source_writes, self.retaken = count_writes(self.source), None
 
 
 def current(x: Any) -> Any:

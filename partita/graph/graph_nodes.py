@@ -114,7 +114,7 @@ def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
     """Add a call at the graph's insertion point, like `fx.Graph.call_function`, and return it."""
-    node = graph.create_node("call_function", target, name=name or _name_of(target))
+    node = graph.create_node("call_function", target, name=name or name_of_call(target))
     _set_args(node, args)
     if kwargs:
         _set_kwargs(node, kwargs)
@@ -127,19 +127,22 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 @lru_cache(maxsize=4096)
-def _name_of(target: Any) -> str:
+def name_of_call(target: Any) -> str:
     """Returns fx's name for a node with this target, before it appends a number. Private torch."""
     found: str = _GRAPH._target_to_str(target)
     return found
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
+def copy_node(
+    graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any], name: str | None = None
+) -> fx.Node:
     """Add a copy of a node to `graph`, like `fx.Graph.node_copy`, and return it.
 
     Args:
         of: a function that returns the copy of an operand.
+        name: the name of the copy, to which fx appends a number; by default that of the node.
     """
-    made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    made = graph.create_node(node.op, node.target, name=name or node.name, type_expr=node.type)
     _set_args(made, fx.node.map_arg(node.args, of))
     if node.kwargs:
         _set_kwargs(made, fx.node.map_arg(node.kwargs, of))
@@ -177,6 +180,8 @@ def key_of_operands(value: Any) -> Any:
     1, 1.0 and True have different keys; floats and complex numbers are compared by their bits, so
     0.0 and -0.0 differ.
     """
+    if isinstance(value, fx.Node):
+        return value
     if isinstance(value, (list, tuple)):
         return tuple([key_of_operands(v) for v in value])
     if isinstance(value, dict):

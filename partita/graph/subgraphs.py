@@ -30,6 +30,7 @@ from .graph_nodes import (
     copy_graph,
     copy_node,
     lazy_graph_module,
+    name_of_call,
     note_of,
     subgraph_calls,
 )
@@ -133,7 +134,9 @@ class _Copy:
                 shown: Any = node.args[0]
                 of[node] = of.get(shown, shown)
             else:
-                of[node] = copied = copy_node(graph, node, lambda n: of.get(n, n))
+                # fx tries all smaller numbers if a name with a number is taken.
+                name = name_of_call(node.target)
+                of[node] = copied = copy_node(graph, node, lambda n: of.get(n, n), name)
                 note = note_of(node)
                 if id(note) not in self.notes:
                     self.notes[id(note)] = self._renumber_note(note)

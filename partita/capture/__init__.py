@@ -8,7 +8,7 @@ In reading order:
   strides of fakes), `optimizers`, `conditions` (checks of inputs before a later call).
 - The run: `capture_context` (settings and replacements during a run), `recorder` (the modes that
   turn calls into nodes), `equal_calls` (equal calls are traced once), `torch_settings`,
-  `whose_code` (tells the user's code from a library's).
+  `code_origin` (tells the user's code from a library's).
 - Outputs: `graph_outputs`, `differentiate` (gradients of a part of a model), `left_attributes`
   (tensors that a function stores in modules), `known_masks` (removes attention masks).
 - The graph without in-place writes: `functionalize`, `functional_calls` (single calls, and numbers

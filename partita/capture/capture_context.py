@@ -29,7 +29,7 @@ from partita.tensor.tensor_overrides import show_same_memory
 from partita.tensor.tensor_state import HERE, note_unseen_write, saving_hooks, without_history
 from partita.tensor.trace_hooks import TraceHooks
 
-from .whose_code import is_user_module
+from .code_origin import is_user_module
 
 
 @contextmanager

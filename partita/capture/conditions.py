@@ -2,9 +2,8 @@
 
 Some numbers, gradients and properties of tensors must be as at capture (`Conditions`). If one
 differs, another program is found or captured, and `reason` says why. A program must not write
-memory that another input overlaps (`Sharing`): its graph treats inputs as separate values, so it
-would not do what eager does.
-"""
+memory that another input overlaps (`OverlapCheck`): its graph treats inputs as separate values, so
+it would not do what eager does."""
 
 from __future__ import annotations
 
@@ -263,7 +262,7 @@ _NO_CONFLICT = (-1, -1)
 _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
-class Sharing:
+class OverlapCheck:
     """The check that a program writes no input whose memory another input uses, too.
 
     Inputs may be views of one storage if none of them is written, or if they do not overlap. A view

@@ -104,7 +104,7 @@ def differentiate(
             spec = getattr(result, "_spec", None)
             with local_ops(), torch.no_grad():
                 value = torch.empty_like(result.detach())
-            seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
+            seeds.append(Seed(recorder.newest_node().name, spec and spec.gradient, number))
             values.append(value if spec is None else as_dtensor(value, spec.gradient))
         try:
             found = torch.autograd.grad(

@@ -4,11 +4,10 @@ Three kinds of calls are replaced: calls that write, calls over lists (`_foreach
 one call for each tensor), and calls with a number that is known only when the graph runs. In the
 graph such a number is a `Scalar`: a 0-d float64, int64 or bool tensor.
 
-The replacement is traced once (`Pattern`) and cached for calls with equal operator, numbers, dtypes
-and number of dimensions (and shapes, if the pattern contains sizes). `functionalize` copies it into
-the graph. The op of CTC loss, which has a result of unknown shape, is replaced while the step is
-traced (`REPLACED`).
-"""
+The replacement is traced once (`CallPattern`) and cached for calls with equal operator, numbers,
+dtypes and number of dimensions (and shapes, if the pattern contains sizes). `functionalize` copies
+it into the graph. The op of CTC loss, which has a result of unknown shape, is replaced while the
+step is traced (`REPLACED`)."""
 
 from __future__ import annotations
 
@@ -368,7 +367,7 @@ _PATTERNS_KEPT = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class CallPattern:
     """The calls without in-place writes that replace one kind of call; traced once and cached.
 
     Attributes:
@@ -386,12 +385,12 @@ class Pattern:
     writes: dict[int, fx.Node]
 
 
-_patterns: dict[Any, Pattern] = {}
+_patterns: dict[Any, CallPattern] = {}
 
 
 def pattern_of(
     call: Callable[..., Any], what: Any, args: Any, kwargs: Any, like: Any, mode: Any
-) -> Pattern:
+) -> CallPattern:
     """Returns the calls without in-place writes that replace a call: from a cache, or newly traced.
 
     Args:
@@ -414,7 +413,7 @@ def pattern_of(
 
 def _trace_pattern(
     call: Callable[..., Any], args: Any, kwargs: Any, like: Any, mode: Any
-) -> Pattern:
+) -> CallPattern:
     leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_scalar)
     places = [i for i, leaf in enumerate(leaves) if isinstance(unwrap_scalar(leaf), torch.Tensor)]
     trees: list[Any] = []
@@ -452,7 +451,7 @@ def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) ->
         return make_fx(functionalize(run, remove="mutations"))(*distinct)
 
 
-def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
+def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> CallPattern:
     """Returns the pattern of a traced graph.
 
     Args:
@@ -476,10 +475,10 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     values = iter(end.args[0])
     flat: list[Any] = [None if kind is type(None) else next(values) for kind in kinds]
     flat = [Scalar(v) if kind is Scalar else v for v, kind in zip(flat, kinds, strict=True)]
-    return Pattern(operands, calls, pytree.tree_unflatten(flat, tree), writes)
+    return CallPattern(operands, calls, pytree.tree_unflatten(flat, tree), writes)
 
 
-def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
+def _is_general(pattern: CallPattern, args: Any, kwargs: Any) -> bool:
     """True if a pattern holds for other shapes.
 
     False if it draws random numbers, or contains numbers that may be sizes.

@@ -28,7 +28,7 @@ from partita.graph.shared_memory import (
     last_element_offset,
     operands_written,
     overlapping_results,
-    part_of,
+    part_of_storage,
     shown_operand,
     views_of,
 )
@@ -73,7 +73,7 @@ def drop_needless_sets(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
         x, y = node.args
-        same = part_of(x.meta["val"]) == part_of(y.meta["val"])
+        same = part_of_storage(x.meta["val"]) == part_of_storage(y.meta["val"])
         if same and views_of(x)[0] is views_of(y)[0]:
             node.replace_all_uses_with(x)
             graph.erase_node(node)
@@ -158,7 +158,7 @@ def is_reshaped(part: Any, other: Any) -> bool:
     """True if two views have the same elements in the same order, without gaps, as after a reshape.
 
     Args:
-        part, other: the results of `part_of` for the views.
+        part, other: the results of `part_of_storage` for the views.
     """
     (shape, _, *rest), (other_shape, _, *other_rest) = part, other
     same = rest == other_rest and math.prod(shape) == math.prod(other_shape)
@@ -272,7 +272,10 @@ def base_on_makers(graph: fx.Graph) -> None:
         source = node.args[0]
         maker, _ = views_of(source)
         shown, whole = source.meta["val"], maker.meta["val"]
-        if not isinstance(whole, torch.Tensor) or part_of(shown)[3:] != part_of(whole)[3:]:
+        if (
+            not isinstance(whole, torch.Tensor)
+            or part_of_storage(shown)[3:] != part_of_storage(whole)[3:]
+        ):
             continue  # its strides and offset count elements of another size
         offset = (*node.args, None)[3]
         node.args = (maker, *node.args[1:3], shown.storage_offset() if offset is None else offset)

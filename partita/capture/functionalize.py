@@ -45,7 +45,7 @@ from partita.graph.shared_memory import (
     keep_apart,
     memory_that_is_written,
     overlapping_results,
-    part_of,
+    part_of_storage,
 )
 from partita.layout import Fix
 from partita.tensor.aliasing import is_without_overlap
@@ -506,7 +506,7 @@ class _Rewrite:
 
     def _remake_view(self, node: fx.Node, memory: int) -> fx.Node:
         """Returns the value of a node whose memory was written since it was made."""
-        part, count = part_of(node.meta["val"]), self.written[memory]
+        part, count = part_of_storage(node.meta["val"]), self.written[memory]
         latest = {p: value for p, (at, value) in self.latest[memory].items() if at == count}
         if part in latest:
             return latest[part]
@@ -529,7 +529,7 @@ class _Rewrite:
         for node, now in shown:
             if not have_same_memory_format(now.meta["val"], node.meta["val"]):
                 self.other_strides.add(now)
-            self.latest[memory][part_of(node.meta["val"])] = self.written[memory], now
+            self.latest[memory][part_of_storage(node.meta["val"])] = self.written[memory], now
             self.of[node], self.made_at[node] = now, self.written[memory]
 
     def _without_views(
@@ -546,7 +546,7 @@ class _Rewrite:
             node = source
             if not is_without_overlap(source.meta["val"]):
                 continue
-            if part_of(source.meta["val"]) != part_of(views[-1].meta["val"]):
+            if part_of_storage(source.meta["val"]) != part_of_storage(views[-1].meta["val"]):
                 try:
                     value = invert_views(views, value, self.current_value(source), self._make_call)
                 except UnsureOfWrites:

@@ -33,10 +33,10 @@ from partita.tensor.dtensor_gradients import select_user_hooks, update_spec
 from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.tensor_state import OURS, Spec, count_writes, own_state, spec_of, state_of
 
+from .code_origin import is_recorded_file, is_user_module
 from .conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from .equal_calls import set_node_of
 from .fakes import FakeMaker, identity_of
-from .whose_code import is_recorded, is_user_module
 
 WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 """Kinds of inputs that have no `.grad`."""
@@ -67,9 +67,9 @@ class GraphInputs:
     def __init__(
         self, leaves: Sequence[Any], names: Sequence[tuple[str, str]], unmarked: Container[int] = ()
     ):
-        from .number_env import fake_mode  # not at the top: it imports sympy and Dynamo
+        from .number_env import make_fake_mode  # not at the top: it imports sympy and Dynamo
 
-        self.mode = fake_mode()
+        self.mode = make_fake_mode()
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
         self.identities: set[int] = set()
@@ -343,7 +343,7 @@ def is_fact(func: Any) -> bool:
 def _is_asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename in _WITHIN:
         frame = frame.f_back
-    return frame is not None and is_recorded(frame.f_code.co_filename)
+    return frame is not None and is_recorded_file(frame.f_code.co_filename)
 
 
 def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:

@@ -22,7 +22,7 @@ from partita.comm import TraceWire, Wire
 from partita.graph.errors import not_captured
 from partita.graph.graph_nodes import drop_unused, subgraph_of, written_operands
 from partita.graph.program import Input, Output, Program, ResultPlace, ViewOf, padding_boundary
-from partita.graph.shared_memory import part_of
+from partita.graph.shared_memory import part_of_storage
 from partita.graph.slots import Slot
 from partita.layout import Fix
 from partita.tensor.aliasing import first_base_of
@@ -163,7 +163,7 @@ class GraphOutputs:
         bases = [t for t in sharing if state_of(t[2]).copied_view is None]
         with local_ops():
             alike = [t for t in bases if t[2]._spec.layout == layout]
-            equal = [t for t in alike if part_of(t[2]) == part_of(base)]
+            equal = [t for t in alike if part_of_storage(t[2]) == part_of_storage(base)]
         is_made = all(source == "output" for source, _, _ in sharing)
         is_even = padding_boundary(_untraced_spec(base._spec)) is None
         if sharing and not equal and is_made and is_even:

@@ -172,7 +172,7 @@ def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
     Raises:
         NotKnown: the mask cannot be computed, or that would take too long.
     """
-    with computing():
+    with computing_on_host():
         mask.compute()
         corner = _without_repeats(mask.compute_block(slice(0, 1), slice(keys - 1, keys)))
         times = corner.numel()
@@ -416,7 +416,7 @@ def _writes_first(target: Any) -> bool:
 
 
 @contextmanager
-def computing() -> Iterator[None]:
+def computing_on_host() -> Iterator[None]:
     """Makes torch compute real values inside the `with` block, without tracing or modes."""
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
     with _disable_current_modes(), DisableTorchFunction(), torch.no_grad(), casts_off:

@@ -82,7 +82,7 @@ class NumberEnv(ShapeEnv):
         return SymbolicFloat(made.node)
 
 
-def fake_mode() -> FakeTensorMode:
+def make_fake_mode() -> FakeTensorMode:
     """Returns a FakeTensorMode with static shapes, and with the strides that real kernels return.
 
     Its shape environment traces Python numbers. Without one, Inductor would bypass its cache.

@@ -43,10 +43,10 @@ from partita.tensor.tensor_state import HERE
 
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
 from .capture_context import dispatch_listeners, intercepting_modes
+from .code_origin import codes_within
 from .conditions import EqualInputs, read_counts
 from .fakes import device_at_capture
 from .recorder import Recorder
-from .whose_code import codes_within
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 

@@ -82,6 +82,7 @@ from .capture_context import (
     profiled_again,
     unprofiled,
 )
+from .code_origin import is_recorded_file
 from .equal_calls import (
     DETACH,
     RepeatedCalls,
@@ -105,7 +106,6 @@ from .functional_memory import ReplacedData
 from .graph_inputs import GraphInputs, TensorFacts, is_fact
 from .known_masks import ATTENTION, KnownMasks
 from .torch_settings import read_kernel_settings
-from .whose_code import is_recorded
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
@@ -242,7 +242,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._noted: tuple[Any, ...] = ()  # what the last note was made from
         self._note = NO_NOTE
         self._moves = 0
-        self._last = self.newest()
+        self._last = self.newest_node()
         self._lines: dict[int, str] = {}
         self._here = os.getcwd()
         self._settings = read_kernel_settings()
@@ -298,7 +298,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
             raise make_data_dependent_shape_error(func._schema.name)
-        newest = self.newest()
+        newest = self.newest_node()
         if newest is not self._last:
             self._note_nodes(nodes_since(self.graph, self._last), self._make_note())
             self._last = newest
@@ -340,7 +340,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             out = self._repeated.call_over_lists(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        first = self.newest()
+        first = self.newest_node()
         with local_ops():
             out = REPLACED.get(func, func)(*args, **kwargs)
         if key is not None:
@@ -450,7 +450,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         old, new = node_of(x), node_of(value)
         if old is not None and new is not None:
             found = ReplacedData(old, new, self.line())
-            self.replaced.setdefault(self.newest(), []).append(found)
+            self.replaced.setdefault(self.newest_node(), []).append(found)
         # Hidden from torch-function modes: the user does not write here.
         with torch._C.DisableTorchFunction():
             x.data = value
@@ -513,7 +513,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
                 self._note_nodes([node], unprofiled(self._make_note))
-        self._last = self.newest()
+        self._last = self.newest_node()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
         """Write notes on nodes that are copies of an earlier trace.
@@ -582,7 +582,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         for node in nodes:
             node.meta[NOTE], node.meta[BLOCK] = note, block
 
-    def newest(self) -> fx.Node:
+    def newest_node(self) -> fx.Node:
         """Returns the node that was added to the graph last."""
         return self.graph._root.prev
 
@@ -631,7 +631,7 @@ class RepeatedMoves:
         known = self._known.get(key)
         if known is not None:
             return self._copy_move(known, given)
-        first = self._recorder.newest()
+        first = self._recorder.newest_node()
         out = run()
         if key not in self._known:
             self._known[key] = self._traced(move, given, x, out, first)
@@ -726,7 +726,7 @@ class StepFunctionMode(TorchFunctionMode):
             with local_ops():
                 has_history = args[0].requires_grad
             if has_history and (views := _list_views(node_of(args[0]))):
-                change = HERE.trace.newest(), views, _shape_below_views_is_changed(name)
+                change = HERE.trace.newest_node(), views, _shape_below_views_is_changed(name)
                 HERE.trace.changed_bases.append(change)
         _check_function(func)
         _check_values(func, args, kwargs)
@@ -911,7 +911,7 @@ def _check_function(func: Any) -> None:
     Torch dispatches its own function under the replacement's name, so the replacement would run
     twice.
     """
-    if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
+    if isinstance(func, types.FunctionType) and is_recorded_file(func.__code__.co_filename):
         raise not_captured(
             f"the step replaces a torch function by {func.__qualname__}, which calls the original",
             "capture intercepts the original too, so that the replacement would run twice",

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, substitute_wires
-from partita.graph.backend.executor import function_of
+from partita.graph.backend.executor import make_graph_function
 from partita.graph.errors import (
     UnsureOfWrites,
     explain_error,
@@ -181,7 +181,7 @@ def _capture(
     except UnsureOfWrites:
         tracer.inline_blocks(made, folded)
         program, _ = tracer.make_program(made)
-    program.call = function_of(program.graph, program.groups)
+    program.call = make_graph_function(program.graph, program.groups)
     return program, {taken[i.index] for i in program.inputs if i.index in taken}
 
 

@@ -13,11 +13,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from partita.capture.conditions import Sharing
+from partita.capture.conditions import OverlapCheck
 from partita.comm import Wire
 from partita.graph.errors import CaptureError, make_budget_too_small_error
 from partita.graph.graph_nodes import note_of
-from partita.graph.graph_text import agree_on_program, canonical, digest_of, key_of, versions
+from partita.graph.graph_text import (
+    agree_on_program,
+    canonical_lines,
+    digest_lines,
+    make_key,
+    version_lines,
+)
 from partita.graph.memory import peak_of, scheduled
 from partita.graph.passes import order_passes
 from partita.graph.program import StepOptions
@@ -114,7 +120,7 @@ class OldObjects:
 OLD_OBJECTS = OldObjects()
 
 
-def kept_within(
+def compile_within_budget(
     program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
     """Compiles a program. If it needs more memory than its budget, changes it until it fits.
@@ -174,13 +180,13 @@ def _finish_program(
         assert isinstance(rewritten, CapturedProgram)
         program = region_of(rewritten)
         program.overlap_check, program.captured, program.budget_search = (
-            Sharing(program),
+            OverlapCheck(program),
             captured,
             search,
         )
         if (error := program.overlap_check.find_error(tensors)) is not None:
             raise error
-        lines = [*canonical(program), *versions(), *options.key_lines(ran)]
+        lines = [*canonical_lines(program), *version_lines(), *options.key_lines(ran)]
         where = [note_of(n).source for n in program.graph.graph.nodes]
     except Exception as error:  # the other ranks are waiting to compare
         failed, lines = error, [f"error: {error}"]
@@ -188,7 +194,7 @@ def _finish_program(
         agree_on_program(lines, where, wire, lambda: _digest_stages(captured))
     if failed is not None:
         raise failed
-    program.key = key_of(lines)
+    program.key = make_key(lines)
     return program
 
 
@@ -199,7 +205,7 @@ def _digest_stages(captured: CapturedForms | None) -> list[tuple[str, int]]:
     """
     if captured is None:
         return []
-    found = [("capture", digest_of(canonical(captured.inlined())))]
+    found = [("capture", digest_lines(canonical_lines(captured.inlined())))]
     # Other ranks wait for the digests, and the caller raises the error.
     with suppress(Exception):
         for change in changes_of(captured):

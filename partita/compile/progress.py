@@ -58,7 +58,7 @@ def note_section(number: int, count: int) -> None:
 
 
 @contextmanager
-def shown_progress(title: str, is_first: bool = True) -> Iterator[Callable[[Any], None]]:
+def showing_progress(title: str, is_first: bool = True) -> Iterator[Callable[[Any], None]]:
     """Shows on standard error how long capture and compilation have taken. A context manager.
 
     It shows nothing if there is a listener (`phase_listener`).

@@ -34,7 +34,7 @@ from partita.graph.graph_nodes import (
     lazy_graph_module,
     note_of,
 )
-from partita.graph.graph_text import key_of
+from partita.graph.graph_text import make_key
 from partita.graph.memory import storages_of
 from partita.graph.program import (
     Built,
@@ -164,7 +164,7 @@ class Region(CapturedProgram):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.halves = split(self)
+        self.halves = split_program(self)
         backwards = self.halves.backwards
         # A result through which no input gets a gradient goes with the first part.
         results: dict[int, list[int]] = {number: [] for number in backwards}
@@ -199,7 +199,7 @@ class Region(CapturedProgram):
         for number, backward in self.halves.backwards.items():
             halves[f"backward {number}" if number else "backward"] = backward
         for name, half in halves.items():
-            half.key = key_of([self.key, name])
+            half.key = make_key([self.key, name])
             half.prepare(call_of)
 
     def run_graph(
@@ -332,7 +332,7 @@ class ForwardBackwardPair:
     saved: list[int]
 
 
-def split(program: Program) -> ForwardBackwardPair:
+def split_program(program: Program) -> ForwardBackwardPair:
     """Splits a region's program into forward and backward. Changes its graph.
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that

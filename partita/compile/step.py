@@ -42,7 +42,7 @@ from partita.comm import (
     wait_for_all_ranks,
 )
 from partita.comm.device import Device
-from partita.graph.backend.executor import function_of
+from partita.graph.backend.executor import make_graph_function
 from partita.graph.errors import (
     CaptureError,
     RefusedCall,
@@ -60,7 +60,7 @@ from partita.graph.step_report import (
     facts_of_layouts,
     facts_of_moves,
 )
-from partita.guards import History, describe_call, signature_of
+from partita.guards import CaptureHistory, describe_call, signature_of
 from partita.guards.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
 from partita.guards.call_guard import CallGuard
 from partita.guards.captured_program import CapturedProgram, announce_run, list_sent_moves
@@ -71,7 +71,7 @@ from partita.report import RunFacts, check_plotly, write_report
 from partita.tensor.dtensor_gradients import zero_owners_of
 from partita.tensor.tensor_state import HERE
 
-from .progress import begin_phase, note_section, shown_progress
+from .progress import begin_phase, note_section, showing_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -202,7 +202,7 @@ class _StepCall:
         return signature_of(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def describe(self, leaves: Sequence[Any]) -> Any:
-        """Returns a description of the call, from which `History` explains a new capture."""
+        """Returns a description of the call, from which `CaptureHistory` explains a new capture."""
         return describe_call(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def _list_names(self) -> list[str]:
@@ -215,7 +215,7 @@ class CompiledStep:
     def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
         functools.update_wrapper(self, step)
         self.step, self._given, self.options = step, state, options
-        self._history = History(self.title)
+        self._history = CaptureHistory(self.title)
         # By signature and number of the capture.
         self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
         self._made = 0
@@ -570,7 +570,7 @@ class CompiledStep:
         guesses = others.guesses if others is not None else Guesses()
         made_state = make_optimizer_state(call.state.optimizers)
         try:
-            with shown_progress(self.title, is_first=not self._made) as show_result:
+            with showing_progress(self.title, is_first=not self._made) as show_result:
                 program, tensors = self._prepare_program(call, guesses, made_state)
                 show_result(program.artifact)
         except BaseException as error:
@@ -615,7 +615,7 @@ class CompiledStep:
         # Here, because importing it takes seconds.
         from partita.guards.capture_run import CaptureRequest
 
-        from .pipeline import kept_within, make_program
+        from .pipeline import compile_within_budget, make_program
 
         options = self.options
         blocks = BlockChoice.from_option(options.blocks)
@@ -643,7 +643,7 @@ class CompiledStep:
             program.prepare_memory(tensors)
             program.compare(tensors)
             call_of = functools.partial(self.make_callable, wires=program.wires)
-            ready = kept_within(program, lambda p: p.prepare(call_of), tensors)
+            ready = compile_within_budget(program, lambda p: p.prepare(call_of), tensors)
         except BaseException:
             program.undo_writes()
             raise
@@ -700,4 +700,4 @@ class CompiledStep:
             program.built = build(program, what, wires, self.options.sections, note_section)
             begin_phase("graph")
             return program.built.call
-        return function_of(program.graph, program.groups)
+        return make_graph_function(program.graph, program.groups)

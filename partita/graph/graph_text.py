@@ -3,11 +3,10 @@
 `Graph` prints a line for each node: name, call, shape and layout, bytes, the redistribution and its
 reason, and the user's line. A part that repeats (`repeats_of`) is printed once.
 
-`canonical` returns lines that do not depend on the process that captured the program, so that equal
-programs have equal lines on all ranks. `key_of` hashes these lines, with options and versions.
-Ranks compare hashes before they compile. If hashes differ, bisection over the lines finds the first
-difference.
-"""
+`canonical_lines` returns lines that do not depend on the process that captured the program, so that
+equal programs have equal lines on all ranks. `make_key` hashes these lines, with options and
+versions. Ranks compare hashes before they compile. If hashes differ, bisection over the lines finds
+the first difference."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
 # -- for comparison --------------------------------------------------------------------------------
 
 
-def canonical(program: Program) -> list[str]:
+def canonical_lines(program: Program) -> list[str]:
     """Returns a program as lines of text, which are equal on all ranks if their programs are equal.
 
     They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
@@ -295,17 +294,17 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 # -- keys of programs ------------------------------------------------------------------------------
 
 
-def versions() -> list[str]:
+def version_lines() -> list[str]:
     """Returns the versions on which a program's key depends, as lines of text."""
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 
-def key_of(lines: Sequence[str]) -> str:
+def make_key(lines: Sequence[str]) -> str:
     """Returns the key of a program: a hash of its lines, as 64 hexadecimal digits."""
     return _hash_lines(lines).hex()
 
 
-def digest_of(lines: Sequence[str]) -> int:
+def digest_lines(lines: Sequence[str]) -> int:
     """Returns a 63-bit hash of lines of text, the same in every process."""
     return int.from_bytes(_hash_lines(lines)[:8], "big") >> 1
 

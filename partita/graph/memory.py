@@ -335,16 +335,16 @@ def memory_of(program: Program) -> Memory:
                 views.setdefault(s, []).append(node.name)
     buffers = []
     for at, node in enumerate(nodes):
-        what = note_of(node), node.name, opname(node)
+        what = note_of(node), node.name, name_of_op(node)
         for s in storages.made_by(node) if node.op == "call_function" else ():
             end = storages.last_reader.get(s)
             death = len(nodes) if end is None else place[end] + 1
             names, nbytes = tuple(views.get(s, ())), storages.nbytes[s]
-            buffers.append(noted_buffer(*what, nbytes, birth=at, death=death, views=names))
+            buffers.append(make_buffer(*what, nbytes, birth=at, death=death, views=names))
         if (extra := storages.passing.get(node)) is not None:
-            buffers.append(noted_buffer(*what, extra, birth=at, death=at + 1, passing=True))
+            buffers.append(make_buffer(*what, extra, birth=at, death=at + 1, passing=True))
     return Memory(
-        tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
+        tuple(f"{n.name} {name_of_op(n)}".strip() for n in nodes),
         (*made_at_entry(program, len(nodes)), *buffers),
         tuple(held_inputs(program)),
     )
@@ -423,7 +423,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
             yield Buffer(given.name, nbytes, 0, places, made_by="padding", layout=layout)
 
 
-def opname(node: fx.Node) -> str:
+def name_of_op(node: fx.Node) -> str:
     """Returns the name of the operator that a node calls, such as "mm"; "" for other nodes."""
     if node.op != "call_function":
         return ""
@@ -431,7 +431,7 @@ def opname(node: fx.Node) -> str:
     return str(getattr(target, "_opname", getattr(target, "__name__", target)))
 
 
-def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
+def make_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
     """Makes a `Buffer` with the source, phase, layout and reason from a node's note.
 
     Args:

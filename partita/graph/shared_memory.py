@@ -159,7 +159,7 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
     return [n for n in found if isinstance(n, fx.Node)]
 
 
-def part_of(t: torch.Tensor) -> Any:
+def part_of_storage(t: torch.Tensor) -> Any:
     """Returns the part of its storage that a tensor covers: shape, strides, offset, dtype."""
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily

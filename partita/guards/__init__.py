@@ -18,8 +18,8 @@ In reading order:
   tensors and numbers of a call), `captured_program` (runs a program).
 """
 
-from .guards import Guards, History, describe_call, signature_of
+from .guards import CaptureHistory, Guards, describe_call, signature_of
 from .read_record import ReadRecord
 from .record import Write
 
-__all__ = ["Guards", "History", "ReadRecord", "Write", "describe_call", "signature_of"]
+__all__ = ["CaptureHistory", "Guards", "ReadRecord", "Write", "describe_call", "signature_of"]

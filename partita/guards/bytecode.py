@@ -193,7 +193,7 @@ _REFLECTING_ATTRIBUTES = frozenset(
 
 
 @functools.lru_cache(maxsize=4096)
-def reflects(code: CodeType) -> bool:
+def may_read_any_name(code: CodeType) -> bool:
     """True if code may read an attribute whose name does not occur in it, as in `getattr(x, key)`.
 
     `getattr` with a constant name does not count. The name is constant if the instruction that

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from partita.capture.capture_context import profiled_by
-from partita.capture.whose_code import is_recorded, is_user_module
+from partita.capture.code_origin import is_recorded_file, is_user_module
 from partita.comm import user_line
 from partita.graph.errors import make_anomaly_mode_error
 from partita.layout import Fix
@@ -142,7 +142,7 @@ def _kind_of(frame: FrameType) -> str:
     "library" is ignored.
     """
     code = frame.f_code
-    if is_recorded(code.co_filename) and not _is_made_by_library(frame):
+    if is_recorded_file(code.co_filename) and not _is_made_by_library(frame):
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
     if logs or code in _REFUSED or code in _ENVIRONMENT or code in _BACKWARD:
@@ -278,7 +278,7 @@ class Calls:
             caller = caller.f_back
         if code in _ENVIRONMENT:
             caller = _find_user_frame(caller)  # the step may read it through Python's library
-        if caller is None or not is_recorded(caller.f_code.co_filename):
+        if caller is None or not is_recorded_file(caller.f_code.co_filename):
             return  # torch itself calls it
         if code.co_name == "_log":
             self._warn_not_repeated("logging", caller)
@@ -569,7 +569,7 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
 
     None if torch or another module called it, or while a module is imported.
     """
-    while frame is not None and not is_recorded(frame.f_code.co_filename):
+    while frame is not None and not is_recorded_file(frame.f_code.co_filename):
         name = frame.f_code.co_filename
         if not _is_stdlib_file(name) or name.endswith(_FILES_OF_CODE_READERS):
             return None
@@ -584,7 +584,7 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
 
 def is_called_by_user(frame: FrameType | None) -> bool:
     """True if a frame of Python's standard library runs because the user's code has called it."""
-    while frame is not None and not is_recorded(frame.f_code.co_filename):
+    while frame is not None and not is_recorded_file(frame.f_code.co_filename):
         if frame.f_code is not _DIR and not _is_stdlib_file(frame.f_code.co_filename):
             return False
         frame = frame.f_back

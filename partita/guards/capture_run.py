@@ -38,7 +38,7 @@ from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
 from partita.capture.graph_outputs import list_trained, program_of_trace
 from partita.capture.tracer import Tracer
 from partita.comm import user_line
-from partita.graph.backend.executor import function_of
+from partita.graph.backend.executor import make_graph_function
 from partita.graph.errors import (
     CaptureError,
     UnsureOfWrites,
@@ -364,7 +364,7 @@ class CaptureRun:
             return
         wires = self.tracer.wires
         groups = {name: (t.real, a) for t in wires.values() for name, a in t.groups.items()}
-        run = function_of(side.graph, groups)
+        run = make_graph_function(side.graph, groups)
         known, given_all, real = self._values_of_call, [*inputs.all], [*wires]
 
         def compute(tensors: Sequence[Any]) -> ValuesOfCall:

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
 from partita.capture.block_choice import BlocksTraced
-from partita.capture.conditions import Conditions, Sharing
+from partita.capture.conditions import Conditions, OverlapCheck
 from partita.comm import (
     Record,
     RepeatedCall,
@@ -33,7 +33,7 @@ from partita.comm import (
     user_line,
 )
 from partita.comm.device import accelerator_indices, default_generator
-from partita.graph.backend.executor import function_of
+from partita.graph.backend.executor import make_graph_function
 from partita.graph.graph_nodes import Note, extract_graph, is_collective, note_of
 from partita.graph.program import Input, Program, ResultPlace
 from partita.graph.step_forms import CapturedForms, FormSearch
@@ -87,7 +87,7 @@ class CapturedProgram(Program):
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
     captured: CapturedForms | None = field(init=False, default=None)
     budget_search: FormSearch | None = field(init=False, default=None)
-    overlap_check: Sharing = field(init=False)
+    overlap_check: OverlapCheck = field(init=False)
     numeric_answers: PrecomputeGraph | None = None
     calls: RepeatedCall = field(default_factory=lambda: RepeatedCall(compared=0))
     holds_writes: bool = True
@@ -101,7 +101,7 @@ class CapturedProgram(Program):
     @cached_property
     def _compute_numeric_answers(self) -> Callable[..., Sequence[torch.Tensor]]:
         assert self.numeric_answers is not None
-        return function_of(self.numeric_answers.graph, self.groups)
+        return make_graph_function(self.numeric_answers.graph, self.groups)
 
     def undo_writes(self) -> None:
         """Restores the Python objects that capture has changed, unless a run has changed them."""
@@ -121,7 +121,7 @@ class CapturedProgram(Program):
             self._compare_numbers(self._read_numbers(tensors))
         if self.replicated_inputs is not None:
             self.replicated_inputs.check(
-                tensors, function_of(self.replicated_inputs.precompute.graph, self.groups)
+                tensors, make_graph_function(self.replicated_inputs.precompute.graph, self.groups)
             )
 
     def note_call(self, tensors: Sequence[Any]) -> None:

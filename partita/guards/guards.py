@@ -7,8 +7,8 @@ state).
 
 `Guards.hold` first compares object identities, in a few C calls. Only places with other objects
 than in the last call are then compared by type and content. The differences become the reason for
-another capture: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4". `History`, the record of a
-step's captures, stores it.
+another capture: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4". `CaptureHistory`, the record
+of a step's captures, stores it.
 
 For example, a list that the step reads gets another item:
 
@@ -187,7 +187,7 @@ class Guards:
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of the expected values, by which `History` finds repeated captures."""
+        """Returns a hash of the expected values, by which a history finds repeated captures."""
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def holds_no_arguments(self, count: int) -> bool:
@@ -820,7 +820,7 @@ _IN_A_ROW = 3  # captures in a row because of one value, after which it counts a
 def describe_call(
     state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
 ) -> Description:
-    """Returns a readable description of a call; `History` compares two to say what changed.
+    """Returns a readable description of a call; `CaptureHistory` compares two to say what changed.
 
     Args:
         tensors, names: the tensors and values of the call, and their names.
@@ -931,7 +931,7 @@ _READ_AS_NUMBER = re.compile(r"is read as a number| == -?[\d.e+-]+ at ")
 """Matches a reason by which a program is for one value of a float only."""
 
 
-class History:
+class CaptureHistory:
     """The captures of one step and the reason of each. It warns if a step is captured too often.
 
     Args:

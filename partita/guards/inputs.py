@@ -36,7 +36,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from partita.capture.whose_code import codes_within
+from partita.capture.code_origin import codes_within
 from partita.graph.errors import not_captured
 from partita.graph.slots import Slot, is_no_tuple
 from partita.layout import Fix

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from partita.capture.code_origin import is_user_module
 from partita.capture.fakes import is_symbolic, is_text_of_unknown
 from partita.capture.graph_inputs import user_attributes_of
 from partita.capture.graph_outputs import attributes_given_to
@@ -29,7 +30,6 @@ from partita.capture.left_attributes import (
     find_keys_with_fakes,
     is_list_of_parameters,
 )
-from partita.capture.whose_code import is_user_module
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.program import Input
 from partita.graph.slots import Slot

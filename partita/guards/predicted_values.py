@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from partita.capture.fakes import is_symbolic
-from partita.capture.known_masks import NotKnown, computing
+from partita.capture.known_masks import NotKnown, computing_on_host
 from partita.comm import TraceWire, Wire, run_in_one_process
 from partita.comm.device import HOST
 from partita.graph.graph_nodes import is_collective, request_of_collective
@@ -147,7 +147,7 @@ class PredictedValues:
             if last in self._values:
                 break
             new.append(last)
-        with computing():
+        with computing_on_host():
             for one in reversed(new):
                 self._values[one] = self._find_values(one)
         found = self._values.get(node)

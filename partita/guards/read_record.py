@@ -44,8 +44,8 @@ import torch
 from torch import nn
 
 from partita.capture.capture_context import function_modes
+from partita.capture.code_origin import is_recorded_file, is_user_module
 from partita.capture.fakes import Substitutes
-from partita.capture.whose_code import is_recorded, is_user_module
 from partita.tensor.dtensor_gradients import select_user_hooks
 
 from .bytecode import (
@@ -54,7 +54,7 @@ from .bytecode import (
     dotted_names,
     global_names,
     imported_names,
-    reflects,
+    may_read_any_name,
     strings_of,
 )
 from .calls import (
@@ -69,10 +69,10 @@ from .guards import Guards, ReadInputs
 from .record import (
     PlaceRecord,
     has_own_getattribute,
-    instrument,
+    instrument_class,
     instrument_module,
     recorded_by,
-    uninstrument,
+    uninstrument_classes,
     uninstrument_module,
 )
 from .values import (
@@ -223,7 +223,7 @@ class ReadRecord(PlaceRecord):
                 raise self.error
         finally:
             self._substitutes.take_away()
-            uninstrument(self._instrumented)
+            uninstrument_classes(self._instrumented)
             self._instrumented = []
             for module, _ in self._modules.values():
                 uninstrument_module(module)
@@ -339,7 +339,7 @@ class ReadRecord(PlaceRecord):
         if known.names.get(name):
             return
         frame = sys._getframe(2)
-        by_user = is_recorded(frame.f_code.co_filename)
+        by_user = is_recorded_file(frame.f_code.co_filename)
         if name in known.names and not by_user:
             return
         known.names[name] = by_user
@@ -595,7 +595,7 @@ class ReadRecord(PlaceRecord):
             self.reach_namespace(value, name)
 
     def _instrument_type(self, kind: type) -> bool:
-        if kind not in self._instrumented and instrument(kind):
+        if kind not in self._instrumented and instrument_class(kind):
             self._instrumented.append(kind)
         return kind in self._instrumented
 
@@ -608,7 +608,7 @@ class ReadRecord(PlaceRecord):
             self.reach_namespace(f, f.__name__)
         if "__wrapped__" in vars(f):
             self.reach_value(vars(f)["__wrapped__"], name)
-        if not is_recorded(f.__code__.co_filename):
+        if not is_recorded_file(f.__code__.co_filename):
             read_ambient(self, f.__module__)
             # A library's wrapper (as of torch.no_grad): its closure may hold the user's function.
             for where in f.__closure__ or ():
@@ -740,7 +740,7 @@ class ReadRecord(PlaceRecord):
                 value = self.read_place(Place(name, variables, name))
                 if value is MISSING:
                     self._read_builtin(name, variables)
-                elif reflects(code):
+                elif may_read_any_name(code):
                     _read_all_names(self, value, name)
                 if value is importlib.import_module:
                     _read_modules(self, code)
@@ -757,7 +757,7 @@ class ReadRecord(PlaceRecord):
             self._super_names |= attribute_names_in(code)
             for kind in list(self._classes.values()):
                 self._read_bases(kind)
-        if reflects(code):
+        if may_read_any_name(code):
             self._ask_all_names()
         if not _UNSEEN_READS.isdisjoint(attribute_names_in(code)):
             self._read_objects_unseen()
@@ -802,7 +802,7 @@ class ReadRecord(PlaceRecord):
         self._enter_code(f.__code__, f.__globals__)
         for key, where in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             value = self.read_place(place_of_cell(key, where))
-            if reflects(f.__code__):
+            if may_read_any_name(f.__code__):
                 _read_all_names(self, value, key)
             if has_type(value, types.ModuleType):
                 self._read_libraries(f.__code__, {key: value})

@@ -6,10 +6,9 @@ finds the step's changes.
 
 Reads of attributes are seen by a `__getattribute__` that reports them to the record of this thread.
 While a step is captured, it is installed in nn.Module, optimizers, schedulers and each class of the
-user that is reached (`instrument`). Other threads read as usual. But while the parameters of a
-module are replaced by fakes, a thread that reads the module waits until they are restored
-(`exclusive_access`).
-"""
+user that is reached (`instrument_class`). Other threads read as usual. But while the parameters of
+a module are replaced by fakes, a thread that reads the module waits until they are restored
+(`exclusive_access`)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ import torch
 from torch import nn
 
 from partita.capture.capture_context import attribute_set
+from partita.capture.code_origin import is_user_module
 from partita.capture.fakes import Substitutes
-from partita.capture.whose_code import is_user_module
 from partita.graph.errors import CaptureError, not_captured
 from partita.layout import Fix
 from partita.tensor.tensor_state import KEPT_IN_CLASS
@@ -612,8 +611,8 @@ _INSTALLED: dict[type, int] = {}  # by class: the number of captures that instru
 _PATIENCE = 5.0  # seconds to wait for threads that are reading an attribute
 
 
-def instrument(kind: type) -> bool:
-    """Make a class record reads of its instances' attributes, until `uninstrument`.
+def instrument_class(kind: type) -> bool:
+    """Make a class record reads of its instances' attributes, until `uninstrument_classes`.
 
     Returns:
         True if that is possible. It is impossible for classes implemented in C.
@@ -629,8 +628,8 @@ def instrument(kind: type) -> bool:
         return True
 
 
-def uninstrument(kinds: Iterable[type]) -> None:
-    """Undo one call of `instrument` for each of these classes."""
+def uninstrument_classes(kinds: Iterable[type]) -> None:
+    """Undo one call of `instrument_class` for each of these classes."""
     with _LOCK:
         for kind in kinds:
             _INSTALLED[kind] -= 1
@@ -732,7 +731,7 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
         _wait_for(ids)
         mine = [i for i in ids if i not in _EXCHANGED]
         _EXCHANGED.update(dict.fromkeys(mine, get_ident()))
-    instrument(nn.Module)
+    instrument_class(nn.Module)
     try:
         # A thread that is reading an attribute now must still get the real parameter.
         until = time.monotonic() + _PATIENCE
@@ -744,7 +743,7 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
             for i in mine:
                 _EXCHANGED.pop(i, None)
             _FREED.notify_all()
-        uninstrument([nn.Module])
+        uninstrument_classes([nn.Module])
 
 
 def _others_read() -> bool:

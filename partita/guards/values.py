@@ -41,9 +41,9 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
 
+from partita.capture.code_origin import is_user_module
 from partita.capture.fakes import Substitutes
 from partita.capture.graph_inputs import OWN_ATTRIBUTES
-from partita.capture.whose_code import is_user_module
 from partita.graph.graph_nodes import ByIdentity
 from partita.tensor.dtensor_gradients import (
     hooks_of_backward,

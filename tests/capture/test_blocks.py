@@ -19,7 +19,7 @@ import partita as pt
 from partita.capture import fold
 from partita.capture.block_choice import BlockCalls
 from partita.graph.graph_nodes import call_subgraph, note_of, subgraphs_in
-from partita.graph.graph_text import canonical
+from partita.graph.graph_text import canonical_lines
 from partita.graph.passes.regather import is_gather, only_moves
 from partita.graph.verify import verify
 from partita.guards.captured_program import list_sent_moves
@@ -297,7 +297,7 @@ def lines(step):
     Not in it: views, of which blocks have none that show all of a tensor; and where a rank is,
     which is worked out anywhere.
     """
-    called = (re.sub(r"%\d+", "%", line) for line in canonical(step.program))
+    called = (re.sub(r"%\d+", "%", line) for line in canonical_lines(step.program))
     return Counter(line for line in called if not re.search(r": i64\[\] |aten\.view\.", line))
 
 

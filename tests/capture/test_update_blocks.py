@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
 from partita.graph.graph_nodes import call_subgraph, written_operands
-from partita.graph.graph_text import canonical
+from partita.graph.graph_text import canonical_lines
 from tests.programs import stacks
 from tests.programs.steps import squares
 
@@ -66,7 +66,7 @@ def trained(
 
 def lines(step):
     """What the graph computes, in any order; but for where a rank is, which it may ask anywhere."""
-    called = (re.sub(r"%\d+", "%", line) for line in canonical(step.program))
+    called = (re.sub(r"%\d+", "%", line) for line in canonical_lines(step.program))
     return Counter(line for line in called if not re.search(r": i64\[\] |aten\.view\.", line))
 
 
@@ -483,7 +483,7 @@ def test_an_update_that_stays_a_call_is_one_section_that_writes_what_it_takes():
 @pytest.mark.slow
 def test_what_is_computed_from_step_counts_is_computed_once_beside_calls():
     def powers(step):
-        return sum("pow" in line for line in canonical(step.program))
+        return sum("pow" in line for line in canonical_lines(step.program))
 
     _, flat = trained(None, False)
     _, step = trained(None, True, sections=True)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 import partita as pt
-from partita.graph.backend.executor import function_of
+from partita.graph.backend.executor import make_graph_function
 from partita.graph.errors import CaptureError
 from partita.graph.graph_nodes import lazy_graph_module
 from partita.graph.passes import PASSES
@@ -33,7 +33,7 @@ def test_a_value_is_dropped_behind_the_last_line_that_reads_it():
     then = graph.call_function(there, (x,))
     graph.output([first, then, y_kept := graph.call_function(make, (x,))])
     assert y_kept.users
-    run = function_of(lazy_graph_module(torch.nn.Module(), graph), {})
+    run = make_graph_function(lazy_graph_module(torch.nn.Module(), graph), {})
     assert run(torch.ones(2))[:2] == [[False, True], [False, False]]
 
 
@@ -47,7 +47,7 @@ def test_numbers_lists_and_constants_of_a_graph_are_what_they_were():
     sums = graph.call_function(aten.sum.dim_IntList, (c, [0], True), {"dtype": torch.float64})
     both = graph.call_function(aten.cat.default, ([x, c],))
     graph.output([filled, sums, both, None, 0.1])
-    found = function_of(lazy_graph_module(root, graph), {})(torch.ones(2))
+    found = make_graph_function(lazy_graph_module(root, graph), {})(torch.ones(2))
     assert found[0].tolist() == [float("-inf")] * 2
     assert found[1].dtype is torch.float64 and found[1].tolist() == [3.0]
     assert found[2].tolist() == [1, 1, 0, 1, 2] and found[3:] == [None, 0.1]

@@ -25,7 +25,7 @@ def asked(tmp_path, monkeypatch):
     from torch._inductor import config
     from torch._inductor.choices import InductorChoices
 
-    from partita.graph.backend.inductor_scheduling import Choices
+    from partita.graph.backend.inductor_scheduling import FusionChoices
 
     monkeypatch.setenv("PARTITA_CACHE", str(tmp_path / "partita"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -37,7 +37,7 @@ def asked(tmp_path, monkeypatch):
         monkeypatch.setattr(choices, "can_fuse", noting)
 
     note("torch", InductorChoices)
-    note("partita", Choices)
+    note("partita", FusionChoices)
     torch.compiler.reset()
     with config.patch(fx_graph_cache=False):
         yield found

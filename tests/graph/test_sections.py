@@ -30,9 +30,11 @@ def cut():
             sections = sections_of(program, always=True)
             cut.found.append(sections)
             if sections is None:
-                return run.function_of(program.graph, program.groups)
-            calls = {one: cut.runs(run.function_of(one.graph, {})) for one in sections.different}
-            return run.function_of(sections.outer, program.groups, calls)
+                return run.make_graph_function(program.graph, program.groups)
+            calls = {
+                one: cut.runs(run.make_graph_function(one.graph, {})) for one in sections.different
+            }
+            return run.make_graph_function(sections.outer, program.groups, calls)
 
         compiled = whole(step)
         compiled.make_callable = make_callable

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import partita as pt
-from partita.capture.whose_code import codes_within
+from partita.capture.code_origin import codes_within
 from partita.guards.bytecode import (
     compares_identities,
     dotted_names,
     global_names,
     imported_names,
     line_of_write,
-    reflects,
+    may_read_any_name,
 )
 
 # The instructions of Python 3.11, 3.12 and 3.13. The reader handles those that name a variable, an
@@ -201,15 +201,17 @@ COMPUTED = """
 def test_code_reflects_where_a_name_is_computed_and_not_where_it_is_spelled(form: str):
     def reflecting(texts: str) -> list[str]:
         codes = {t: codes_within(code_of(form.format(t))) for t in texts.strip().splitlines()}
-        return [text for text, found in codes.items() if any(map(reflects, found))]
+        return [text for text, found in codes.items() if any(map(may_read_any_name, found))]
 
     assert reflecting(SPELLED) == []
     assert reflecting(COMPUTED) == COMPUTED.strip().splitlines()
 
 
 def test_a_pattern_of_a_class_may_ask_for_any_of_its_attributes():
-    assert reflects(code_of("match x:\n    case int(real=1): return y"))
-    assert not reflects(code_of("match x:\n    case {'a': 1}: return y\n    case [1]: return key"))
+    assert may_read_any_name(code_of("match x:\n    case int(real=1): return y"))
+    assert not may_read_any_name(
+        code_of("match x:\n    case {'a': 1}: return y\n    case [1]: return key")
+    )
 
 
 @pytest.mark.parametrize(

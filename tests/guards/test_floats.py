@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import partita as pt
-from partita.capture.whose_code import is_recorded
+from partita.capture.code_origin import is_recorded_file
 from partita.tensor.plan import declared_key, operand_key
 
 S = pt.Shard
@@ -406,7 +406,7 @@ def test_code_that_the_library_makes_is_no_part_of_a_user_s_program():
         lambda names: declared_key([*signature(torch.nn.Linear).parameters.values()]),
     ):
         code = getattr(make(["x", "other"]), "__code__", None)  # in C it has none
-        assert code is None or not is_recorded(code.co_filename)
+        assert code is None or not is_recorded_file(code.co_filename)
 
 
 @pytest.mark.slow

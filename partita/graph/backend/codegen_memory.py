@@ -30,8 +30,8 @@ from ..memory import (
     Memory,
     held_inputs,
     made_at_entry,
-    noted_buffer,
-    opname,
+    make_buffer,
+    name_of_op,
     staging,
     workspace,
 )
@@ -260,14 +260,14 @@ class _FakeRun(TorchDispatchMode):
         if isinstance(what, fx.Node):
             name, note = what.name, note_of(what)
             if line != self._outer_line:
-                self.places.append(f"{name} {opname(what)}")
+                self.places.append(f"{name} {name_of_op(what)}")
                 self._outer_line = line
             at = len(self.places) - 1
         elif what is not None:
             name, note = what.name_at(line), what.note_at(line)
         else:
             name, note = "", _NONE
-        return noted_buffer(note, name, by, nbytes, birth=at, death=at + 1, passing=passing)
+        return make_buffer(note, name, by, nbytes, birth=at, death=at + 1, passing=passing)
 
 
 class GeneratedGlobals(dict[str, Any]):

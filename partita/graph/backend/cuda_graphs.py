@@ -42,10 +42,10 @@ from ..graph_nodes import (
     lazy_graph_module,
     note_of,
 )
-from ..graph_text import key_of
+from ..graph_text import make_key
 from ..program import Call, Input, Program
 from ..shared_memory import shown_operand
-from .executor import function_of
+from .executor import make_graph_function
 
 _aten = torch.ops.aten
 UNSAFE_TAGS = frozenset(
@@ -220,7 +220,7 @@ class HostSplit:
             program.constants,
             [],
             program.groups,
-            key=key_of([program.key, "kernels that are recorded"]),
+            key=make_key([program.key, "kernels that are recorded"]),
         )
 
     def _add_copy(self, node: fx.Node) -> fx.Node:
@@ -321,7 +321,7 @@ class ReplayedProgram:
         self._device, self._pool = find_device(program), pool
         self._title, self._is_required, self.refusal = title, is_required, ""
         self.split = HostSplit(program.flat(), self._device)
-        self.host_call = function_of(self.split.host, {})
+        self.host_call = make_graph_function(self.split.host, {})
         self.device_call = compile_part(self.split.device)
         program.built = self.split.device.built
         self._has_run = False

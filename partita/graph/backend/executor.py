@@ -35,7 +35,7 @@ SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
 """A compiled section: takes a list of its inputs, which it empties."""
 
 
-def function_of(
+def make_graph_function(
     graph: fx.GraphModule,
     groups: Groups | None,
     calls: Mapping[Subgraph, SectionCall] | None = None,

@@ -60,7 +60,7 @@ from .executor import (
     Sections,
     constants_as_inputs,
     constants_of,
-    function_of,
+    make_graph_function,
     with_constants,
 )
 from .section_cutter import sections_of
@@ -136,7 +136,7 @@ def _build_sections(
     calls = {section: its.call for section, its in built.items()}
     sources = {section: its.metadata["code"] for section, its in built.items()}
     return replace(
-        Built.of_parts(function_of(cut.outer, None, calls), program.key, built.values()),
+        Built.of_parts(make_graph_function(cut.outer, None, calls), program.key, built.values()),
         metadata=facts,
         schedule=functools.cache(lambda: memory_of_code(sources, program, cut)),
     )
@@ -350,7 +350,7 @@ CONFIG: dict[str, Any] = {
     "cpp.dynamic_threads": True,
     "cpp.threads": 16,
     # The passes have already ordered the calls for a low memory peak
-    # (`inductor_scheduling.InOrder`).
+    # (`inductor_scheduling.UpdateOrder`).
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
 }
@@ -387,12 +387,12 @@ def lower_program(program: Program | Subgraph, kernels: KernelCompiler) -> Lower
     """
     from torch._inductor.graph import GraphLowering
 
-    from .inductor_scheduling import mark
+    from .inductor_scheduling import mark_origin
 
     graph = copy.deepcopy(program.graph)
     constants_as_inputs(graph)
     for node in graph.graph.nodes:
-        mark(node)
+        mark_origin(node)
     for node in graph.graph.nodes:
         node.meta.pop(NOTE, None)
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
@@ -648,15 +648,15 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
-    from .inductor_scheduling import Choices, InOrder, lowering_buckets
+    from .inductor_scheduling import FusionChoices, UpdateOrder, lowering_buckets
 
     # A thread keeps the choices of its first compile, so they are set here; the setting is only for
     # the cache's keys. Before the setting, so that the user's choices are restored in the end.
-    stack.enter_context(V.set_choices_handler(Choices()))
+    stack.enter_context(V.set_choices_handler(FusionChoices()))
     stack.enter_context(config.patch(CONFIG))
     if hasattr(config, "combo_kernel_max_num_args"):  # `inductor_scheduling` counts them
         stack.enter_context(config.patch(combo_kernel_max_num_args=1 << 14))
-    hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
+    hooks = {"_post_fusion_custom_pass": UpdateOrder(), "inductor_choices_class": FusionChoices}
     stack.enter_context(config.patch(hooks))
     stack.enter_context(lowering_buckets())
     # So torch's own cache returns results of this program only, not of a similar one.

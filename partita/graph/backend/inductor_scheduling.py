@@ -2,14 +2,14 @@
 
 Inductor's own choices are changed where they would raise the memory peak:
 
-- Fusion (`Choices`): Inductor also fuses calls that only read a common operand, such as all
+- Fusion (`FusionChoices`): Inductor also fuses calls that only read a common operand, such as all
   updates, which read one learning rate. Then all gradients live until the last one is computed. If
   a recomputed call were fused with the equal call in forward, the value would live until backward.
-- Order (`InOrder`): Inductor moves every update of a parameter to the end of the graph, so that all
-  gradients wait for it, and calls with few prerequisites to the beginning. `InOrder` restores the
-  order of the passes, and moves each write to where its operands are ready.
-- Combination (`InOrder`): on a GPU, updates wait for later updates if that does not raise the peak.
-  Adjacent updates are launched as one kernel, as Inductor does for a `torch._foreach_*` call.
+- Order (`UpdateOrder`): Inductor moves every update of a parameter to the end of the graph, so that
+  all gradients wait for it, and calls with few prerequisites to the beginning. `UpdateOrder`
+  restores the order of the passes, and moves each write to where its operands are ready.
+- Combination (`UpdateOrder`): on a GPU, updates wait for later updates if that does not raise the
+  peak. Adjacent updates are launched as one kernel, as Inductor does for a `torch._foreach_*` call.
 - Buckets (`lowering_buckets`): on a GPU, one kernel casts and copies all members of a bucket.
 """
 
@@ -53,8 +53,8 @@ _FORWARD, _AGAIN, _UNPACKED = "forward", "again", "unpacked"
 _OURS, _PACKS = "partita", "packs"
 
 
-def mark(node: fx.Node) -> None:
-    """Marks where a node comes from, for `Choices`, which decides which kernels Inductor fuses.
+def mark_origin(node: fx.Node) -> None:
+    """Marks where a node comes from, for `FusionChoices`, which decides what Inductor fuses.
 
     The mark is forward, recomputed, or the concatenation of a bucket. It is stored in the node's
     `meta` as `custom`. This is the only entry for users that tracing copies.
@@ -77,7 +77,7 @@ def _unpacks_gathered(node: fx.Node) -> bool:
     return note_of(node).kind == "all_gather"  # in a section the value is an input
 
 
-class Choices(InductorChoices):
+class FusionChoices(InductorChoices):
     """Inductor's rules for fusion, with two changes.
 
     Recomputed calls are never fused with calls of forward. Large independent calls are fused only
@@ -195,7 +195,7 @@ def _lower_all_gather_pieces(x: TensorBox, *given: Any) -> TensorBox:
 _Pass: Any = base_of_scheduler_passes(torchs)
 
 
-class InOrder(_Pass):  # type: ignore[misc]
+class UpdateOrder(_Pass):  # type: ignore[misc]
     """A pass of Inductor's scheduler that orders kernels after fusion, to free memory early.
 
     This uses private torch, because there is no public hook after fusion. Before fusion a pass

@@ -35,7 +35,7 @@ from ..graph_nodes import (
     note_of,
     subgraph_of,
 )
-from ..graph_text import key_of, line_of
+from ..graph_text import line_of, make_key
 from ..memory import Storages, storages_of
 from ..program import Program
 from .executor import Sections
@@ -356,7 +356,7 @@ class _SectionGraph:
             number[node] = f"%{len(number)}"
             note = note_of(node)  # by it kernels are fused: `inductor_scheduling`
             lines.append(f"{line_of(node, number)} {note.phase} {note.again}")
-        return key_of(lines)[:40]
+        return make_key(lines)[:40]
 
 
 def _devices_of(graph: fx.Graph) -> frozenset[torch.device]:

@@ -37,7 +37,7 @@ from ..graph_nodes import NOTE, nbytes_of, note_of, written_operands
 from ..program import Program
 from ..shared_memory import shown_operand
 from .regather import UseRuns
-from .remat import can_be_made_again, is_late, recompute
+from .remat import can_be_made_again, is_in_backward, recompute
 
 _MOST_CALLS = 8
 """The most calls that a kernel repeats for one value."""
@@ -91,7 +91,7 @@ class _Values:
         self.late_reads: dict[fx.Node, list[int]] = {}
         late: set[fx.Node] = set()
         for node in graph.nodes:
-            if is_late(node):
+            if is_in_backward(node):
                 late.add(node)
             if note_of(node).kept:
                 self._kept.add(self._owner[node])
@@ -101,7 +101,7 @@ class _Values:
     @cached_property
     def _kernels(self) -> list[int]:
         """The places of backward's calls that compilers do not fuse."""
-        return [i for n, i in self._place.items() if is_late(n) and not _is_fused(n)]
+        return [i for n, i in self._place.items() if is_in_backward(n) and not _is_fused(n)]
 
     @cached_property
     def _no_sources(self) -> set[fx.Node]:

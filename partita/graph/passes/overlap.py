@@ -16,7 +16,8 @@ from partita.comm.collective import ALL_REDUCE, WAIT
 from ..graph_nodes import is_collective, nbytes_of, note_of, written_operands
 from ..memory import storages_of
 from ..program import Program
-from .regather import UseRuns, is_backward, only_moves, packing_of
+from .regather import UseRuns, only_moves, packing_of
+from .remat import is_in_backward
 
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
@@ -234,7 +235,7 @@ def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
     for node in order.nodes:
         if not needing.isdisjoint(node.all_input_nodes):
             needing.add(node)
-        elif node not in needing and is_backward(node) and note_of(node).phase == "backward":
+        elif node not in needing and is_in_backward(node):
             end = node
     return end
 

@@ -29,7 +29,7 @@ from ..graph_nodes import (
     note_of,
     written_inputs_of,
 )
-from ..graph_text import canonical, digest_of
+from ..graph_text import canonical_lines, digest_lines
 from ..program import Pass, Program, StepOptions
 from ..shared_memory import Pairs, keep_apart, overlapping_results
 from ..verify import IllegalGraph, verifies_each_pass, verify
@@ -357,7 +357,7 @@ class GraphFigures:
     def __init__(self, program: Program):
         nodes = list(program.graph.graph.nodes)
         sends = [note_of(n).nbytes for n in nodes if is_collective(n)]
-        lines = canonical(program)
+        lines = canonical_lines(program)
         self.figures = {
             "nodes": len(nodes),
             "collectives": len(sends),
@@ -366,7 +366,7 @@ class GraphFigures:
             "seconds": sum(map(seconds_of, sends)),
         }
         self.lines = [line.split(" = ", 1)[-1] for line in lines]
-        self.digest = digest_of(lines)
+        self.digest = digest_lines(lines)
 
     def compare(self, now: GraphFigures, name: str, promise: str, did: str) -> Change:
         pairs: Any = {what: (value, now.figures[what]) for what, value in self.figures.items()}

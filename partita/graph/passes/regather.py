@@ -48,7 +48,7 @@ def regather(program: Program) -> str:
         for users in uses[1:]:
             _gather_again(graph, parameter, users)
             regathered += 1
-            backward += is_backward(users[0])
+            backward += is_after_forward(users[0])
         if uses:
             _sink_to_first_use(parameter, uses[0][0])
     forward = regathered - backward
@@ -61,7 +61,7 @@ def _group_users(parameter: GatheredParameter, runs: UseRuns) -> list[list[fx.No
     for user in parameter.users:
         if groups:
             before = groups[-1][-1]
-            turned = is_backward(user) and not is_backward(before)
+            turned = is_after_forward(user) and not is_after_forward(before)
             if (
                 not turned
                 and runs.run_of_use(parameter, user) - runs.run_of_use(parameter, before) <= _NEXT
@@ -73,7 +73,7 @@ def _group_users(parameter: GatheredParameter, runs: UseRuns) -> list[list[fx.No
 
 
 def _gather_again(graph: fx.Graph, parameter: GatheredParameter, users: list[fx.Node]) -> None:
-    late = is_backward(users[0])
+    late = is_after_forward(users[0])
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(users[0]):
         for node in [*_from_shard(parameter.gather), *parameter.chain]:
@@ -157,7 +157,7 @@ class UseRuns:
         self._first: list[fx.Node] = []
         last = None
         for _, block, user in uses:
-            run = block, is_backward(user)
+            run = block, is_after_forward(user)
             if run != last:
                 self._first.append(user)
                 last = run
@@ -187,7 +187,7 @@ class UseRuns:
         return GatheredParameter(gather, chain, sorted(users, key=self.place.__getitem__))
 
 
-def is_backward(node: fx.Node) -> bool:
+def is_after_forward(node: fx.Node) -> bool:
     """True if a node belongs to backward or to the optimizer's update, not to forward."""
     return note_of(node).phase in ("backward", "update") and node.op == "call_function"
 

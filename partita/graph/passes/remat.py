@@ -133,7 +133,7 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
     """
     found: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
-        if is_late(node):
+        if is_in_backward(node):
             for read in node.all_input_nodes:
                 for s in storages.of[read]:
                     if can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
@@ -204,7 +204,7 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
     """
     if user.op == "output":
         return True
-    if is_late(user):
+    if is_in_backward(user):
         return False
     note, its_note = note_of(node), note_of(user)
     return its_note.region != note.region or (note.kept and not its_note.kept)
@@ -233,7 +233,7 @@ def can_be_made_again(node: fx.Node) -> bool:
     )
 
 
-def is_late(node: fx.Node) -> bool:
+def is_in_backward(node: fx.Node) -> bool:
     """True for a call of backward."""
     return node.op == "call_function" and note_of(node).phase == "backward"
 
@@ -258,7 +258,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         again.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
 
     for node in list(graph.nodes):
-        if not is_late(node):
+        if not is_in_backward(node):
             continue
         for read in node.all_input_nodes:
             if read not in chosen:

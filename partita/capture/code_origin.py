@@ -32,7 +32,7 @@ _LIBRARY_MODULES = (
 
 
 @functools.cache
-def is_recorded(filename: str) -> bool:
+def is_recorded_file(filename: str) -> bool:
     """True if a capture follows the code in a file: not torch's, partita's or Python's own."""
     if filename.startswith("<frozen"):
         return False

@@ -78,7 +78,10 @@ HOST_BENCHES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Runs the command line and returns its exit code.
+
+    `argv` has the arguments after the program's name. None: the arguments of this process.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     options = _parser().parse_args(argv, argparse.Namespace(argv=argv))
     try:
@@ -202,7 +205,7 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Run `partita train`, and return its exit code.
+    """Runs `partita train` with the parsed `arguments`, and returns its exit code.
 
     In a process that a launcher started, this trains as one rank. Otherwise it starts the ranks.
     """
@@ -304,7 +307,10 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Run `partita report`: write the HTML page about training logs. Returns 2 if this fails."""
+    """Runs `partita report` with the parsed `options`: writes the HTML page about training logs.
+
+    Returns the exit code: 2 if this fails.
+    """
     out, logs = options.out, options.logs
     try:
         check_plotly()
@@ -323,7 +329,10 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run `partita bench NAME`: one benchmark on the requested device. Returns the exit code."""
+    """Runs `partita bench NAME` with the parsed `options`: one benchmark on the requested device.
+
+    Returns the exit code.
+    """
     from partita.bench.place import DEVICE_VARIABLE
 
     name, device = options.name, options.device
@@ -359,7 +368,10 @@ def _describe_package(name: str, use: str) -> str:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Run `partita doctor`: print what this machine supports. Returns 1 if torch has no Gloo."""
+    """Runs `partita doctor` with the parsed `options`: prints what this machine supports.
+
+    Returns the exit code: 1 if torch has no Gloo.
+    """
     from .comm.backends import can_compare, installed_backends
     from .tensor.plan import IN_C
 
@@ -414,7 +426,10 @@ _NO_AXES = {name for name, p in signature(dry_mesh).parameters.items() if p.kind
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Run `partita explain`: print how one call of an op would run. Returns 2 if it fails."""
+    """Runs `partita explain` with the parsed `options`: prints how one call of an op would run.
+
+    Returns the exit code: 2 if it fails.
+    """
     try:
         axes = read_mesh(options.mesh)
         if taken := _NO_AXES & axes.keys():
@@ -549,9 +564,10 @@ def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp"
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Run `partita simulate`: print the predicted time and memory of a training step.
+    """Runs `partita simulate` with the parsed `options`: prints a step's predicted time and memory.
 
-    Returns 2 if it cannot be simulated, and 1 if the model does not fit into memory.
+    Returns the exit code: 2 if the step cannot be simulated, and 1 if the model does not fit into
+    memory.
     """
     try:
         if options.report:
@@ -628,7 +644,10 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Run `partita plan`: print the best parallelism for a machine. Returns 2 if none fits."""
+    """Runs `partita plan` with the parsed `options`: prints the best parallelism for a machine.
+
+    Returns the exit code: 2 if none fits.
+    """
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
             raise ValueError(
@@ -677,7 +696,10 @@ _RANKS_OF_A_CORE = 64
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """Run `partita calibrate`: measure this machine, write a file. Returns 2 on failure."""
+    """Runs `partita calibrate` with the parsed `options`: measures this machine, writes a file.
+
+    Returns the exit code: 2 on failure.
+    """
     try:
         most, ranks = _RANKS_OF_A_CORE * count_cores(), options.ranks
         device = choose_device(options.device)
@@ -708,7 +730,10 @@ _ACTIONS = {
 
 
 def run_cache(options: argparse.Namespace) -> int:
-    """Run `partita cache ACTION` on the user's store of compiled programs."""
+    """Runs `partita cache ACTION` on the user's store of compiled programs.
+
+    `options` are the parsed ones. Returns the exit code.
+    """
     action = options.action
     try:
         store = default_store()

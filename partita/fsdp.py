@@ -104,7 +104,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
 ) -> Any:
-    """Shard a module's parameters, gradients and optimizer state, as ZeRO-3 does. In place.
+    """Shards a module's parameters, gradients and optimizer state in place, as ZeRO-3 does.
 
     Apply it to the blocks first and to the model last, as with FSDP2. Each module to which it was
     applied is gathered and reduced as one group.
@@ -202,6 +202,9 @@ def _find_mesh(model: nn.Module) -> Any:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """No effect: in partita every method can use sharded parameters, not only `forward`.
 
+    Args:
+        method_name: the name of the method of `module`.
+
     Raises:
         ValueError: the module has no such method.
     """
@@ -210,13 +213,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """No effect: partita chooses streams itself. (FSDP2 lets several models share streams.)"""
+    """No effect for any `modules`: partita chooses streams itself.
+
+    In FSDP2 it lets several models share streams.
+    """
 
 
 class FSDPModule:
     """A module to which `fully_shard` was applied, with the methods of FSDP2.
 
-    Methods that change only how FSDP2 overlaps or allocates have no effect.
+    Methods that change only how FSDP2 overlaps or allocates have no effect, and ignore their
+    arguments.
     """
 
     _keeps_gathered = False
@@ -230,10 +237,13 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients in the next backward passes (True), or accumulate them locally (False).
+        """Sets whether the next backward passes reduce gradients, or accumulate them locally.
 
         Accumulated gradients are reduced by the next backward pass that reduces. Call this on the
         model. A call on a block must pass the same value. `recurse` has no effect.
+
+        Args:
+            requires_gradient_sync: True reduces, False accumulates.
 
         Raises:
             ValueError: a block's value differs from the model's.
@@ -258,10 +268,14 @@ class FSDPModule:
         """No effect: each backward pass waits for its reductions when it ends."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Keep gathered parameters (False), or free them after their last use (True).
+        """Sets whether gathered parameters are freed after their last use.
 
         Call it on the model, for all its blocks. On a block it has no effect: a block keeps or
         frees its parameters as the model does. Results do not change.
+
+        Args:
+            reshard_after_forward: True frees them. False keeps them until a parameter changes.
+            recurse: ignored.
         """
         _refuse_other_options(self, reshard_after_forward)
         state = _state_of(self)
@@ -273,12 +287,16 @@ class FSDPModule:
     ) -> None:
         """Sets whether gathered parameters are freed after use.
 
-        In partita this is the same setting as `set_reshard_after_forward`.
+        `set_reshard_after_forward(reshard_after_backward)` makes the same setting. `recurse` is
+        ignored.
         """
         self.set_reshard_after_forward(reshard_after_backward, recurse)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """No effect: parameters are DTensors of the full shape, gathered when they are used."""
+        """No effect: parameters are DTensors of the full shape, gathered when they are used.
+
+        Returns an `UnshardHandle` if `async_op`, and otherwise None.
+        """
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:

@@ -92,7 +92,7 @@ class _Plain:
     outputs: Sequence[Any] = ()
 
     def register_hooks(self, module: nn.Module) -> None:
-        """Registers hooks that raise for plain tensors which torch would treat as pieces."""
+        """Registers hooks of `module` that raise for plain tensors that are pieces in torch."""
         if any(_is_piece(p) for p in (*self.inputs, *self.named.values())):
             module.register_forward_pre_hook(self.check_inputs, prepend=True, with_kwargs=True)
         if any(map(_is_piece, self.outputs)):
@@ -177,10 +177,16 @@ class _Linear(_Layouts):
 
 
 class ColwiseParallel(_Linear):
-    """Shard the output features: the weight is `Shard(0)`, or `Shard(1)` for an nn.Embedding.
+    """Shards the output features: the weight is `Shard(0)`, or `Shard(1)` for an nn.Embedding.
 
     The input is redistributed to Replicate, and the output to `output_layouts`, by default
     `Shard(-1)`.
+
+    Args:
+        input_layouts: used only for plain tensors: if it is a Shard, a plain tensor raises an
+            error.
+        output_layouts: the placement of the output.
+        use_local_output: ignored; the output is always a DTensor.
     """
 
     weight_of_linear, weight_of_embedding, bias = Shard(0), Shard(1), Shard(0)
@@ -191,10 +197,16 @@ class ColwiseParallel(_Linear):
 
 
 class RowwiseParallel(_Linear):
-    """Shard the input features: the weight is `Shard(1)`, or `Shard(0)` for an nn.Embedding.
+    """Shards the input features: the weight is `Shard(1)`, or `Shard(0)` for an nn.Embedding.
 
     The input is redistributed to `Shard(-1)`, or to Replicate for an nn.Embedding. The output is
     redistributed to `output_layouts`, by default Replicate.
+
+    Args:
+        input_layouts: used only for plain tensors: if it is a Shard, a plain tensor raises an
+            error.
+        output_layouts: the placement of the output.
+        use_local_output: ignored; the output is always a DTensor.
     """
 
     weight_of_linear, weight_of_embedding, bias = Shard(1), Shard(0), Replicate()
@@ -228,7 +240,7 @@ class PrepareModuleInput(_Layouts):
     Args:
         input_layouts: used only for plain tensors, because a DTensor has its own layout. For a
             Shard, a plain tensor raises an error.
-        input_kwarg_layouts: the same for keyword arguments.
+        input_kwarg_layouts: `input_layouts` for keyword arguments, by name.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
         desired_input_kwarg_layouts: maps the name of each keyword argument to its placement.
         use_local_output: ignored; the inputs are always DTensors.
@@ -283,7 +295,10 @@ class PrepareModuleOutput(_Layouts):
 
 
 class PrepareModuleInputOutput(_Layouts):
-    """Redistribute inputs as `PrepareModuleInput` does, and outputs as `PrepareModuleOutput`."""
+    """Redistributes the inputs and the outputs of a module.
+
+    The arguments are those of `PrepareModuleInput` and of `PrepareModuleOutput`.
+    """
 
     def __init__(
         self,
@@ -323,7 +338,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Apply styles to `module`, or to modules in it, in place. Returns `module`.
+    """Applies styles to `module`, or to modules in it, in place. Returns `module`.
 
     Every parameter and buffer of `module` becomes a DTensor. Those that no style names are
     Replicate.
@@ -334,7 +349,8 @@ def parallelize_module(
         parallelize_plan: a style for `module`, or styles by the names of modules in it. In a name
             each part between dots is an `fnmatch` pattern. A style may also be one of the strings
             that Hugging Face transformers uses in `config.base_model_tp_plan`.
-        src_data_rank: the same as in `pt.parallelize`.
+        src_data_rank: the rank, in mesh order, whose values are sent to all others. None sends
+            nothing: the caller guarantees equal values on all ranks.
 
     Raises:
         LayoutError: a mesh of several dimensions, or a name that no module has.
@@ -404,6 +420,9 @@ def list_placements(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Any
 
     The keys are parameter names or patterns. Returns None if the plan has an unknown style, a style
     for a module other than nn.Linear and nn.Embedding, or a module that `module` lacks.
+
+    Args:
+        plan: maps a pattern of module names to a style's name, such as "colwise".
     """
     found: dict[str, Any] = {}
     try:

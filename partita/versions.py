@@ -38,9 +38,9 @@ def describe_torch() -> str:
 
 
 def name_of_checkpoint_generator(checkpoints: ModuleType) -> str:
-    """Returns the name of the generator in `torch.utils.checkpoint` that wraps a function.
+    """Returns the name of the generator in `checkpoints` that wraps a function.
 
-    torch 2.14 renamed it.
+    `checkpoints` is the module `torch.utils.checkpoint`. torch 2.14 renamed the generator.
     """
     name = "_checkpoint_without_reentrant_generator"
     return f"{name}_impl" if hasattr(checkpoints, f"{name}_impl") else name
@@ -57,7 +57,8 @@ def frames_hold_inputs(frame: type) -> bool:
 def base_of_scheduler_passes(passes: ModuleType) -> type:
     """Returns the base class for a custom Inductor pass over fused kernels.
 
-    Torch 2.11 has none, and accepts any pass over graphs.
+    `passes` is torch's module with the class. Torch 2.11 has no class for it, and accepts any pass
+    over graphs.
     """
     found: type = getattr(passes, "CustomSchedulerPass", passes.CustomGraphPass)
     return found

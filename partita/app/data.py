@@ -36,7 +36,13 @@ class Text:
         """Returns the inputs and targets of a step: int64 tensors of shape (size, context).
 
         A target is the byte after its input. This is the whole batch, equal on every rank and every
-        mesh. Its layout decides which rows a rank computes.
+        mesh. The batch's layout decides which rows a rank computes.
+
+        Args:
+            step: the number of the step. With `seed` it determines the batch.
+            seed: a number that selects a sequence of batches.
+            size: the number of rows.
+            context: the number of bytes in a row.
         """
         # Steps of one seed, and equal steps of two seeds, must not share a generator's state.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -57,6 +63,10 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
     Files are read in the order of their names, so every rank on every machine reads the same. Files
     with a zero byte are not text and are skipped, as are pipes, devices and broken links. Reading
     stops at 512 MiB.
+
+    Args:
+        path: a folder or a file. None: the sources of Python's standard library.
+        context: the bytes in a row of a batch; the text must have two more.
 
     Raises:
         ValueError: no such path; a file that cannot be read; fewer than `context + 2` bytes.

@@ -229,7 +229,7 @@ def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 
 
 
 def state_of_child(pid: int, which: int) -> int:
-    """Returns a child's exit code or the signal that stopped or killed it; 0 if it runs.
+    """Returns the exit code of process `pid`, or the signal that ended or stopped it; 0 if it runs.
 
     An exit code of 0 is returned as -1. Other code can still read the status afterwards.
 
@@ -344,9 +344,11 @@ def joined(show: Show) -> Iterator[Rank]:
     at: dict[str, Any] | None = None
 
     def end_of_signal(frame: FrameType | None) -> None:
-        """Report why this rank ends at SIGTERM, and end.
+        """Reports why this rank ends at SIGTERM, and ends the process.
 
         torchrun sends SIGTERM to the remaining ranks, often before they notice a rank's end.
+
+        `frame` is the Python frame that the signal interrupted.
         """
         place = user_line(frame) or "no line"
         others = [r for r in range(world) if r != rank]

@@ -82,7 +82,12 @@ class Logs:
         self.complete = True
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Pass one event of the run, such as a step, to all logs."""
+        """Passes one event of the run, such as a step, to all logs.
+
+        Args:
+            event: the kind of the event, such as "step".
+            facts: the data of the event, such as "loss".
+        """
         self._show(event, facts)
         if event in _NOT_KEPT:
             return
@@ -349,7 +354,12 @@ class Progress:
         self._every = max(1, steps // 30)
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Print one event of a rank. Events that need no line are skipped."""
+        """Prints one event of a rank. Events that need no line are skipped.
+
+        Args:
+            event: the kind of the event, such as "step".
+            facts: the data of the event, such as "loss".
+        """
         shown = getattr(self, f"_on_{event}", None)
         if shown is not None:
             shown(**facts)
@@ -368,9 +378,13 @@ class Progress:
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
-        """Returns the text of a step's figures: loss, speed, MFU, bytes sent and memory held.
+        """Returns the text of a step's figures: loss, speed, MFU, bytes sent and peak memory.
 
         The speed is the median of the last steps, because a few of them plan or compile.
+
+        Args:
+            nbytes: the bytes that the rank sent in the step.
+            memory: the peak of memory, in bytes.
         """
         seconds = max(statistics.median_low(self._seconds), 1e-9)
         share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
@@ -473,7 +487,14 @@ def make_progress(
 ) -> Progress:
     """Returns the display of a run's progress: a live bar on a terminal, otherwise lines.
 
-    The live bar needs the package rich. Arguments are as in `Progress`.
+    The live bar needs the package rich.
+
+    Args:
+        steps: the number of steps of the run.
+        tokens: bytes of text per step, over all ranks.
+        mesh: the mesh as text, such as "dp=2,tp=2".
+        least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
+            unknown.
     """
     facts: dict[str, Any] = {"steps": steps, "tokens": tokens, "mesh": mesh}
     facts["least_seconds"] = least_seconds

@@ -27,7 +27,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
 def read_mesh(text: str) -> Mesh:
-    """Reads the axes of a mesh: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives ()."""
+    """Reads a mesh from `text`: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives ()."""
     axes = []
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")

@@ -42,13 +42,14 @@ _PROMPT = b"def "
 
 
 def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = None) -> list[float]:
-    """Train a GPT and return the loss of each step (nats per byte, before its update).
+    """Trains a GPT and returns the loss of each step (nats per byte, before the step's update).
 
     Must be called on all ranks of `options.mesh` with equal options. It emits the event "ready"
     once, "at" when a step enters another phase, and "step" after each step. "saved" follows when a
     checkpoint is on the disk, and "sample" at the end.
 
     Args:
+        options: the options of the run.
         emit: a function that gets each event: `emit("step", step=3, loss=2.1, ...)`.
         text: the training data; by default read from `options.data`.
         mesh: an existing mesh, such as that of `pt.ranks`; None makes one.
@@ -247,6 +248,11 @@ def verify(options: Options, emit: Emit, *, compare: bool) -> bool:
 
     Must be called on all ranks. The rank with `compare` makes the second run and emits the event
     "verify". It returns True if all relative differences are at most 1e-5. Other ranks return True.
+
+    Args:
+        options: the options of the run on the mesh.
+        emit: a function that gets each event: `emit("step", step=3, loss=2.1, ...)`.
+        compare: True on exactly one rank.
     """
     options = replace(options, sample=0)
     text = read(options.data, context=options.context)
@@ -277,6 +283,8 @@ def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
 
     Must be called on all ranks. The input always has the same length: it is padded at its end,
     which a causal model does not read. So all calls use the cached plans of the first call.
+
+    `seed` selects one of the possible texts.
     """
     generator, device = torch.Generator().manual_seed(seed), next(model.parameters()).device
     tokens = list(prompt)

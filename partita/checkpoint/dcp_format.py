@@ -79,7 +79,7 @@ class LoadPieces(DefaultLoadPlanner):
 
     Args:
         weights_only: True reads values as `torch.load(weights_only=True)` does.
-        classes: classes that may be unpickled in addition.
+        classes: further classes that may be unpickled.
 
     Attributes:
         values: the values that were read, by name.
@@ -407,7 +407,12 @@ class Offer:
 
 
 def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
-    """Returns a list of one `Offer`, for this rank's shard; [] if the shard is empty."""
+    """Returns a list with the `Offer` of this rank's shard `piece`; [] if the shard is empty.
+
+    Args:
+        name: the name of the tensor.
+        path: the keys that lead to the tensor in the state.
+    """
     shape = tuple(piece.shape)
     return [
         Offer(name, path, piece.region, shape, piece.local.dtype)
@@ -416,7 +421,7 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """Returns the `WriteItem`s by which torch's writer writes this rank's shard."""
+    """Returns the `WriteItem`s by which torch's writer writes the shard `piece` of `name`."""
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 
@@ -504,7 +509,12 @@ class Writer(FileSystemWriter):
         self._home = home
 
     def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
-        """Writes the parts that this rank offers into files, and returns where each one is."""
+        """Writes the parts `offers` of this rank into files, and returns where each one is.
+
+        Args:
+            planner: supplies the data of the parts.
+            rank: this rank's number, which becomes a part of the file names.
+        """
         # Torch derives the file names from a plan's index, so this rank's plan is at its index.
         plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
         written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()

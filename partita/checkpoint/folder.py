@@ -126,7 +126,10 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """Returns the checksums of `.metadata`, which are computed here, and of the chunks."""
+        """Returns the checksums of a checkpoint: of `.metadata` in `folder`, and of `chunks`.
+
+        The checksum of `.metadata` is computed here. The checksums of the chunks are given.
+        """
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
@@ -145,7 +148,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """Reads the file `.checksums` of a checkpoint. Returns None if there is no such file.
+        """Reads the file `.checksums` of the checkpoint `folder`. Returns None if there is no file.
 
         Raises:
             ValueError: the file is damaged.
@@ -166,12 +169,15 @@ class Checksums:
         )
 
     def check_metadata(self, path: Path, content: bytes) -> None:
-        """Raise ValueError if `content`, read from `.metadata`, has a wrong size or checksum."""
+        """Raises ValueError if `content`, read from the `.metadata` file `path`, is damaged.
+
+        Its size and its checksum are compared with the stored ones. The error names `path`.
+        """
         if (len(content), zlib.crc32(content)) != self.metadata:
             raise ValueError(f"{path} is damaged: its checksum is wrong")
 
     def check_chunks(self, folder: Path, places: Iterable[tuple[Place, str]]) -> None:
-        """Compare the checksums of these chunks, computed from the files, with the stored ones.
+        """Compares the checksums of chunks, computed from files in `folder`, with the stored ones.
 
         Args:
             places: the (file, offset, length) of each chunk, and the name of its tensor or value.
@@ -200,7 +206,7 @@ class Checksums:
 
 
 def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | None]:
-    """Returns the CRC-32 of each part of a file; None for a part beyond the end of the file.
+    """Returns the CRC-32 of each part of the file `path`; None for a part beyond the file's end.
 
     Args:
         parts: `(offset, length)` of each part, in bytes.
@@ -295,9 +301,9 @@ def begin_replacement(home: Path) -> Replacement:
 
 
 def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
-    """Returns the lock that keeps a checkpoint from being replaced while it is loaded.
+    """Returns the lock that keeps the checkpoint `home` from being replaced while it is loaded.
 
-    Loads hold it shared, and a replacement holds it exclusively.
+    The lock is not acquired yet. Loads hold it shared, and a replacement holds it exclusively.
     """
     return Lock(_make_sibling_path(home, "reading"), shared=shared)
 

@@ -164,9 +164,9 @@ def stream_full(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in pt.stream_full(model):
             server.update_weight(name, weight)
 
-    Every rank iterates to the end. A tensor is gathered when it is its turn, so that a rank holds
-    one whole tensor beside its pieces. It is on the model's device. If a rank has it whole, it is
-    not a copy, so do not change it. A tensor with several names is yielded under each of them.
+    Every rank must iterate to the end. Each tensor is gathered when it is yielded, on the model's
+    device, so a rank holds one whole tensor beside its pieces. Do not change the tensor: if the
+    rank holds it whole, it is not copied. A tensor with several names is yielded under each name.
     Names are the same as in `model.state_dict()`, without prefixes that torch.compile adds. Entries
     that are not tensors are skipped.
 
@@ -270,7 +270,11 @@ class _WriteJob:
         self._model, self._optimizer, self._description = model, optimizer, description
 
     def check(self, strict: Strict) -> Mismatches:
-        """Returns how the state dict differs from the model. Raises the error of rank 0, if any."""
+        """Returns how the state dict differs from the model. Raises the error of rank 0, if any.
+
+        Args:
+            strict: True: names that only the model or only the state dict has are errors.
+        """
         if isinstance(self._description, Exception):
             raise self._description
         self._there, self._values = self._description
@@ -281,7 +285,11 @@ class _WriteJob:
         return find_mismatches(held, self._there, strict, tied=tensors, of_optimizers=self._target)
 
     def write(self, given: dict[str, Leaf], rank0_only: bool) -> None:
-        """Write the values into the model's tensors. With `rank0_only`, rank 0 sends them."""
+        """Write the values into the model's tensors. With `rank0_only`, rank 0 sends them.
+
+        Args:
+            given: the state dict's tensors and values by name.
+        """
         send = _TensorSender(self._model) if rank0_only else None
         targets = LoadTargets()
         for name, leaf in self._target.leaves.items():

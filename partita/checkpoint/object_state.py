@@ -43,7 +43,7 @@ class Stored:
 
     @classmethod
     def of(cls, value: Any, path: KeyPath = ()) -> Stored:
-        """Returns the metadata that a checkpoint would have for an entry with this `value`."""
+        """Returns the metadata that a checkpoint would have for an entry `value` at `path`."""
         if isinstance(value, torch.Tensor):
             return cls(path, tuple(value.shape), value.dtype)
         return cls(path)
@@ -197,6 +197,7 @@ def grow_from_checkpoint(
         there: the entries of the checkpoint (`find_stored_tree`).
         allocate: a function that makes the tensors that `live` lacks.
         replace: True drops entries that only `live` has, and entries with another size or dtype.
+        path: the keys that lead to `live` in the state.
     """
 
     def grow(part: Any, one: Any, key: str | int) -> Any:

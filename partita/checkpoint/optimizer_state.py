@@ -64,6 +64,9 @@ def name_parameters(
     The name is the one in the parameter's module, after the module's path if there are several
     modules. If a parameter is in no module: the names that the optimizer was made with
     (`AdamW(model.named_parameters())`), otherwise torch.optim's indices.
+
+    Args:
+        modules: the modules of the state, each with the keys that lead to it.
     """
     found: dict[int, tuple[KeyPath, str]] = {}
     for path, module in reversed(modules):  # the first module that has a parameter names it
@@ -238,7 +241,7 @@ def open_optimizer(
 
 
 def is_list_of_parameters(one: Stored) -> bool:
-    """True if an entry of a checkpoint is the list of parameter names in an optimizer's group."""
+    """True if the entry `one` of a checkpoint is an optimizer group's list of parameter names."""
     return len(one.path) > 2 and (one.path[-3], one.path[-1]) == ("param_groups", "params")
 
 

@@ -130,11 +130,12 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
-    """Save like `save`, but in another thread. Only the copy to memory happens in this call.
+    """Writes `state` as the checkpoint `path` like `save`, but in another thread.
 
-    The copy takes as much memory as this rank writes. The memory is reused by the next
-    `async_save` and freed by `save`. If an earlier save is still running, this call waits for it
-    first. Unlike `save`, it compares only a sample of the elements of large tensors between ranks.
+    Only the copy to memory happens in this call. It takes as much memory as this rank writes. The
+    memory is reused by the next `async_save` and freed by `save`. If an earlier save is still
+    running, this call waits for it first. Unlike `save`, it compares only a sample of the elements
+    of large tensors between ranks.
 
     Returns:
         A future. `result()` waits until the checkpoint is complete, and raises what `save` would
@@ -296,7 +297,10 @@ class _StagedState:
             self.write(*self.copies.popitem())
 
     def write(self, name: str, value: Any) -> None:
-        """Pickle one value, and store the text by which ranks compare it.
+        """Pickles one value, and stores the text by which ranks compare it.
+
+        Args:
+            name: the name of the value in the state.
 
         Raises:
             ValueError: it does not pickle.
@@ -775,6 +779,12 @@ def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
     """Raises an error on all ranks if any rank cannot load; returns the names to skip.
+
+    Args:
+        decide: `ControlPlane.decide` for this load, as a function of `mine` and `answer`.
+        found: what this rank found, or the exception that it raised.
+        path: the path of the checkpoint, for the error.
+        line: the user's "file:line", for the error.
 
     Raises:
         LayoutError: some ranks found mismatches. Every rank raises it, with all mismatches.

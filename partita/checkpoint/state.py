@@ -185,7 +185,8 @@ class TrainableState:
     trainable parameters of such a checkpoint, too.
 
     Args:
-        model: a module. Each save contains the parameters that are trainable then, and no buffers.
+        model: a module. Each save contains the parameters that are trainable at that time, and no
+            buffers.
     """
 
     def __init__(self, model: torch.nn.Module):

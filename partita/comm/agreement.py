@@ -41,7 +41,7 @@ from .wire import Wire
 
 
 def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> None:
-    """Raise LayoutError on all ranks of the mesh unless `mine` is equal on all of them.
+    """Raises LayoutError on all ranks of `wire`'s mesh unless `mine` is equal on all of them.
 
     Args:
         what: the name of the operation, equal on all ranks: "from_local".
@@ -61,7 +61,7 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
 
 
 def is_alone(wire: Wire) -> bool:
-    """True if there are no other ranks with which this rank could compare.
+    """True if `wire`'s mesh has no other ranks with which this rank could compare.
 
     Also True while a step is captured: ranks compare the keys of captured steps instead.
     """
@@ -74,8 +74,8 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
     An example is a loop whose shapes repeat. It is also True if there are no other ranks. A
     predicted key is added to the history of its series.
 
-    All ranks have the same history, so all predict the same key. If the ranks' keys differ, some
-    rank's key is not the predicted one. That rank compares, and finds the error.
+    All ranks of `wire`'s mesh have the same history, so all predict the same key. If the ranks'
+    keys differ, some rank's key is not the predicted one. That rank compares, and finds the error.
 
     Args:
         series: a repeated decision, such as the shapes at a line of the program.
@@ -89,10 +89,11 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
-    """Record that `key` was equal on all ranks, from which `is_agreed` predicts.
+    """Records that `key` was equal on all ranks of `wire`'s mesh, for predictions of `is_agreed`.
 
     Args:
         series: the repeated decision to which the key belongs.
+        key: the key that the ranks have compared.
     """
     # A program has few lines, but one line may be compared for any number of different shapes.
     if len(wire.agreed) >= _KEPT:
@@ -103,7 +104,10 @@ def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
 
 
 def is_due(wire: Wire, series: object) -> bool:
-    """True in the calls 1, 2, 4, 8, ... of a series, in which ranks compare what it costs to read.
+    """True in the calls 1, 2, 4, 8, ... of a series, in which ranks compare values.
+
+    It is for values that cost time to read. Each call adds one to the count of the series. Under
+    `check_ranks()` it is always True, and without other ranks on `wire`'s mesh always False.
 
     Args:
         series: what is compared, such as the values of the batches at a line of the program.
@@ -144,9 +148,9 @@ class RepeatedCall:
     def add(self, settings: object) -> bool:
         """Adds a call with its settings. Returns True if ranks must compare them now.
 
-        That is in the first call, and at the latest 64 calls after the last comparison. A change
-        that comes alone, such as that of a scheduler which waits for a plateau, is compared at
-        once. With a schedule that changes a rate in each step, a comparison in each step would cost
+        Ranks compare the first call, and compare again at the latest 64 calls after the last
+        comparison. They compare a single change at once, for example of a scheduler that waits for
+        a plateau. If a schedule changes a rate in each step, a comparison in each step would cost
         more than a small step.
         """
         self.calls += 1
@@ -218,7 +222,7 @@ _SHOWN = 200
 
 
 def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:
-    """Sends a text to all ranks, and returns every rank's text, in mesh order.
+    """Sends `mine` to all ranks of `wire`'s mesh, and returns every rank's text, in mesh order.
 
     Args:
         mine: this rank's text, of any length.
@@ -241,6 +245,7 @@ def make_disagreement_error(
         what: the name of the operation.
         texts: each rank's text, in mesh order. They are not all equal.
         fact: what is wrong if the ranks differ.
+        reason: why the values must be equal.
         fixes: what the user can do.
     """
     rank = next(i for i, text in enumerate(texts) if text != texts[0])
@@ -269,7 +274,10 @@ _declared: dict[str, type] = {}
 
 
 def message(kind: type[T]) -> type[T]:
-    """Registers a dataclass, so that `pack` can convert its instances to bytes for other ranks."""
+    """Registers the dataclass `kind`, so that `pack` can convert its instances to bytes.
+
+    Returns `kind`, for use as a decorator.
+    """
     _declared[kind.__name__] = kind
     return kind
 
@@ -278,16 +286,16 @@ message(Fix)
 
 
 def pack(thing: Any) -> bytes:
-    """Returns an object as bytes (JSON), to be sent to other ranks.
+    """Returns the object `thing` as bytes (JSON), to be sent to other ranks.
 
     Raises:
-        TypeError: it contains something that cannot be sent.
+        TypeError: `thing` contains something that cannot be sent.
     """
     return json.dumps(_to_json(thing), separators=(",", ":")).encode()
 
 
 def unpack(data: bytes) -> Any:
-    """Returns the object that `pack` converted to bytes.
+    """Returns the object that `pack` has converted to the bytes `data`.
 
     Raises:
         ValueError: the bytes are not a message.
@@ -496,13 +504,15 @@ class ControlPlane:
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """Returns a function of `mine` and `answer` that calls `decide` with these `why` and
-        `shown`.
-        """
+        """Returns `decide` with these `why` and `shown`, as a function of `mine` and `answer`."""
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
-        """A barrier: waits until all ranks call this with the same `why`. Raises like `decide`."""
+        """Waits until all ranks call this with the same `why` (a barrier).
+
+        `shown` has details of what this rank does, for errors. Raises LayoutError on all ranks if
+        other ranks do something else, or have ended.
+        """
         self.decide(why, None, lambda gathered: gathered, shown)
 
     def run_in_background(
@@ -511,15 +521,17 @@ class ControlPlane:
         """Calls `prepare()` now, and the function that it returns in a background thread.
 
         All ranks must call it. Each rank first waits for the others, and for earlier background
-        work. The background function gets `decide` as its argument, and may communicate only by
-        that. All calls share one thread, because starting a new one blocks until it runs.
+        work. The background function gets `decide` as its argument, and may communicate only by it.
+        All calls share one thread, because starting a new one blocks until it runs.
 
         Args:
             prepare: a function that runs after the ranks have met. So no rank waits for another
                 rank's `prepare`. It must not raise an error.
+            why: what the ranks do, equal on all ranks.
+            shown: details of what this rank does, for errors.
 
         Raises:
-            LayoutError: the same as for `decide`.
+            LayoutError: other ranks do something else, or have ended. All ranks raise it.
         """
         self.wait()
         decide = self._start_background(why, shown)

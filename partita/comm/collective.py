@@ -155,7 +155,7 @@ def reduce_in_rank_order(
     """Reduces the ranks' local parts of a Partial value into `out`, in rank order, and returns it.
 
     `out` may be the first of `shares`. Floats of less than 32 bits are reduced in float32, and
-    rounded once at the end.
+    rounded once at the end. `reduce_op` is "sum", "max" or "min".
     """
     narrow = out.is_floating_point() and out.element_size() < 4
     total = shares[0].to(torch.float32 if narrow else out.dtype, copy=narrow)
@@ -166,7 +166,7 @@ def reduce_in_rank_order(
 
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors use the same storage. Works on the meta device, too."""
+    """True if `x` and `other` use the same storage. Works on the meta device, too."""
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
@@ -270,10 +270,13 @@ class Transport:
     ) -> None:
         """Runs a collective along `axes`, from `x` into `out` (both contiguous), and waits.
 
-        Any dtype works: it is converted to one that the backend has. Members are in the group's
-        order. `all_gather` concatenates their `x`. `reduce_scatter` gives each member its part of
-        the reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and `broadcast`,
-        `out` is `x`.
+        Any dtype works: it is converted to one that the backend has. Members of the group are in
+        its order. `all_gather` concatenates their `x`. `reduce_scatter` gives each member its part
+        of the reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and
+        `broadcast`, `out` is `x`.
+
+        Args:
+            request: which collective it is.
         """
         x = resolve_lazy_values(x)
         if request.kind in ("all_reduce", "reduce_scatter"):
@@ -321,17 +324,20 @@ class Transport:
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        """Begins a collective like `run_collective`, without waiting, in a dtype of the backend.
+        """Begins a collective along `axes`, from `x` into `out`, without waiting for it.
 
-        `x` may be a part of `out`. If the dtype of `out` is wider than that of `x`, a
-        reduce_scatter adds in the wider one.
+        The backend must have the dtypes. `x` may be a part of `out`. If the dtype of `out` is wider
+        than the dtype of `x`, a reduce_scatter adds in the wider one.
+
+        Args:
+            request: which collective it is.
         """
         self._perform(out, x, axes, request)
         return PendingList()
 
 
 def view_as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor as a flat uint8 view."""
+    """Returns the bytes of the contiguous tensor `x` as a flat uint8 view."""
     return x.reshape(-1).view(torch.uint8)
 
 

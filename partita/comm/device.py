@@ -171,7 +171,7 @@ class Device:
             torch.accelerator.synchronize()
 
     def place(self, t: Placed) -> Placed:
-        """Returns a tensor or module moved to this kind of device."""
+        """Returns the tensor or module `t` moved to this kind of device."""
         return t.to(self.type)  # type: ignore[return-value]
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -328,7 +328,7 @@ def is_of_host(event: Any) -> bool:
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Returns a text that identifies a GPU for which code is compiled; "" for the host.
+    """Returns a text that identifies the GPU `device`, for which code is compiled; "" if not CUDA.
 
     The store of compiled code adds a description of the host itself.
     """
@@ -366,7 +366,7 @@ def read_autocast_state() -> AutocastState:
 
 
 def enabled_autocast_dtypes(state: AutocastState) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes to which autocast casts, of the device kinds for which it is on."""
+    """Returns the dtypes to which `state` casts, for the device kinds where autocast is on."""
     return tuple(dtype for _, enabled, dtype in state if enabled)
 
 
@@ -410,7 +410,7 @@ def resolve_lazy_values(x: torch.Tensor) -> torch.Tensor:
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous CPU tensor as a memoryview, without a copy."""
+    """Returns the bytes of the contiguous CPU tensor `x` as a memoryview, without a copy."""
     if x.nbytes == 0:
         return memoryview(b"")
     x = resolve_lazy_values(x)
@@ -420,6 +420,6 @@ def view_bytes(x: torch.Tensor) -> memoryview:
 
 
 def copy_bytes(x: torch.Tensor) -> bytes:
-    """Returns a copy of the bytes of a contiguous CPU tensor."""
+    """Returns a copy of the bytes of the contiguous CPU tensor `x`."""
     x = resolve_lazy_values(x)
     return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""

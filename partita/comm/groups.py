@@ -310,12 +310,16 @@ class ControlGroup:
         *,
         warns: bool = True,
     ) -> list[bytes]:
-        """Sends bytes to all ranks, and returns every rank's bytes, as `Wire.exchange` does.
+        """Sends the bytes `mine` to all ranks, and returns every rank's bytes, in group order.
 
-        An error names two ranks with different reasons, or the ranks that did not arrive before the
-        deadline, in seconds. The default is the timeout of `init_process_group`.
+        An error names two ranks with different reasons, or the ranks that did not arrive in time.
 
         Args:
+            why: the reason, which must be equal on all ranks.
+            deadline: seconds to wait for ranks that still compute; by default the timeout of
+                `init_process_group`.
+            compared: other text that must be equal on all ranks.
+            shown: details of what this rank does, for errors.
             warns: True warns if other ranks are late for a long time.
         """
         text = why + shown
@@ -345,8 +349,10 @@ class ControlGroup:
         """Lets the first rank compute an answer for each rank, from every rank's `mine`.
 
         Args:
+            why: what the ranks do, which must be equal on all ranks.
             answer: a function that the first rank calls with every rank's `mine`. It returns an
-                answer for each.
+                answer for each rank.
+            shown: details of what this rank does, for errors.
             watched: True shows other ranks what this rank waits for. False in a background thread,
                 because its rank continues meanwhile.
 
@@ -481,15 +487,15 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """A barrier before a capture: waits until all ranks have called this equally often.
+    """Waits until all ranks of `wire`'s mesh have called this equally often, before a capture.
 
-    It uses no collective (see `barrier_in_store`).
+    It is a barrier without a collective (see `barrier_in_store`).
 
     Args:
         why: what this rank does, for errors of other ranks.
 
     Raises:
-        LayoutError: the same as for `barrier_in_store`.
+        LayoutError: other ranks wait for this rank in another call, or did not arrive in time.
     """
     group = wire.group_of_all()
     if group is not None:
@@ -519,7 +525,7 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
     away = [r for r in ranks if r != me]
 
     def look_for(seconds: float) -> bool:
-        """Look into the store for so many seconds; True if all ranks have arrived."""
+        """Looks into the store for at most `seconds` seconds. True if all ranks have arrived."""
         nonlocal away, nap
         until = time.monotonic() + seconds
         while away := [r for r in away if not store.check([_key_of_meeting(kind, number, r)])]:
@@ -541,10 +547,14 @@ def barrier_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """Returns an error that says why a collective failed; None if the cause is unknown.
+    """Returns an error that says why a captured step's collective failed; None if unknown.
 
     Possible causes: other ranks wait in `barrier_in_store`, they have found a deadlock, or a rank
     has ended.
+
+    Args:
+        wire: the wire of the step's mesh.
+        failure: the error of the collective.
     """
     group = wire.group_of_all()
     if group is None:

@@ -99,9 +99,12 @@ class Ledger:
     def note_work(
         self, rank: int, op: str, source: str, axes: tuple[str, ...], operations: float
     ) -> None:
-        """Add the flops of matrix products that a rank has computed.
+        """Adds the flops of matrix products that a rank has computed.
 
         Args:
+            rank: the rank's index in the mesh.
+            op: the operation, such as "linear".
+            source: the user's "file:line", or "".
             axes: the axes along which all ranks repeat the same products.
             operations: the number of multiplications and additions.
         """
@@ -140,7 +143,10 @@ class Ledger:
         return sum(m.nbytes for m in self.moves)
 
     def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
-        """Returns the number of moves of this kind and with this reason. None matches all."""
+        """Returns the number of moves of the kind `kind` and with the reason `reason`.
+
+        None matches all. `Record` lists the values of both.
+        """
         return sum(
             (kind is None or m.kind == kind) and (reason is None or m.reason == reason)
             for m in self.moves
@@ -237,8 +243,8 @@ class Scope:
     def work_ledgers(self) -> tuple[Ledger, ...]:
         """The open ledgers, which record matrix products.
 
-        During a capture it is the capture's own ledger instead. Each later run of the step is
-        recorded from that.
+        During a capture it is only the capture's own ledger, from which each later run of the step
+        is recorded.
         """
         return self.ledgers if self.captured is None else (self.captured,)
 
@@ -330,7 +336,12 @@ def strict(on: bool = True) -> Iterator[None]:
 
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
-    """Raise the error of `strict()` for a redistribution that the program did not request."""
+    """Raises the error of `strict()` for the move `move`, which the program did not request.
+
+    Args:
+        op: the op that needs the move.
+        nbytes: the bytes that one rank would send.
+    """
     placements = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
     cost = f"{move.kind} {human(nbytes)}"
     raise LayoutError(
@@ -363,7 +374,10 @@ class Check:
         self.broken = False  # True after a failed comparison: waiting for ranks again would hang
 
     def compare(self, wire: Any, text: str) -> None:
-        """Raise on every rank unless `text` is equal on all. The error names two ranks."""
+        """Raises on every rank of `wire`'s mesh unless `text` is equal on all.
+
+        The error names two ranks.
+        """
         self.wires[id(wire)] = wire
         try:
             wire.exchange(text, b"", self.timeout)
@@ -545,10 +559,10 @@ def first_instruction(code: CodeType, at: int) -> int:
     """Returns the offset of a running call's first bytecode instruction, which identifies it.
 
     A call consists of several instructions. After the interpreter has specialized the call, it
-    reports the offset of another one of them. That may happen at different times on different
-    ranks.
+    reports the offset of another one of these. Ranks may specialize it at different times.
 
     Args:
+        code: the code that makes the call.
         at: the offset that the interpreter reports.
     """
     known = _begins.get((id(code), at))

@@ -50,7 +50,7 @@ def init_device_mesh(
         device_type: "cpu" or "cuda".
         mesh_shape: the size of each axis, outermost first. Their product is the number of ranks.
         mesh_dim_names: a name for each axis.
-        backend_override: the same as in torch.
+        backend_override: the backend of the groups of each axis, by its name or index, as in torch.
 
     Raises:
         LayoutError: the product is not the number of ranks of the job (raised on every rank). For
@@ -220,7 +220,7 @@ def wire_of(device_mesh: object) -> Wire:
 
 
 def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
-    """Returns the size of each axis of a mesh, outermost first; None if the argument is no mesh."""
+    """Returns the size of each axis of `device_mesh`, outermost first; None if it is no mesh."""
     if not isinstance(device_mesh, MeshHandle | DeviceMesh):
         return None
     names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.ndim))
@@ -248,7 +248,7 @@ def is_part_of_mesh(part: object, device_mesh: object) -> bool:
 
 
 def find_root_mesh(part: Any) -> Any:
-    """Returns the whole mesh, given a sub-mesh (`mesh["dp"]`) or the whole mesh itself.
+    """Returns the whole mesh of `part`, a sub-mesh (`mesh["dp"]`) or the whole mesh itself.
 
     Private torch: nothing public names the root of a sub-mesh.
     """
@@ -280,11 +280,14 @@ def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
 
 
 def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
-    """Returns the wire of a mesh that `describe_saved_mesh` has described, for unpickling.
+    """Returns the wire of the mesh `saved`, for unpickling.
+
+    Args:
+        saved: the values that `describe_saved_mesh` returned.
 
     Raises:
-        LayoutError: this process has no such mesh. It is not made here, because all ranks must
-            make a mesh together.
+        LayoutError: this process has no mesh with these values. It is not made here, because all
+            ranks must make a mesh together.
     """
     if saved[0] == "here":
         return find_handle(saved[1]).wire
@@ -319,7 +322,9 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     """Initializes torch.distributed from the environment variables that torchrun sets.
 
     Args:
-        backend: the same as in torch. None: a backend that works for every device.
+        backend: torch's name of the backend, such as "nccl". None: a backend that works for every
+            device.
+        timeout: the time limit for the connection and for later collectives.
 
     Raises:
         TimeoutError: the other ranks did not connect within `timeout`.

@@ -42,6 +42,7 @@ def prepare(move: Move, transport: Transport) -> Step:
     The function takes the local tensor, which it does not modify, and returns the new one.
 
     Args:
+        move: the move: its kind, its axes, and the layouts before and after it.
         transport: this rank's connection to the mesh, which runs collectives.
 
     Raises:
@@ -244,7 +245,7 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
 def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
     """Returns zeros (0.0 or -0.0) that can be added to `x` without changing any of its bits.
 
-    That stays true if all addends are multiplied by the same number.
+    The bits also stay equal if all addends are multiplied by the same number.
     """
     if x.is_complex():
         return torch.view_as_complex(zeros_signed_as(torch.view_as_real(x.resolve_conj())))
@@ -254,7 +255,10 @@ def zeros_signed_as(x: torch.Tensor) -> torch.Tensor:
 
 
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
-    """Returns the neutral value of a reduction: -0.0 for a sum, -inf for a max."""
+    """Returns the neutral value of the reduction `reduce_op`: -0.0 for a sum, -inf for a max.
+
+    If `dtype` has no infinity, it returns the least or largest value of the dtype.
+    """
     if reduce_op == "sum":
         return NEUTRAL_SHARE if dtype.is_floating_point or dtype.is_complex else 0
     least = reduce_op == "max"
@@ -322,7 +326,11 @@ def _cut_to_shape(x: torch.Tensor, shape: tuple[int, ...], transport: Transport)
 
 
 def outer_length(cut: DimChange, transport: Transport) -> tuple[int, Number]:
-    """Returns (padded length, true length) of the piece that the inner axes of `cut` split."""
+    """Returns the padded and the true length of the piece that the inner axes of `cut` split.
+
+    Args:
+        transport: this rank's connection to the mesh, which has its coordinate.
+    """
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded
@@ -373,8 +381,13 @@ def _pieces_in_a_row(x: torch.Tensor, cut: DimChange, transport: Transport) -> t
 def take_padded_piece(
     x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
 ) -> torch.Tensor:
-    """Returns the elements `start + offsets` of `x` along `dim`; offsets from `length` on are
-    padding.
+    """Returns the elements `start + offsets` of `x` along `dim`, with padding behind a piece.
+
+    Offsets from `length` on are padding. They are copies of the piece's last element, or zeros.
+
+    Args:
+        offsets: positions in the piece, an integer tensor.
+        zeros: True fills padding with zeros.
     """
     at = (start + least(offsets, length - 1)).clamp(min=0)
     out = x.index_select(dim, at.flatten())
@@ -474,10 +487,10 @@ class DimChange:
 
 
 def find_cuts(move: Move, mesh: Mesh) -> tuple[list[DimChange], list[DimChange]]:
-    """Returns how a move changes the sharding of each dimension.
+    """Returns how a move changes the sharding of each dimension on `mesh`.
 
     Returns:
-        The dimensions along which it concatenates shards, and those that it splits.
+        The dimensions along which the move concatenates shards, and the dimensions that it splits.
 
     Raises:
         LayoutError: a single move cannot change the layout `move.before` into `move.after`.
@@ -507,11 +520,12 @@ def is_restack(
 ) -> bool:
     """True if an all-to-all only changes which axes split a dimension, or their order.
 
-    The elements that one rank sends to another are then not a regular block.
+    In this case the elements that one rank sends to another are not a regular block.
 
     Args:
         joined, divided: the dimensions that the move concatenates and splits (`find_cuts`).
         axes: the axes of the move.
+        mesh: the mesh of the move.
     """
     moved = {a for a in axes if mesh.size(a) > 1}
     both = {cut.dim for cut in joined} & {cut.dim for cut in divided}
@@ -584,7 +598,7 @@ def unravel(i: int, sizes: Sequence[int]) -> list[int]:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor. As in torch, an empty dimension counts as 1."""
+    """Returns the strides of a contiguous tensor of `shape`. An empty dimension counts as 1."""
     return tuple(math.prod([max(n, 1) for n in shape[i + 1 :]]) for i in range(len(shape)))
 
 

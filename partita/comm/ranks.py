@@ -65,6 +65,9 @@ class World:
         All ranks start with the caller's CPU generator state, grad mode and context variables. Each
         then has its own generator; afterwards the caller continues with the generator of rank 0.
 
+        Args:
+            fn: the function of each rank; its first argument is the rank's mesh.
+
         Raises:
             LayoutError: ranks made different calls, or waited for a rank that had ended. Every rank
                 raised it.
@@ -464,8 +467,14 @@ class RankWire(Wire):
     ) -> Any:
         """Lets the first rank compute an answer for each rank, from every rank's `mine`.
 
-        Returns this rank's answer. Only the first rank's `answer` is called. The other arguments
-        are the same as in `exchange`.
+        Returns this rank's answer. Only the first rank's `answer` is called.
+
+        Args:
+            answer: a function of every rank's `mine`, in mesh order. It returns the answer for each
+                rank.
+            why: what the ranks do, which must be equal on all ranks.
+            compared: other text that must be equal on all ranks.
+            shown: details of what this rank does, for errors.
         """
         got: list[Any] = []
 
@@ -526,6 +535,7 @@ def run_in_one_process(
     """Runs a collective on the tensors of all its members, which are in this process.
 
     Args:
+        request: which collective it is.
         xs, outs: the input and the output of each member, contiguous, in the group's order.
     """
     flat = [(out.view(-1), x.view(-1), request) for x, out in zip(xs, outs, strict=True)]

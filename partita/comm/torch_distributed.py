@@ -64,9 +64,11 @@ def make_torch_dtensor(
     stride: tuple[int, ...],
     gradient: ToLocal,
 ) -> torch.Tensor:
-    """Makes a DTensor of `torch.distributed` that shares the memory of `local`. Differentiable.
+    """Makes a DTensor of torch.distributed that shares the memory of `local`. Differentiable.
 
     Args:
+        mesh, placements: the mesh and the placements of the result.
+        shape, stride: the global shape and strides of the result, in elements.
         gradient: a function from the gradient of the result to the gradient of `local`.
     """
     theirs = tuple(map(_make_torch_placement, placements))
@@ -80,9 +82,9 @@ def local_of_torch_dtensor(
     gradient: Callable[[torch.Tensor], torch.Tensor],
     divisor: int = 1,
 ) -> torch.Tensor:
-    """Returns the local tensor of a DTensor of torch, divided by `divisor`. Differentiable.
+    """Returns the local tensor of `x`, a DTensor of torch, divided by `divisor`. Differentiable.
 
-    It is an alias if `divisor` is 1.
+    The result is an alias if `divisor` is 1.
 
     Args:
         placements: the placements of the gradient of `x`.
@@ -205,7 +207,7 @@ block.
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Make torch's public collectives call `inspect(name, (args, kwargs))` first.
+    """Makes torch's public collectives call `inspect(name, (args, kwargs))` first.
 
     The collective gets the arguments that `inspect` returns. Collectives of partita itself are not
     inspected, because they use the process groups directly.
@@ -325,7 +327,7 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
 
 def find_torch_dtensor_mesh(x: torch.Tensor) -> DeviceMesh | None:
-    """Returns the mesh of a DTensor of `torch.distributed`; None for other tensors."""
+    """Returns the mesh of `x` if it is a DTensor of `torch.distributed`; None for other tensors."""
     theirs = sys.modules.get("torch.distributed.tensor")
     if theirs is None or not isinstance(x, theirs.DTensor):
         return None

@@ -119,9 +119,10 @@ class TraceWire(Wire):
         self.paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
-        """Record that a plain tensor is used with DTensors, so that it must be equal on all ranks.
+        """Records that the plain tensor `value` is used with DTensors, so all ranks must have it.
 
-        A copy is kept, because the tensor may be written later.
+        It must be equal on all ranks. A copy is kept for the comparison, because the tensor may be
+        written later.
         """
         if self._seen.setdefault((id(value), value._version), value) is value:
             with torch.no_grad():
@@ -297,6 +298,9 @@ def uneven(fact: str) -> Uneven:
     """Returns the error for an operation that cannot be captured with uneven shards.
 
     Capture converts it to a CaptureError.
+
+    Args:
+        fact: what cannot be captured, the first line of the error.
     """
     return Uneven(
         fact,
@@ -306,7 +310,7 @@ def uneven(fact: str) -> Uneven:
 
 
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
-    """True if some ranks have smaller shards than others of a tensor with this layout."""
+    """True if some ranks of `mesh` have smaller shards of a tensor with this layout than others."""
     return any(
         size % math.prod(mesh.size(a) for a in axes)
         for size, axes in zip(layout.shape, layout.shards, strict=True)

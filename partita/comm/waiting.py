@@ -106,10 +106,15 @@ class WatchedWork:
 
 
 def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
-    """Waits on for a collective that takes over `SLICE` seconds, and looks for a deadlock.
+    """Continues to wait for a collective that takes over `SLICE` seconds, and looks for a deadlock.
+
+    Args:
+        work: torch's object for the running collective.
+        need: what this rank waits for, and which ranks must take part.
+        deadline: if `need.meets`, the seconds to wait for ranks that do not wait themselves.
 
     Raises:
-        LayoutError: the same as for `wait_with_others`.
+        LayoutError: the ranks wait for one another, or the deadline has passed.
         RankGoneError: a rank has ended.
         RuntimeError: the collective failed for another reason.
     """
@@ -146,6 +151,7 @@ def wait_with_others(
 
     Args:
         over: a function that waits for a number of seconds, and returns True if the wait is over.
+        need: what this rank waits for, and which ranks must take part.
         deadline: if `need.meets`, the seconds to wait for ranks that have no post.
 
     Raises:
@@ -202,11 +208,15 @@ _NO_COUNT = ("", 0)
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """Announce that this thread runs a compiled graph with collectives among `ranks`.
+    """Records that this thread runs a compiled graph with collectives among `ranks`.
 
     If it takes longer than `SLICE` seconds, a watcher thread writes a post (a message to other
     ranks). The post has the number of collectives so far, which shows if the graph waits or
     computes.
+
+    Args:
+        title: the name of the graph, for errors.
+        ranks: global ranks.
     """
     # The caller's frame, because the code of the graph means nothing to a user.
     _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
@@ -226,9 +236,10 @@ def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[N
 
     Args:
         name: the name of the collective.
+        group: its process group; None: all ranks of the job.
 
     Raises:
-        LayoutError: it failed because other ranks did something else, or one has ended.
+        LayoutError: the collective failed because other ranks did something else, or one has ended.
     """
     global _now
     group = group or dist.group.WORLD
@@ -450,7 +461,7 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """Returns this rank's post: the message for other ranks that says what it waits for."""
+    """Returns this rank's post: the message for other ranks that says that it waits for `need`."""
     # Copies: this thread may not be the one that begins collectives.
     groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
@@ -514,6 +525,7 @@ def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
     A post says what a rank waits for. The value is None for a rank without a post: it computes.
 
     Args:
+        store: the job's store.
         me, mine: this rank, and its post.
     """
     found: dict[int, Post | None] = {me: mine}

@@ -55,7 +55,7 @@ _beginning = threading.Lock()
 def on_first_wire(act: Callable[[], None]) -> None:
     """Calls `act` when this process makes its first wire, or now if it has one.
 
-    A DTensor needs a wire. So patches of torch that are needed only for DTensors are applied then.
+    A DTensor needs a wire. So the first wire applies the patches of torch that only DTensors need.
     A program that imports partita but has no DTensor runs an unchanged torch.
     """
     with _beginning:
@@ -74,7 +74,7 @@ def _begin_wires() -> None:
 
 
 def hidden_from_modes(run: Callable[..., Any]) -> Any:
-    """Hides the torch calls of the function from every `TorchFunctionMode`. A decorator.
+    """Decorates the function `run`: hides its torch calls from every `TorchFunctionMode`.
 
     These calls belong to communication, and not to the program that a mode records or reruns.
     """
@@ -164,6 +164,7 @@ class Wire(Transport):
         """Runs one move: a step of a redistribution, at most one collective.
 
         Args:
+            move: the move: its kind, its axes, and the layouts before and after it.
             x: the local tensor, of shape `move.before.local_shape(mesh, at)`. Not modified.
             op: the operation that needs the move, for the ledger and for errors.
             reason: the reason in `ledger.Record`.
@@ -202,6 +203,8 @@ class Wire(Transport):
             x: the local tensor in `move.before`, contiguous. Do not write to it before the wait.
             out: memory for the local tensor in `move.after`, contiguous. If `x` has another dtype,
                 `x` is sent in its own dtype and summed in the dtype of `out`.
+            op: the operation that needs the move, for the ledger and for errors.
+            reason: the reason in `ledger.Record`.
 
         Returns:
             The work to wait for before `out` is read. All ranks must wait in the same order.
@@ -286,7 +289,7 @@ class Wire(Transport):
         compared: str = "",
         shown: str = "",
     ) -> list[bytes]:
-        """Sends bytes of any length to all ranks. Returns every rank's bytes, in mesh order.
+        """Sends the bytes `mine` to all ranks. Returns every rank's bytes, in mesh order.
 
         On a dry mesh, and during a capture, it returns this rank's bytes for all ranks.
 
@@ -326,6 +329,9 @@ class Wire(Transport):
         """Marks moves inside the `with` block as parts of a read of a value, such as `x.item()`.
 
         Ranks then compare what they read, and a rank that reads alone gets an error.
+
+        Args:
+            value: what the program reads.
         """
         before, self._reading = self._reading, value
         try:
@@ -340,6 +346,9 @@ class Wire(Transport):
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
         """Waits until all ranks read the same value. Returns every rank's `mine`, in mesh order.
+
+        Args:
+            read: what this rank reads.
 
         Raises:
             LayoutError: on all ranks, if a rank reads alone, or reads another value.
@@ -399,15 +408,17 @@ class Wire(Transport):
         """Returns `(offset, length)` of this rank's shard in each dimension of a global tensor.
 
         Args:
+            layout: the layout of the global tensor.
             beyond: True if the region includes the piece's padding, and so may overlap the next
                 rank's region.
         """
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raises an error if a user would get a padded shard, as in a capture.
+        """Raises an error if a user would get a padded shard of a tensor, as in a capture.
 
         Args:
+            layout: the layout of the tensor.
             to: the function that would return it, such as "to_local".
         """
 
@@ -438,7 +449,8 @@ class Wire(Transport):
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
         """Returns a bool tensor with one element for each list of axes in `of`.
 
-        The element is True if this rank's coordinate is 0 on all axes of the list.
+        The element is True if this rank's coordinate is 0 on all axes of the list. The tensor is on
+        `device`.
         """
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
@@ -499,7 +511,10 @@ class MeshHandle:
         return self._number
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Returns the number of ranks along one axis (an index or a name), or of all ranks."""
+        """Returns the number of ranks along the axis `mesh_dim`, or of all ranks if it is None.
+
+        `mesh_dim` is the index or the name of the axis.
+        """
         if mesh_dim is None:
             return self._layout.size()
         return self.shape[self._resolve_mesh_dim(mesh_dim)]
@@ -513,7 +528,10 @@ class MeshHandle:
             return int(self.mesh[self._at])
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Returns this rank's index along one axis, which may be omitted if there is only one."""
+        """Returns this rank's index along the axis `mesh_dim` (an index or a name).
+
+        `mesh_dim` may be omitted if the mesh has only one axis. Otherwise this raises LayoutError.
+        """
         if mesh_dim is None:
             if self.ndim > 1:
                 raise LayoutError(f"get_local_rank needs an axis on mesh {self._layout}")
@@ -563,7 +581,11 @@ class MeshHandle:
 
 
 def find_handle(number: int) -> MeshHandle:
-    """Returns the mesh with this number, if it is still alive in this process."""
+    """Returns the mesh with the number `number` (`MeshHandle.number`) in this process.
+
+    Raises LayoutError if this process has no mesh with this number: it was freed, or saved by
+    another process.
+    """
     try:
         return _known[number]
     except KeyError:

@@ -79,13 +79,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return self._run.shard_model(super().prepare_model(model, *args, **options))
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """Returns a loader that yields the same global batch on each rank (`joined_batches`)."""
+        """Returns a loader like `data_loader` that yields the same global batch on each rank.
+
+        A global batch consists of `joined_batches` batches. With `split_batches=True` the loader's
+        own batch is the global batch.
+        """
         if not (self.split_batches or getattr(data_loader, "_is_accelerate_prepared", False)):
             data_loader = self._run.join_batches(data_loader)
         return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns a scheduler that steps as often as accelerate's: once for each rank's batch."""
+        """Returns a scheduler whose `step()` makes one step for each rank's batch.
+
+        This is what accelerate's own scheduler does. With `split_batches=True` it makes one step.
+        """
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(prepared, AcceleratedScheduler):
             prepared.__class__ = _SchedulerOfAllRanks
@@ -96,14 +103,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Do not reduce gradients in the backward passes inside the `with` block."""
+        """Does not reduce gradients of `model` in the backward passes inside the `with` block."""
         with no_sync(model):
             yield
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip gradients by their global norm, and return the norm as a plain tensor."""
+        """Clips gradients by their global norm, and returns the norm as a plain tensor.
+
+        Args:
+            parameters: the parameters whose gradients are clipped, in place.
+            max_norm: the largest norm of all gradients together.
+            norm_type: the order of the norm, such as 2.0 or infinity.
+        """
         self.unscale_gradients()
         norm: torch.Tensor = self._run.gather(clip_grad_norm_(parameters, max_norm, norm_type))
         return norm
@@ -126,7 +139,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
     # -- states ------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Returns the model's state dict of whole plain tensors, on all ranks."""
+        """Returns the model's state dict of whole plain tensors, on all ranks.
+
+        With `unwrap=False` it returns `model.state_dict()`, which has DTensors.
+        """
         return full_state_dict(model) if unwrap else model.state_dict()
 
     def save_state(self, *args: Any, **options: Any) -> Any:

@@ -76,7 +76,10 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             module.log = partial(_log_whole, module)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader that yields the same global batch, of all ranks, on each rank."""
+        """Returns a loader that yields the same global batch on each rank.
+
+        A global batch consists of one batch of `dataloader` for each rank.
+        """
         return self._run.join_batches(dataloader)
 
     def batch_to_device(self, *args: Any, **options: Any) -> Any:

@@ -42,7 +42,13 @@ class ShardedRun:
 
     @classmethod
     def start(cls, mesh: Any, stage: int, device: str | None) -> ShardedRun:
-        """Returns a `ShardedRun` on `mesh`; if that is None, on a mesh of all ranks of the job."""
+        """Returns a `ShardedRun` on `mesh`; if that is None, on a mesh of all ranks of the job.
+
+        Args:
+            stage: the stage of ZeRO for models that are not on a mesh yet.
+            device: the device type of a new mesh, such as "cuda". None: the accelerator, or the
+                CPU.
+        """
         if mesh is None and (count_ranks() or 1) > 1:
             mesh = init_mesh_of_all_ranks(device)
         return cls(mesh, stage)
@@ -162,10 +168,11 @@ def to_whole(value: Any) -> Any:
 
 
 def split_rows(value: Any, mesh: Any) -> Any:
-    """Returns a copy of a batch in which tensors are DTensors, sharded by rows.
+    """Returns a copy of the batch `value` in which tensors are DTensors on `mesh`, sharded by rows.
 
-    A tensor that has another number of rows than the first stays plain, and counts as whole. This
-    changes communication, but no value.
+    A tensor that has another number of rows than the first tensor stays plain, and counts as whole.
+    This changes communication, but no value. A batch without tensors, or with DTensors, is returned
+    itself.
     """
     given = [t for t in find_instances(value, torch.Tensor, Mapping) if t.ndim]
     if not given or any(isinstance(t, DTensor) for t in given):

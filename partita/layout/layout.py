@@ -82,8 +82,11 @@ class Layout:
         """Returns the layout in which axis i of `mesh` has `placements[i]`.
 
         Args:
-            order: axis names: if several axes shard one dimension, the outermost first. By default
+            shape: the global shape, in elements.
+            placements: one for each axis of `mesh`.
+            order: the names of axes that shard one dimension together, outermost first. By default
                 mesh order.
+            dtype: a short name such as "f32", or "".
 
         Raises:
             LayoutError: wrong number of placements, or a shard dimension out of range.
@@ -200,14 +203,14 @@ class Layout:
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
-        """True if the rank at coordinate `at` holds no element of a tensor that has some.
+        """True if the rank of `mesh` at coordinate `at` holds no element of a nonempty tensor.
 
         This happens if a dimension has fewer elements than there are ranks to shard it.
         """
         return 0 not in self.shape and 0 in self.local_shape(mesh, at)
 
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
-        """Returns the slice of the global tensor that the rank at coordinate `at` holds.
+        """Returns the slice of the global tensor that the rank of `mesh` at coordinate `at` holds.
 
         Returns:
             `(offset, length)` in elements, for each dimension.

@@ -222,7 +222,10 @@ class Invariant(Placement):
 
 
 def own_placement(given: Any) -> Any:
-    """Converts a placement of torch.distributed.tensor to partita's; returns others unchanged."""
+    """Converts `given`, a placement of torch.distributed.tensor, to partita's.
+
+    Any other object is returned unchanged.
+    """
     kind = type(given)
     if isinstance(given, Placement) or not kind.__module__.startswith("torch."):
         return given
@@ -238,14 +241,15 @@ def own_placement(given: Any) -> Any:
 def own_placements(
     mesh: Mesh, given: Sequence[Any], order: Sequence[str]
 ) -> tuple[list[Any], Sequence[str]]:
-    """Converts a user's placements to partita's. Also returns the order of axes.
+    """Converts `given`, a user's placements, to partita's. Also returns the order of axes.
 
     If several axes split a dimension, the first in this order is the outermost. In torch, a
     `_StridedShard` on an axis says that later axes of the mesh split the dimension first. Its split
     factor is the number of shards that these axes make.
 
     Args:
-        order: returned unchanged if there is no `_StridedShard`.
+        order: the order of axes that the user gave, or (). It is returned unchanged if it is not
+            empty, or if there is no `_StridedShard`.
     """
     out = [own_placement(p) for p in given]
     strided = {a: p for a, p in zip(mesh.names, out, strict=True) if _is_strided(p)}

@@ -109,7 +109,7 @@ def describe_value(value: object) -> str:
 
 
 def human(nbytes: float, nothing: str = "-") -> str:
-    """Returns an amount of bytes as text: 1536 gives "1.5 KiB". For 0 it returns `nothing`."""
+    """Returns `nbytes` bytes as text: 1536 gives "1.5 KiB". For 0 it returns `nothing`."""
     if nbytes == 0:
         return nothing
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -119,7 +119,7 @@ def human(nbytes: float, nothing: str = "-") -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a time as text: 4.1e-05 is "41 us". Less than a tenth of a microsecond is "0"."""
+    """Returns a time as text: `seconds=4.1e-05` gives "41 us". Less than 0.1 us gives "0"."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -73,7 +73,7 @@ def distribute_batch(
     Args:
         batch: a tensor, or dicts, lists, tuples and dataclasses that contain tensors. Other values
             in it do not change.
-        device_mesh: the mesh.
+        device_mesh: a `DeviceMesh`, or the mesh of `ranks` or `dry_mesh`.
         places: placements by mesh axis. Axes that are not named hold the whole value. By default
             rows are sharded over the data axes: "dp", and the axes of `pt.zero`. A mesh with a
             single axis shards rows over it.
@@ -88,8 +88,8 @@ def distribute_batch(
     Raises:
         LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
         LayoutError: pieces whose sizes differ from torch.chunk's, or data that differ between ranks
-            although they must be equal. Every rank raises it. Data are compared the first time that
-            a line of the program calls this, when it gets shapes in a new order, and every time
+            although they must be equal. Every rank raises it. Ranks compare data the first time
+            that a line of the program calls this, when shapes come in a new order, and every time
             under `check_ranks()`.
     """
     wire = wire_of(device_mesh)
@@ -132,7 +132,7 @@ _AXES_OF_ONE_ROW = frozenset(("tp", "cp", "sp", "ep", "pp"))
 
 
 def find_data_axes(wire: Wire) -> tuple[str, ...]:
-    """Returns the axes of a mesh over which the rows of a batch are sharded, in mesh order.
+    """Returns the axes of `wire`'s mesh that shard the rows of a batch, in mesh order.
 
     These are "dp" and the axes over which `zero` has sharded a model. Axes whose ranks work on the
     same rows ("tp", "cp", "sp", "ep", "pp") are never among them. A mesh whose single axis has
@@ -317,7 +317,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any]:
-    """Yields the instances of `kind` in nested tuples, lists, dicts and dataclasses.
+    """Yields the instances of `kind` in `value`: nested tuples, lists, dicts and dataclasses.
 
     Args:
         mapping: the type whose instances are treated as dicts.
@@ -336,7 +336,7 @@ def replace_instances(
     mapping: type = dict,
     copies: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
-    """Returns a copy of a nested container in which each instance of `kind` is replaced.
+    """Returns a copy of `value`, a nested container, in which each instance of `kind` is replaced.
 
     Tuples, lists, dicts and dataclasses are searched, in order. Dataclasses are copied without a
     call of `__init__`, whose checks of a tensor may fail.

@@ -394,7 +394,10 @@ class FlatBuffer:
     def make_view(
         self, dtype: torch.dtype, offset: Any, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """Returns a view of the gathered storage; offset, size and stride are in elements."""
+        """Returns a view of the gathered storage in `dtype`.
+
+        `offset`, `size` and `stride` are in elements.
+        """
         view = empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
@@ -446,8 +449,8 @@ class FlatBuffer:
             grads: the gradient of each parameter; None if it has none.
             dtype: the dtype of the rows.
             held: gradients of earlier backward passes, to which these are added.
-            is_kept: True if the result is kept for later backward passes, which add to it. Then
-                even a single gradient is copied, because autograd may use its memory for other
+            is_kept: True if the result is kept for later backward passes, which add to it. In this
+                case even a single gradient is copied, because autograd may use its memory for other
                 nodes.
         """
         is_full = all(g is not None for g in grads)
@@ -519,7 +522,7 @@ class FlatBuffer:
     def start_reduce_scatter(
         self, sums: torch.Tensor, dtype: torch.dtype
     ) -> Callable[[], list[torch.Tensor]]:
-        """Begins a reduce-scatter of `sums` (a row per rank) in `dtype`, without waiting.
+        """Begins a reduce-scatter of `sums` (a row per rank), which adds in `dtype`. Does not wait.
 
         Returns:
             A function that waits, and returns this rank's shard of each gradient.
@@ -619,6 +622,9 @@ def find_views_of_memory(
     The search ends when `count` are found. Young objects are searched first, because the tensors of
     a running backward are among them. All objects are searched only if a tensor is older, or if
     only C++ refers to it.
+
+    Args:
+        own: tensors that are not returned.
     """
     kinds, found, ours = _kinds_of_tensors(), [], set(map(id, own))
     for generation in range(3):

@@ -139,7 +139,7 @@ class ShardedState:
             self.keeps_partial_gradients = before
 
     def gather_updated(self, params: Iterable[DTensor]) -> None:
-        """Gathers parameters after an optimizer's step, if the stage requires it."""
+        """Gathers the parameters `params` after an optimizer's step, if the stage requires it."""
 
     def reduce_postponed(self) -> None:
         """Reduce gradients whose reduction was postponed, if there are any.
@@ -148,9 +148,9 @@ class ShardedState:
         """
 
     def complete_gradients(self) -> None:
-        """Wait for reductions that have begun, and make those that were postponed.
+        """Waits for reductions that have begun, and makes the reductions that were postponed.
 
-        Called before a captured step, which reads the gradients that exist then.
+        Called before a captured step, which reads the gradients.
         """
         self.reduce_postponed()
 
@@ -210,7 +210,7 @@ def counting_versions() -> Iterator[None]:
 
 
 def are_same(some: Sequence[DTensor], others: Sequence[DTensor]) -> bool:
-    """True if two sequences contain the same parameter objects in the same order."""
+    """True if `some` and `others` contain the same parameter objects in the same order."""
     return some is others or (len(some) == len(others) and all(map(is_, some, others)))
 
 
@@ -356,8 +356,8 @@ class FsdpGroup:
         """True if the modules' parameters are still sharded as `zero` shards them.
 
         They may be other objects than before, as in `torch.func.functional_call`. It is False if a
-        program has set other values, has set `p.data` to another layout, or has untied a weight.
-        Then nothing is gathered, and ops use these values as they are.
+        program has set other values, has set `p.data` to another layout, or has untied a weight. In
+        these cases nothing is gathered, and ops use the values as they are.
         """
         if self.installed:
             return True
@@ -394,7 +394,7 @@ class FsdpGroup:
     def may_recompute_within(self) -> bool:
         """True if a part of the block may be under an activation checkpoint of its own.
 
-        Then the checkpoint's hooks get the saved tensors, in place of the hooks of this group.
+        The checkpoint's hooks get the saved tensors, in place of the hooks of this group.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -471,6 +471,10 @@ class FsdpGroup:
 
     def check_unwritten(self, number: int, saved: SavedVersions) -> None:
         """Raise if parameter `number` was written in place after a forward saved it for backward.
+
+        Args:
+            number: the index of the parameter in the group.
+            saved: the write counts when the forward saved the parameter.
 
         Raises:
             RuntimeError: like autograd's own check, which does not cover shards.
@@ -613,10 +617,14 @@ class FsdpGroup:
             (p if is_counted else p.data).copy_(rows)
 
     def check_shards(self, installed: Sequence[InstalledParameter]) -> None:
-        """Raise unless every write to a shard in the forward has changed the gathered parameter.
+        """Raises unless every write to a shard in the forward has changed the gathered parameter.
+
+        Args:
+            installed: the gathered parameters that replaced shards in the forward.
 
         Raises:
-            LayoutError: it was written through a view or `.data` that is older than the forward.
+            LayoutError: a shard was written through a view or `.data` that is older than the
+                forward.
         """
         shards = [one.shard for one in installed]
         counts = zip(count_writes_of(shards), count_unseen_writes_of(shards), strict=True)
@@ -798,7 +806,13 @@ _REPLACED = (
 
 
 def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """Returns the error for a saved tensor that was written in place, in autograd's words."""
+    """Returns the error for a saved tensor that was written in place, in autograd's words.
+
+    Args:
+        what: text for the tensor: its name or its shape.
+        now, expected: its version now, and its version when it was saved.
+        why: text to add at the end.
+    """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {now}; expected version {expected}{why}"
@@ -810,7 +824,7 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 
 @dataclass(eq=False)
 class CallCounts:
-    """The calls of each block in one forward. By them backward recognizes the last gradient.
+    """The calls of each block in one forward, by which backward recognizes the last gradient.
 
     One `Token` serves this forward. Backward compares these numbers with the number of gradients
     that have arrived. What backward sends depends on these counts, which are equal on all ranks. It
@@ -874,15 +888,21 @@ class BackwardPass:
                 handle.remove()
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
-        """Record that the gradients of one call of a block have arrived.
+        """Records that the gradients of one call of the block `group` have arrived.
 
-        Returns True if it was the last call that backward has to reach.
+        `counts` are the calls of the forward. Returns True if it was the last call that backward
+        must reach.
         """
         came = self.came[counts, group] = self.came.get((counts, group), 0) + 1
         return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Record that the parameter `p`, which has hooks of the user, got a call's gradient."""
+        """Records that the parameter `p`, which has hooks of the user, got a call's gradient.
+
+        Args:
+            counts: the calls of the forward.
+            group: the block of `p`.
+        """
         came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
         if came >= counts.made[group]:
             self.complete.add(p)
@@ -1000,7 +1020,7 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record on each parameter that its gradient and update are sharded like itself."""
+        """Records on each of `parameters` that its gradient and update are sharded like itself."""
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
@@ -1024,7 +1044,7 @@ class ZeroState(ShardedState):
         self.adopt_parameters(parameters)
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """Returns the spec (layout) of a gathered parameter, given that of the sharded one."""
+        """Returns the spec (layout) of a gathered parameter, given the spec of its shard."""
         found = self._unsharded.get(spec)
         if found is None:
             layout = spec.layout
@@ -1072,7 +1092,10 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather a block whose forward begins; prefetch the one that followed in the last step."""
+        """Gathers the block `group`, whose forward begins. Prefetches the next block.
+
+        The next block is the one that followed in the last step.
+        """
         if in_backward():
             if not group.alive:
                 # A recomputed region has several blocks: each is gathered again for its backward.
@@ -1088,7 +1111,7 @@ class ZeroState(ShardedState):
         self._gather_and_prefetch(group, self._next.get)
 
     def enter_backward(self, group: FsdpGroup, shards: Sequence[DTensor]) -> None:
-        """Gather a block whose backward begins; prefetch the block before it in forward.
+        """Gathers the block `group`, whose backward begins. Prefetches its predecessor in forward.
 
         Args:
             shards: the sharded parameters of `group` in the forward whose backward begins.
@@ -1167,13 +1190,13 @@ class ZeroState(ShardedState):
                 self.release()  # blocks that were prefetched and not used
 
     def token(self, group: FsdpGroup) -> Token:
-        """Returns the token that links a block's gathered parameters to their shards in autograd.
+        """Returns the token that links the gathered parameters of `group` to shards in autograd.
 
         One token serves a whole forward of the model. So its backward runs after the backward of
         every block, and waits for all running reductions. A block that is called alone has its own
-        token. So has a block whose parameters have hooks of the user, which must run as soon as the
-        gradient is complete. (A hook may write a parameter that a reentrant checkpoint reads later
-        in the same backward.)
+        token. A block whose parameters have hooks of the user also has its own token, because these
+        hooks must run as soon as the gradient is complete. (A hook may write a parameter that a
+        reentrant checkpoint reads later in the same backward.)
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
@@ -1204,13 +1227,14 @@ class ZeroState(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce a flat buffer's gradients; under `no_sync`, keep them.
+        """Begins to reduce a flat buffer's gradients; under `no_sync`, keeps them.
 
         Gradients that were kept before are added first. Gradients of parameters with hooks of the
         user are always reduced, because hooks run in each backward pass, on the sum of all ranks.
         Gradients that the pass does not add to `.grad` are reduced, too, without what was kept.
 
         Args:
+            group: the block.
             k: the index of the flat buffer in the group.
             shares: this rank's unreduced gradients.
             counts: the calls of the forward to which they belong.
@@ -1285,7 +1309,15 @@ class ZeroState(ShardedState):
         counts: CallCounts | None,
         shards: Sequence[DTensor],
     ) -> None:
-        """Begin to reduce a flat buffer's gradients, after the reductions of other blocks."""
+        """Begins to reduce a flat buffer's gradients, after the reductions of other blocks.
+
+        Args:
+            group: the block.
+            k: the index of the flat buffer in the group.
+            shares: this rank's unreduced gradients.
+            counts: the calls of the running backward's forward; None outside of a backward pass.
+            shards: the sharded parameters of the block.
+        """
         params = [shards[i] for i in group.members[k]]
         agree_on_block("gradients under zero", group.name, params[0], shares.used)
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
@@ -1306,7 +1338,8 @@ class ZeroState(ShardedState):
         If this backward pass runs inside another one, the outer pass collects its own gradients.
 
         Args:
-            counts: the forward whose gradients are collected.
+            groups: the blocks of the forward.
+            counts: the forward whose gradients are collected; None outside of a backward pass.
 
         Returns:
             The gradient of each parameter, as a plain local tensor.
@@ -1403,7 +1436,11 @@ class ZeroState(ShardedState):
             self.add_gradients(self.collect(self.groups, None))
 
     def add_gradients(self, found: Mapping[DTensor, torch.Tensor]) -> None:
-        """Add reduced gradients to the parameters' `.grad`, in place of autograd."""
+        """Adds reduced gradients to the parameters' `.grad`, in place of autograd.
+
+        Args:
+            found: the reduced local gradient of each parameter.
+        """
         for p, g in found.items():
             given = restore_partial_gradient(p, g)  # as a hook does in backward
             held = _grad(p)

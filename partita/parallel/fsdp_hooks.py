@@ -73,7 +73,7 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 
 
 def register_hooks(state: ZeroState) -> None:
-    """Register the hooks that gather a block before its forward and free it afterwards."""
+    """Registers the hooks of all blocks of `state`, which gather and free their parameters."""
     for group in state.groups:
         hooks = _BlockHooks(group)
         for module in group.modules:
@@ -308,7 +308,10 @@ class _ForwardCall:
             self._install_for_reruns()
 
     def watch_gradients(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns aliases of the gathered parameters, with hooks that record complete gradients."""
+        """Returns aliases of `plain`, the gathered parameters, whose hooks note complete gradients.
+
+        The hooks run in backward.
+        """
 
         def watch(t: torch.Tensor, p: DTensor) -> torch.Tensor:
             note, group = self.group.zero.current_pass, self.group
@@ -338,7 +341,7 @@ class _ForwardCall:
             group.release()
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reduce the gradients of the gathered parameters, which are in flat-buffer order."""
+        """Reduces `grads`, the gradients of the gathered parameters, in flat-buffer order."""
         group, zero, at = self.group, self.group.zero, 0
         group.fit_buffers(self.shards)
         at_work = zero.current_pass()

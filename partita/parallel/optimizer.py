@@ -82,13 +82,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip the norm of gradients of DTensors and plain tensors, as in torch.nn.utils.
+    """Clips the norm of gradients of DTensors and plain tensors, as in torch.nn.utils.
 
     Partial gradients are reduced first. The norm costs one small all-reduce for each mesh over
     which gradients are sharded.
 
+    Args:
+        parameters: one parameter or several, whose gradients are clipped in place.
+        max_norm: the largest norm of all gradients together.
+        norm_type: the order of the norm, such as 2.0 or infinity.
+        foreach: accepted as in torch, without effect.
+
     Returns:
-        The norm of all gradients together: a plain scalar, equal on every rank.
+        The norm of all gradients together before the clip: a plain scalar, equal on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.

@@ -43,7 +43,7 @@ from .wrappers import refuse_wrapped
 def parallelize(
     model: nn.Module, device_mesh: Any, plan: Plan | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
-    """Distribute `model` over a mesh, in place: each parameter and buffer becomes a DTensor.
+    """Distributes `model` over a mesh, in place: each parameter and buffer becomes a DTensor.
 
         pt.parallelize(model, mesh, {
             "*.attention.qkv.weight": {"tp": pt.Shard(0)},

@@ -117,7 +117,7 @@ def plain_name(name: str) -> str:
 
 
 def find_hooked(tensors: Sequence[Any]) -> list[Any]:
-    """Returns those tensors on which a user has registered backward hooks of any kind."""
+    """Returns those of `tensors` on which a user has registered backward hooks of any kind."""
     # Called in each step, where hardly any tensor has a hook.
     with local_ops():
         maybe = [
@@ -129,11 +129,12 @@ def find_hooked(tensors: Sequence[Any]) -> list[Any]:
 
 
 def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
-    """Replace a parameter or buffer by `new` in all modules. Attributes and requires_grad are kept.
+    """Replaces a parameter or buffer by `new` in all modules. Keeps attributes and requires_grad.
 
     A parameter stays the same object, unless its device changes.
 
     Args:
+        held: the parameter or buffer, with its modules.
         new: a leaf without requires_grad to which nothing else refers. If `zero` has sharded the
             state of the old tensor, `new` must have the layout of the old one.
         by: the calling function, for the error of an optimizer that refers to the old tensor.
@@ -159,9 +160,10 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
 def allocate_tensor(
     held: HeldParameter, *, by: str, device: torch.device | str | None = None
 ) -> None:
-    """Replace a parameter or buffer on the meta device by an uninitialized one.
+    """Replaces a parameter or buffer on the meta device by an uninitialized one.
 
     Args:
+        held: the parameter or buffer, with its modules.
         by: the calling function, for errors.
         device: the new device. None: the device of its mesh, or the CPU for a plain tensor.
     """
@@ -175,13 +177,13 @@ def allocate_tensor(
 
 
 def refuse_replaced_parameters(params: Iterable[torch.Tensor]) -> None:
-    """Raises an error if an optimizer has parameters that are no longer in their model.
+    """Raises an error if `params`, an optimizer's, contain one that is no longer in its model.
 
-    They were replaced there (by `materialize`, for example), so the optimizer's steps would change
-    nothing.
+    It was replaced in the model (by `materialize`, for example), so the optimizer's steps would not
+    change the model.
 
     Raises:
-        LayoutError: names the first of them.
+        LayoutError: names the first replaced parameter.
     """
     lost = [found for p in params if (found := state_of(p).replaced_in_model) is not None]
     if lost:
@@ -259,7 +261,10 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
 
 
 def block_modules(model: nn.Module, chosen: Blocks = None) -> list[nn.Module]:
-    """Returns the modules of `model` that become blocks. For `chosen` see `find_blocks`."""
+    """Returns the modules of `model` that become blocks: `chosen`, or the default ones.
+
+    `find_blocks` describes `chosen` and the default.
+    """
     if chosen is None:
         return list(_children_of_lists(model))
     if isinstance(chosen, str) or not isinstance(chosen, Iterable):
@@ -442,8 +447,11 @@ def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
 def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
     """Allocate and initialize the parts of a loaded model that are still on the meta device.
 
-    It uses the init function of the module that holds them (see `load_safetensors`). Other tensors
-    of that module keep their loaded values.
+    It uses the init function of the module that holds these tensors (see `load_safetensors`). Other
+    tensors of that module keep their loaded values.
+
+    Args:
+        init_fn: a function that gets a module and writes its tensors; None uses the module's own.
 
     Raises:
         LayoutError: some tensors still have no value. The error names them.

@@ -145,7 +145,13 @@ _OURS: dict[str, Any] = {
 
 
 def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Returns the plan of `partita.app.models.GPT`; arguments as in `transformer`."""
+    """Returns the tensor-parallel plan of `partita.app.models.GPT`.
+
+    Args:
+        axis: the mesh axis.
+        sequence: True adds sequence parallelism.
+        split_words: False keeps the embedding and the head whole on every rank.
+    """
     columns = ["blocks.*.attention.qkv", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
@@ -153,7 +159,13 @@ def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -
 
 
 def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """Returns the plan of `partita.app.models.Llama`; arguments as in `transformer`."""
+    """Returns the tensor-parallel plan of `partita.app.models.Llama`.
+
+    Args:
+        axis: the mesh axis.
+        sequence: True adds sequence parallelism.
+        split_words: False keeps the embedding and the head whole on every rank.
+    """
     columns = ["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.o", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}

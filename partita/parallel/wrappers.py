@@ -78,7 +78,7 @@ def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:
 
 
 def refuse_wrapped(model: nn.Module, what: str, wire: Wire) -> None:
-    """Raise if DDP, FSDP or another torch wrapper wraps `model` or a part of it.
+    """Raises if DDP, FSDP or another wrapper of torch contains `model` or a part of it.
 
     The ranks compare what they found, because a wrapper may be alive only on some of them.
 

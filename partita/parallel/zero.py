@@ -96,7 +96,7 @@ def zero(
         model: a plain model, or one after `parallelize`. Parameters stay the same objects, so an
             optimizer may be made before or after. Modules in it to which `zero` was applied with
             the same axes, stage and precision become its blocks.
-        mesh: the mesh.
+        mesh: a `DeviceMesh`, or the mesh of `ranks` or `dry_mesh`.
         axis: one or several mesh axes. By default "dp", or the only axis of a mesh without "dp".
             `distribute_batch` then shards rows over these axes. For hybrid sharding pass one of two
             data axes. Gradients stay Partial on the other axis until the step reduces their shards.
@@ -394,7 +394,7 @@ class _Bucket:
         return self.flat_of(self.params)
 
     def flat_of(self, params: Sequence[DTensor]) -> FlatBuffer:
-        """Returns the flat buffer of some parameters of this bucket, in their present dtype."""
+        """Returns the flat buffer of `params`, which are in this bucket, in their present dtype."""
         dtype, device = params[0].dtype, params[0].device
         key = () if params is self.params else tuple(params)
         flat = self._flats.get(key)
@@ -573,7 +573,10 @@ class GradReducer(ShardedState):
     # -- after an optimizer has updated shards -----------------------------------------------------
 
     def gather_updated(self, params: Iterable[DTensor]) -> None:
-        """Gather updated shards after an optimizer's step: every rank then has whole parameters."""
+        """Gathers the updated shards of `params` after an optimizer's step.
+
+        All ranks have whole parameters afterwards.
+        """
         if self.stage == 0:
             return
         given = set(params)

@@ -110,7 +110,9 @@ class Move:
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
-        """Returns the move of the gradient in backward: from that of `after` to that of `before`.
+        """Returns the move of the gradient in backward, on the same `mesh`.
+
+        It leads from the gradient's layout for `after` to the gradient's layout for `before`.
 
         Raises:
             LayoutError: a Partial max or min has no gradient.
@@ -131,8 +133,8 @@ class Move:
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """Returns the axes whose placement changes in a redistribution.
 
-    An axis that is Shard before and after is included, too, if other axes split its dimension first
-    than before.
+    An axis that is Shard before and after is included, too, if it splits another dimension than
+    before, or if the axes that split its dimension before it change.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.
@@ -155,7 +157,7 @@ def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str
 
 
 def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
-    """Returns the move that redistributes from `before` to `after`; None if several are needed."""
+    """Returns the move on `mesh` that leads from `before` to `after`; None if it takes several."""
     moved = find_changed_axes(before, after)
     start, end = next(iter(moved.values()))
     way = f"{LETTERS[start]}{LETTERS[end]}"
@@ -184,7 +186,10 @@ def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def placement_of_each_axis(layout: Layout) -> dict[str, str]:
-    """Returns the placement of each axis: "S", "I" or a reduce op. Replicate axes are left out."""
+    """Returns the placement of each axis in `layout`: "S", "I" or a reduce op.
+
+    Replicate axes are left out.
+    """
     out = dict(layout.partial)
     for stack in layout.shards:
         for axis in stack:
@@ -231,7 +236,7 @@ RETYPE = 1e-7
 
 
 def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
-    """Returns the bytes that the first rank sends in a move.
+    """Returns the bytes that the first rank of `mesh` sends in a move.
 
     Args:
         itemsize: bytes per element.
@@ -246,7 +251,7 @@ def bytes_of(kind: str, n: int, have: int) -> int:
 
     Args:
         kind: the kind of the collective, such as "all_gather".
-        have: the bytes that each rank holds before.
+        have: the bytes that each rank holds before the collective.
     """
     return int(_ring_bytes_sent(kind, n, have))
 
@@ -269,7 +274,7 @@ def seconds_of_work(operations: float) -> float:
 
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Returns an estimate of the seconds of a move and of its gradient's move in backward.
+    """Returns an estimate of the seconds of a move on `mesh` and of its move in backward.
 
     Args:
         itemsize: bytes per element.
@@ -278,10 +283,14 @@ def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
 
 
 def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
-    """True if a move of uneven shards sends so much padding that several moves might be faster.
+    """True if a move sends so much padding of uneven shards that several moves might be faster.
 
     Uneven shards are padded to the size of the largest. Several moves pay off only if the padding
     costs more than the latency of one more collective.
+
+    Args:
+        mesh: the mesh of the move.
+        itemsize: bytes per element.
     """
     way = move.way
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
@@ -303,6 +312,7 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
     Args:
         shape: the global shape.
         shards: for each dimension the axes that split it.
+        mesh: the mesh of the axes.
     """
     numel = 1
     for size, stack in zip(shape, shards, strict=True):
@@ -330,11 +340,11 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 
 
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
-    """Returns an estimate of the seconds of a redistribution, without planning it.
+    """Returns an estimate of the seconds of a redistribution from `before` to `after` on `mesh`.
 
-    Forward and backward are included. It is exact if one move is enough. Otherwise axes with the
-    same change count as one move, and moves with small results come first. The order in which axes
-    can really change is ignored.
+    Forward and backward are included. The redistribution is not planned. The estimate equals the
+    price of the plan if one move is enough. Otherwise axes with the same change count as one move,
+    and moves with small results come first. The order in which axes can really change is ignored.
 
     Args:
         itemsize: bytes per element.

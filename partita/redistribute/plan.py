@@ -57,6 +57,8 @@ class Plan:
     def transpose(self, mesh: Mesh) -> Plan:
         """Returns the gradient's redistribution: each move transposed, in reverse order. Cached.
 
+        `mesh` is the mesh of the moves.
+
         Raises:
             LayoutError: a move reduces a max or a min, which has no gradient.
         """
@@ -67,13 +69,14 @@ class Plan:
         return found
 
     def nbytes(self, mesh: Mesh, itemsize: int) -> int:
-        """Returns the bytes that the first rank sends in all moves; `itemsize` is bytes per
-        element.
+        """Returns the bytes that the first rank of `mesh` sends in all moves.
+
+        `itemsize` is the number of bytes per element.
         """
         return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
-        """Returns an estimate of the seconds of all moves, in forward and in backward.
+        """Returns an estimate of the seconds of all moves on `mesh`, in forward and in backward.
 
         Args:
             itemsize: bytes per element.

@@ -64,6 +64,7 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
 
     Args:
         path: the HTML file to write, about 5 MB: it includes plotly.
+        runs: the facts of each run.
 
     Raises:
         ValueError: plotly is not installed.
@@ -570,9 +571,9 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
 
 
 def written_file(text: str) -> Path:
-    """Returns the path of an output file, after a check that it can be written.
+    """Returns the path `text` of an output file, after a check that it can be written.
 
-    Use it as the `type` of an argparse argument.
+    Use it as the `type` of an argparse argument. If the check fails, argparse shows the error.
     """
     try:
         check_outputs({"": text})

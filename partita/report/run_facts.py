@@ -93,10 +93,10 @@ _FIELDS_OF_EVENT = {
 
 
 def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
-    """Reads the logs of several runs, and gives the runs distinct names.
+    """Reads the logs `paths` of several runs, and gives the runs distinct names.
 
     Raises:
-        ValueError, OSError: the same as for `read_log`.
+        ValueError: a line is not an event of a run's log, or there is none.
     """
     runs = [read_log(path) for path in paths]
     whole = [(*path.absolute().parent.parts, path.stem) for path in paths]
@@ -110,10 +110,10 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 
 
 def read_log(path: Path) -> RunFacts:
-    """Reads a log that `partita train --log` wrote, and returns what it says about the run.
+    """Reads the log `path` of `partita train --log`, and returns its facts about the run.
 
-    A run that was killed, or that still writes, may leave an incomplete line. Such a line is
-    skipped if it is the last one, or the last one before a resume. `notes` then mentions it.
+    A run that was killed, or that still writes, may leave an incomplete line. An incomplete line is
+    skipped and mentioned in `notes` if it is the last one, or the last one before a resume.
 
     Raises:
         ValueError: a line is not an event of such a log, or there is none.
@@ -397,7 +397,7 @@ def _trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
 
 
 def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
-    """Write a timeline as JSON that Perfetto opens.
+    """Writes the timeline `events` to the file `path`, as JSON that Perfetto opens.
 
     Raises:
         OSError: the file cannot be written.
@@ -406,7 +406,10 @@ def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
 
 
 def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
-    """Returns a timeline as gzipped JSON for Perfetto; equal timelines give equal bytes."""
+    """Returns the timeline `events` as gzipped JSON for Perfetto.
+
+    Equal timelines give equal bytes.
+    """
     return gzip.compress(json.dumps(_trace_of(events)).encode(), mtime=0)
 
 

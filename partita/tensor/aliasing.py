@@ -54,7 +54,11 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Marks the results of a view op on `args[0]` as view copies, and returns them.
 
     In plain PyTorch such a result shares memory with its source. Here it has memory of its own, so
-    it is copied again after a write to the source.
+    the view copy is copied again after a write to the source.
+
+    Args:
+        out: the result: a DTensor, or a tuple or list of DTensors.
+        func, args, kwargs: the call of the view op that returned `out`.
     """
     source = args[0]
     if func is T.__getitem__:
@@ -107,7 +111,8 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
 
     Args:
         write: the in-place op.
-        copy: a tensor with its own memory that would be a view of another one in plain PyTorch.
+        copy: the view copy that `write` changes.
+        *args, **kwargs: the other arguments of `write`.
     """
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
@@ -160,9 +165,9 @@ _SETS_VALUES = ("copy_", "fill_", "zero_")
 def refuse_repeated_write(name: str, x: DTensor) -> None:
     """Raise LayoutError if an op updates, or writes a part of, a view whose elements share memory.
 
-    Torch updates such an element once for each place in the view. A view copy holds each place, and
-    the places that are not written would give the base their old values. An op whose result is
-    copied into `x` reads all places before it writes one.
+    In torch, several places of the view may be one element, which is updated once for each place. A
+    view copy has memory for each place. The places that are not written would give the base their
+    old values. An op whose result is copied into `x` reads all places before it writes one.
 
     Args:
         name: the name of the op.
@@ -289,7 +294,11 @@ def describe_views(copy: DTensor) -> tuple[DTensor, list[Any]] | None:
 
 
 def compose_named_calls(named: Sequence[Any]) -> Callable[[Any], Any]:
-    """Returns the function that makes a view by the calls that `describe_views` has named."""
+    """Returns a function that makes a view of its argument by the calls of `describe_views`.
+
+    Args:
+        named: the calls that `describe_views` returned.
+    """
     return _compose_calls([(_find_view_function(name), *given) for name, *given in named])
 
 
@@ -303,11 +312,11 @@ def connect_copy(
 ) -> None:
     """Makes `copy` a view copy of `base`, so that it changes with `base` as a view would.
 
-    After a write to `base`, `copy` is computed again as `view(base)`. If `view` is None, that is
-    impossible. Then reading `copy` after a write to `base` raises an error, and so does any write
-    to `copy`.
+    After a write to `base`, `copy` is computed again as `view(base)`. If `view` is None, a read of
+    `copy` after a write to `base` raises an error, and so does any write to `copy`.
 
     Args:
+        view: a function that makes the view of `base`, or None if it is not known.
         graded: True if the view was made with gradients enabled.
     """
     line, meta = user_line(), _make_meta_of_shape(copy)
@@ -333,7 +342,10 @@ def connect_copy(
 
 
 def redistribute_view(x: Any, layout: Layout) -> Any:
-    """Returns a copy of `x` in another layout. It is a view copy of `x`."""
+    """Returns a view copy of the DTensor `x` in the layout `layout`.
+
+    For a plain tensor it returns an alias.
+    """
     if not isinstance(x, DTensor):  # the whole value, or a "meta" tensor
         return torch.ops.aten.alias(x)
     alias, now = _alias_of(x), current(x)
@@ -357,6 +369,9 @@ def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) ->
     """Runs an op that changes a view copy's shape in place, such as `x.squeeze_()`.
 
     Later writes to the view copy still change its source.
+
+    Args:
+        reshape: the op, a method of torch.Tensor whose name ends with "_".
     """
     before, spec = _alias_of(copy), copy._spec
     own_state(copy).copied_view = None
@@ -391,6 +406,9 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
 
     This happens if the global tensor has more than one element in a dimension, and the shard has at
     most one.
+
+    Args:
+        spec: the spec of the tensor on this rank.
     """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
@@ -409,11 +427,13 @@ def _has_short_pieces(spec: Spec) -> bool:
 def copy_as_on_one_device(
     out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
-    """Returns a result that is a copy if plain PyTorch would copy, and otherwise a view.
+    """Returns the result of an op, copied if plain PyTorch would copy and `out` is a view.
 
     This is for ops whose strides decide if they copy (`contiguous`, `reshape`, `to`).
 
     Args:
+        out: the result of the local kernel, as a DTensor.
+        func, args, kwargs: the user's call. `args[0]` is the operand before a redistribution.
         moved: True if the operand of the call has memory of its own already: it was redistributed,
             or is a view copy.
 
@@ -475,9 +495,15 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
 
 
 def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
-    """Wraps an op such as `contiguous` so that it copies only if plain PyTorch would copy.
+    """Wraps an op such as `contiguous` so that it copies exactly if plain PyTorch copies.
 
-    Needed for shards that may be contiguous where the whole is not (`may_be_denser_than_whole`).
+    A shard may be contiguous although the whole tensor is not (`may_be_denser_than_whole`). For
+    this shard the local op would return a view, although plain PyTorch would copy.
+
+    Args:
+        run: the function that runs on the local tensor.
+        func: the function that the user called.
+        spec: the spec of the operand.
     """
     dense = torch.empty(spec.local_shape, device="meta").stride()
     held = spec.local_shape.numel()

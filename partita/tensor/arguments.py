@@ -92,7 +92,11 @@ class OpCall:
         return self.func(*self.args, **self.kwargs)
 
     def with_values(self, new: dict[Path, Any]) -> OpCall:
-        """Returns a copy of the call in which the arguments at the paths of `new` are replaced."""
+        """Returns a copy of the call in which the arguments at the paths of `new` are replaced.
+
+        Args:
+            new: the new argument at each path.
+        """
         return OpCall(self.form, self.func, *replace_at_paths(self.args, self.kwargs, new))
 
     @cached_property
@@ -105,7 +109,7 @@ class OpCall:
         """The wire (connection to the ranks of a mesh) that the call's DTensors share.
 
         Raises:
-            LayoutError: they are on two meshes.
+            LayoutError: the DTensors are on two meshes.
         """
         return find_wire(self.form.name, self.tensors.values())
 
@@ -187,8 +191,8 @@ class OpCall:
     def declared(self) -> tuple[list[Any], Kwargs, list[tuple[Path, Any]]]:
         """The arguments that the op's sharding rule reads, if the rule is a function.
 
-        A triple: positional arguments, keyword arguments, and `(path, tensor)` for each tensor
-        among them.
+        A triple: positional arguments, keyword arguments, and a list with `(path, tensor)` for each
+        tensor among these arguments.
         """
         assert self.form.rule is not None
         args, kwargs, i = self.args, self.kwargs, 0
@@ -213,7 +217,11 @@ class OpCall:
         return positional, named, tensors
 
     def make_changed_layout_error(self, x: DTensor) -> LayoutError:
-        """Returns the error for an in-place op that would have to change the layout of `x`."""
+        """Returns the error for an in-place op that would have to change the layout of `x`.
+
+        Args:
+            x: the operand that the op writes.
+        """
         name = self.form.name
         why = "a tensor that is written in place keeps its layout, for its other owners"
         return make_layout_error(
@@ -227,9 +235,13 @@ class OpCall:
 def normalize_call(
     form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs, torch.Tensor | None]:
-    """Returns arguments under the parameter names of the op's rule, and the `out=` tensor.
+    """Returns `args` and `kwargs` under the names that the op's rule has, and the `out=` tensor.
 
-    Torch has other names for some parameters (`axis`, `input`, ...), which are replaced.
+    Torch has other names for some parameters (`axis`, `input`, ...), which are replaced. The third
+    value is None if the call has no `out=`.
+
+    Args:
+        form: the called function and its op.
     """
     if not kwargs:
         return args, kwargs, None
@@ -266,10 +278,14 @@ def _is_number(t: DTensor) -> bool:
 
 
 def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
-    """Returns the wire (connection to the ranks of a mesh) that the DTensors in `tensors` share.
+    """Returns the wire (connection to the ranks of a mesh) of all DTensors in `tensors`.
+
+    Args:
+        op: the name of the op, for the error.
+        tensors: the operands; values that are not DTensors are skipped.
 
     Raises:
-        LayoutError: they are on two meshes.
+        LayoutError: the DTensors are on two meshes.
         TypeError: none is a DTensor.
     """
     wires = list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
@@ -281,12 +297,13 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
-    """Returns the path of an argument in this call, given its path in another call.
+    """Returns the path of an argument in the call `(args, kwargs)`, given its path in another.
 
     The paths may differ, because one call may pass by position what the other passes by name.
 
     Args:
-        names: the names of the parameters, in order.
+        path: the path in the other call.
+        names: the names of the function's parameters, in order.
     """
     head = path[0]
     if isinstance(head, str):
@@ -295,13 +312,13 @@ def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs)
 
 
 def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
-    """Returns the argument at `path`, such as `(0,)` or `("dim",)`."""
+    """Returns the argument of `(args, kwargs)` at `path`, such as `(0,)` or `("dim",)`."""
     value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     return value if len(path) == 1 else value[path[1]]
 
 
 def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[list[Any], Kwargs]:
-    """Returns copies of the arguments with the values in `new` at their paths."""
+    """Returns copies of `args` and `kwargs` with the values in `new` at their paths."""
     args, kwargs = list(args), dict(kwargs)
     for path, value in new.items():
         home: Any = kwargs if isinstance(path[0], str) else args
@@ -315,7 +332,7 @@ def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[
 
 
 def collect_tensors(out: Any) -> list[torch.Tensor]:
-    """Returns all tensors in a result, which may be nested tuples and lists, in order."""
+    """Returns all tensors in the result `out`, in order. `out` may be nested tuples and lists."""
     if isinstance(out, torch.Tensor):
         return [out]
     if isinstance(out, (tuple, list)):
@@ -338,7 +355,7 @@ _NUMBERS = _INTEGERS | frozenset(
 
 
 def may_have_numbers(args: Args, kwargs: Kwargs) -> bool:
-    """True if an argument is a DTensor with one element, which may be passed as a number.
+    """True if `args` or `kwargs` have a DTensor with one element, which may be a number.
 
     Slices and lists are searched, too.
     """
@@ -355,7 +372,10 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns arguments with numbers for DTensors where torch expects numbers (`k` of `topk`)."""
+    """Returns `args` and `kwargs` with numbers for DTensors, where `func` expects numbers.
+
+    For example, `k` of `topk` must be a number.
+    """
     by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
     sizes: Kinds = frozenset()
@@ -397,13 +417,13 @@ def _in_lists(kinds: Kinds) -> frozenset[str]:
 def takes_numbers(func: Function) -> bool:
     """True if a parameter of `func` must be a number (such as `k` of `topk`), in any overload.
 
-    Then a DTensor that is passed there must be read before the call.
+    If a call passes a DTensor for this parameter, its value must be read before the call.
     """
     return any(map(_are_numbers, _kinds_of_arguments(func)[1].values()))
 
 
 def read_number(x: DTensor) -> Any:
-    """Returns the value of a one-element tensor as a Python int, float, complex or bool."""
+    """Returns the value of `x`, which has one element, as a Python int, float, complex or bool."""
     has_index = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
 
@@ -467,7 +487,7 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 
 
 def make_transform_error(name: str) -> LayoutError:
-    """Returns the error for a transform of `torch.func` that cannot support DTensors."""
+    """Returns the error for `torch.func.<name>`, a transform that cannot take DTensors."""
     return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
         Fix("torch.autograd.grad(f(x), x)", "for gradients: it supports DTensors"),
@@ -484,7 +504,7 @@ def check_plain_tensor(
     where: tuple[Any, ...] = (),
     with_gradient: bool = False,
 ) -> None:
-    """Raises an error unless a plain tensor next to DTensors may count as equal on all ranks.
+    """Raises an error unless the plain tensor `value` may count as equal on all ranks.
 
     A tensor that needs no gradient, such as an `arange` or a mask, counts as equal. If each rank
     passed its own data instead, the result would be wrong without an error. So the ranks compare a
@@ -492,6 +512,8 @@ def check_plain_tensor(
     `check_ranks()`.
 
     Args:
+        wire: the wire of the DTensors in the call.
+        op: the name of the called op, for the error.
         where: identifies the argument, if an op takes several.
         with_gradient: True if the caller makes the tensor's gradient whole. The tensor may then
             require grad, unless a parameter or a DTensor is in its autograd graph.
@@ -600,12 +622,12 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """Returns the spec of a plain tensor as a DTensor that is Invariant (equal on all ranks)."""
+    """Returns the spec that the plain tensor `x` has as an Invariant DTensor on `wire`'s mesh."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
-    """Returns a DTensor that is Invariant (equal on all ranks), in the memory of `x`.
+    """Returns an Invariant DTensor (equal on all ranks) on `wire`'s mesh, in the memory of `x`.
 
     A write to the result changes `x`.
     """
@@ -614,10 +636,13 @@ def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
-    """Turns a plain tensor into a DTensor, after an in-place op wrote DTensor values to it.
+    """Turns the plain tensor `x` into a DTensor, after an in-place op wrote DTensor values to it.
 
-    This happens only if the write gave it an autograd history. If it is a view, its base becomes a
+    `x` stays plain if the write gave it no autograd history. If `x` is a view, its base becomes a
     DTensor, too.
+
+    Args:
+        wire: the wire of the DTensors in the call.
     """
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
@@ -627,6 +652,10 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
 
 def write_into_plain(call: OpCall, paths: Sequence[Path]) -> Any:
     """Runs an in-place op that writes plain tensors, although other operands are DTensors.
+
+    Args:
+        call: the call of the in-place op.
+        paths: the paths of the plain tensors that the op writes.
 
     Raises:
         LayoutError: a written tensor is not equal on all ranks (see `check_plain_tensor`).

@@ -65,7 +65,10 @@ from .uneven_pieces import (
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns this rank's local tensor of the global value `whole`, as a copy.
 
-    On a Partial axis the first rank gets the value and the others zeros.
+    On the axis of a Partial sum the first rank gets the value and the others get zeros.
+
+    Args:
+        spec: the spec of the DTensor to which the piece belongs.
     """
     part = whole
     for dim, (offset, length) in enumerate(spec.region):
@@ -98,7 +101,9 @@ def distribute_tensor(
     """Distribute a tensor over a mesh: each rank gets its piece of rank `src_data_rank`'s value.
 
     Args:
-        tensor: a leaf tensor, with the same shape and dtype on every rank.
+        tensor: a leaf tensor, with the same shape and dtype on every rank. A DTensor is
+            redistributed.
+        device_mesh: a `DeviceMesh`, or the mesh of `ranks`. None is possible only for a DTensor.
         placements: one per mesh axis; Replicate on all axes by default.
         src_data_rank: the rank, in mesh order, whose value is sent to all others. The ledger does
             not count these bytes, because they belong to the setup. None sends nothing: each rank
@@ -149,7 +154,7 @@ def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> D
     """Returns a new DTensor of `spec` with the values of `tensor`, without requires_grad.
 
     Args:
-        src_data_rank: the rank whose value is used, as in `distribute_tensor`.
+        src_data_rank: the rank whose value is sent to all others; None uses each rank's own value.
     """
     with torch.no_grad():
         value = tensor.detach()
@@ -174,6 +179,7 @@ def distribute_module(
     The arguments are the same as for `torch.distributed.tensor.distribute_module`.
 
     Args:
+        device_mesh: a `DeviceMesh`, or the mesh of `ranks`.
         partition_fn: a function that is called with name, module and mesh for each submodule. It
             may distribute the module's parameters; others become Replicate.
         input_fn: a function that is called with the module, its inputs and the mesh before each
@@ -214,6 +220,7 @@ def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], D
     return it.
 
     Args:
+        wire: the wire of the mesh.
         spread: a function that distributes the buffer.
     """
     placed = _PLACED.get(b)
@@ -281,7 +288,10 @@ def zeros(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of zeros. `size` is global; each rank allocates only its shard."""
+    """Returns a DTensor of zeros. `size` is global; each rank allocates only its shard.
+
+    The other arguments are documented at `empty`.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.zeros, spec, dtype, requires_grad, as_shares=True)
 
@@ -293,7 +303,14 @@ def empty(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns an uninitialized DTensor. `size` is global; each rank allocates only its shard."""
+    """Returns an uninitialized DTensor. `size` is global; each rank allocates only its shard.
+
+    Args:
+        *size: the global shape, as numbers or as one list.
+        dtype: the dtype; None: torch's default dtype.
+        device_mesh: a `DeviceMesh`, or the mesh of `ranks`. It must be passed.
+        placements: one per mesh axis; Replicate on all axes by default.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.empty, spec, dtype, requires_grad, as_shares=True)
 
@@ -305,7 +322,10 @@ def ones(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of ones. `size` is global; each rank allocates only its shard."""
+    """Returns a DTensor of ones. `size` is global; each rank allocates only its shard.
+
+    The other arguments are documented at `empty`.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.ones, spec, dtype, requires_grad)
 
@@ -319,7 +339,10 @@ def full(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor filled with `fill_value`. `size` is global; a rank allocates its shard."""
+    """Returns a DTensor filled with `fill_value`. `size` is global; a rank allocates its shard.
+
+    The other arguments are documented at `empty`.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size((size,)), placements)
     return _fill_pieces(partial(torch.full, fill_value=fill_value), spec, dtype, requires_grad)
 
@@ -338,7 +361,10 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of normal values, which are the same as on one device in every layout."""
+    """Returns a DTensor of normal values, which are the same as on one device in every layout.
+
+    `size` is global. The other arguments are documented at `empty`.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
@@ -350,7 +376,10 @@ def rand(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor of uniform values, which are the same as on one device in every layout."""
+    """Returns a DTensor of uniform values, which are the same as on one device in every layout.
+
+    `size` is global. The other arguments are documented at `empty`.
+    """
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 
@@ -455,7 +484,10 @@ def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
 
 
 def is_whole_state(p: DTensor, value: Any) -> bool:
-    """True for optimizer state that is a plain tensor of p's global shape."""
+    """True if `value`, a value of p's optimizer state, is a plain tensor of p's global shape.
+
+    False for scalars, such as step counts.
+    """
     return (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -465,9 +497,10 @@ def is_whole_state(p: DTensor, value: Any) -> bool:
 
 
 def copy_attributes(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
-    """Copies the Python attributes of a parameter to the tensor that replaces it during a forward.
+    """Copies the Python attributes of the parameter `p` to `whole`.
 
-    Returns the attributes.
+    The gathered tensor `whole` replaces `p` in its module during a forward. Returns the copied
+    attributes by name.
     """
     given = {key: v for key, v in p.__dict__.items() if key not in OURS}
     whole.__dict__.update(given)

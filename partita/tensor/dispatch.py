@@ -157,9 +157,10 @@ def handle(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Runs a torch function on DTensors: finds the cached plan of the call, and runs it.
+    """Runs `func(*args, **kwargs)` on DTensors: finds the cached plan of the call, and runs it.
 
-    It is the body of `DTensor.__torch_function__`.
+    It is the body of `DTensor.__torch_function__`, with the parameters that torch prescribes. `cls`
+    and `types` are not used.
     """
     op = OPS.get(func) or op_of(func)
     if op.run is not None:
@@ -224,7 +225,7 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 
 
 def op_of(func: Function) -> Op:
-    """Returns the `Op` of a torch function, an object that stores the plans of its calls.
+    """Returns the `Op` of the torch function `func`: an object that stores plans of its calls.
 
     It is created at the first use of the function.
     """
@@ -360,7 +361,7 @@ on_first_wire(lambda: inspect_collectives(_operands_of_collective))
 
 
 def run_gathered(call: OpCall) -> Any:
-    """Runs an op on gathered operands, because no rule says how to run it on shards.
+    """Runs `call` on gathered operands, because no rule says how its op runs on shards.
 
     The result is whole on every rank. An operand that the op writes keeps its layout: the op writes
     a gathered copy, which is then redistributed back. If that layout is a Partial sum, the first

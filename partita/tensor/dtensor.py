@@ -169,6 +169,7 @@ class DTensor(torch.Tensor):
 
         Args:
             local_tensor: this rank's piece.
+            device_mesh: a `DeviceMesh`, or the mesh of `ranks`.
             placements: one per mesh axis; Replicate on all axes by default.
             run_check: True compares the ranks first. Ranks with the whole value must have equal
                 values. Shapes of pieces must fit together, and pieces must be contiguous on all
@@ -433,7 +434,7 @@ _SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """Returns "f32" for torch.float32. Dtypes without a short form keep their name."""
+    """Returns a dtype's short name: "f32" for torch.float32. Dtypes without one keep their name."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -448,10 +449,13 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Runs the moves of a redistribution on a local tensor, without autograd.
+    """Runs the moves of a redistribution on the local tensor `x`, and returns the new one.
+
+    Autograd does not record the moves.
 
     Args:
         moves: the redistribution, as a list of moves (each at most one collective).
+        wire: the connection over which the ranks communicate.
         op, reason: the op that needs the redistribution, and why, for the ledger.
     """
     watcher = HERE.watcher
@@ -561,7 +565,7 @@ class _ZerosForNone(torch.autograd.Function):
 
 
 def move_local(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:
-    """Redistributes a local tensor from one spec (layout and wire) to another.
+    """Redistributes a local tensor from the spec (layout and wire) `before` to `after`.
 
     Returns the new local tensor. Differentiable. If nothing changes, the result is an alias of `x`,
     never `x` itself.
@@ -621,11 +625,12 @@ class _OnGradient(torch.autograd.Function):
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
     """Returns an alias of the local tensor `x` whose gradient is redistributed in backward.
 
-    So the gradient that `x` gets has another layout than the gradient of the alias.
+    The alias's gradient has the spec `given`, and the gradient that `x` gets has `wanted`.
 
     Args:
         given: the spec (layout and wire) of the gradient that arrives in backward.
         wanted: the spec of the gradient that `x` needs.
+        op: the op that needs the redistribution, for the ledger.
     """
     line = "" if given.layout.shards == wanted.layout.shards else user_line()
     with local_ops():
@@ -641,7 +646,14 @@ def _move_gradient(
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
-    """Returns the error for `grad_placements` that shard another dimension than the value."""
+    """Returns the error for `grad_placements` that shard another dimension than the value.
+
+    Args:
+        wanted: the spec of the value.
+        given: the spec of the gradient by `grad_placements`.
+        op: the function to which `grad_placements` was passed.
+        line: the user's line, as "file:line".
+    """
     return LayoutError(
         f"{op}: grad_placements shard the gradient differently from the value",
         place=line,
@@ -655,11 +667,16 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
 
 
 def refuse_ambiguous_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """Returns an alias of a local tensor. Backward raises if the gradient is ambiguous.
+    """Returns an alias of the local tensor `x`. Backward raises if its gradient is ambiguous.
 
-    If `x` is Replicate, an arriving gradient may be this rank's part of a sum, or the whole value
-    on every rank. partita's placements suggest the first, and torch.distributed.tensor assumes the
-    second. So the user must say which. On axes of one rank both are equal.
+    The gradient is ambiguous if `x` is Replicate on an axis of several ranks. It may be this rank's
+    part of a sum, or the whole value on every rank. partita's placements suggest a part, and
+    torch.distributed.tensor assumes the whole value. So the user must say which by
+    `grad_placements`.
+
+    Args:
+        spec: the spec of the DTensor that has the local tensor `x`.
+        op: the function that returns the alias, for the error.
     """
     with local_ops():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
@@ -743,8 +760,8 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 def destination(x: torch.Tensor) -> Piece | None:
     """Returns the part of `x` on this rank into which a checkpoint is loaded, in the memory of `x`.
 
-    For a Partial sum the first rank gets the value. On other ranks this is None, and their local
-    tensors become zeros.
+    For a Partial sum the first rank gets the value. On other ranks the result is None, and their
+    local tensors become zeros.
     """
     spec = getattr(x, "_spec", None)
     if spec is not None:
@@ -755,7 +772,10 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Finds the ranks that have the same local tensor as this rank. Only one of them saves it.
+    """Finds the ranks with the same local tensor as this rank, of which only one saves it.
+
+    Args:
+        spec: the spec of the tensor.
 
     Returns:
         The axes along which pieces are equal, this rank's index among the holders, and their
@@ -928,6 +948,7 @@ def shape_of_pieces(
     Args:
         pieces: the local shape on each rank, in rank order.
         shards: for each dimension the axes that split it.
+        mesh: the mesh over which the tensor is sharded.
     """
     by_coordinate = list(zip(mesh.coordinates(), pieces, strict=True))
     return tuple(
@@ -958,9 +979,10 @@ _WORDS = 1 << 18
 
 
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
-    """Returns a few numbers by which ranks compare a tensor without sending it.
+    """Returns three numbers by which ranks compare the plain tensor `value` without sending it.
 
-    They are the number of dimensions, a hash of sizes and dtype, and a hash of the bytes (63 bits).
+    The numbers are the count of dimensions, a hash of sizes and dtype, and a hash of the bytes (63
+    bits).
 
     Two tensors of one shape that differ in a single 64-bit word have different hashes, because each
     word is multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as

@@ -77,7 +77,7 @@ def _prepare_gradient(x: Any) -> Any:
 
 
 def zero_owners_of(tensors: Iterable[Any]) -> list[Any]:
-    """Returns the ZeRO states that own some of these tensors, each once."""
+    """Returns the ZeRO states that shard the gradient or update of some of `tensors`, each once."""
     layouts = [state_of(x).zero_layouts for x in tensors if isinstance(x, DTensor)]
     return [*dict.fromkeys(one.owner for one in layouts if one is not None)]
 
@@ -104,7 +104,7 @@ def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """Returns `x.grad` as a DTensor. Repeated reads return the same object."""
+    """Returns `x.grad` as a DTensor, or None. Repeated reads return the same object."""
     x = _prepare_gradient(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
@@ -176,7 +176,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """Set `x.grad = None` for each tensor. Costs little if no tensor has a gradient."""
+    """Sets `x.grad = None` for each `x` in `tensors`. Costs little if none has a gradient."""
     shown = None
     with DisableTorchFunction():
         for x in tensors:
@@ -384,7 +384,7 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """Wraps a user's tensor hook, so that it gets DTensors in place of local gradients."""
+    """Wraps a user's hook of the tensor `x`, so that it gets DTensors, not local gradients."""
     # A parameter may get another layout later; the result of an op keeps its layout.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -440,10 +440,9 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Wraps a user's post-accumulate-grad hook of the leaf `x`: no call without a gradient.
+    """Wraps a user's post-accumulate-grad hook of the leaf `x`, to skip calls without a gradient.
 
-    The autograd engine also calls such hooks if a node gave no gradient (see `_may_be_unused`). The
-    wrapper skips those calls.
+    The autograd engine also calls these hooks if a node gave no gradient (see `_may_be_unused`).
     """
     came = [False]
 
@@ -484,7 +483,7 @@ def requiring_grad(x: torch.Tensor) -> Iterator[None]:
 
 
 def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the backward hooks that a user has registered on a tensor, of all kinds."""
+    """Returns the backward hooks that a user has registered on the tensor `t`, of all kinds."""
     with local_ops():
         one, other = hooks_of_backward(t), hooks_of_gradient(t)
     if not one and not other:
@@ -532,7 +531,9 @@ class NodeOfPieces:
         return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """Registers a hook that is called with `((), (gradient,))` after an AccumulateGrad node.
+        """Registers `fn`, which is called as `fn((), (gradient,))` after an AccumulateGrad node.
+
+        Returns torch's handle, which removes the hook. The gradient is a DTensor.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -546,9 +547,10 @@ class NodeOfPieces:
         return self.node.register_hook(call_typed_hook)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
-        """Registers a hook that is called with `(gradient,)` before an AccumulateGrad node.
+        """Registers `fn`, which is called as `fn((gradient,))` before an AccumulateGrad node.
 
-        The hook may return a replacement.
+        The gradient is a DTensor. `fn` may return a replacement, as a tuple with one DTensor.
+        Returns torch's handle, which removes the hook.
 
         Raises:
             LayoutError: the node does not belong to a leaf.
@@ -683,10 +685,10 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
 
 
 def mark_gradient_reduced(x: DTensor, refuses: bool = False) -> None:
-    """Records that x's gradient is reduced, until a hook undoes this in the next backward.
+    """Records that x's gradient is reduced. A hook in the next backward undoes this.
 
-    The hook makes the gradient Partial again, before backward adds to it. If the same gradient
-    object is the `.grad` of other tensors, this is recorded for them, too.
+    The hook makes the gradient Partial again, before backward adds to it. Other tensors with the
+    same gradient object get the same record and hook.
 
     Args:
         refuses: True if the hook is to raise, because the gradient is a view copy.
@@ -748,10 +750,10 @@ def is_watched(x: torch.Tensor) -> bool:
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
-    """Removes partita's weak references to a leaf, because `torch.utils.swap_tensors` allows none.
+    """Removes partita's weak references to `x`, because `torch.utils.swap_tensors` allows none.
 
     Returns:
-        A function that is called with a leaf, and makes the references to it.
+        A function that is called with the tensor after the swap, and refers to it again.
     """
     is_settled = is_watched(x)
     _unmark_settled(x)
@@ -776,10 +778,12 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
 
 
 def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor | None:
-    """Makes a reduced gradient Partial again, before backward adds a Partial gradient to it.
+    """Makes the reduced `x.grad` Partial again, before backward adds a Partial gradient to it.
 
     The first rank keeps the sum, and the others get zeros. Without this, each rank would add its
     own part to the full sum, which would then be counted once per rank.
+
+    A gradient that is a part of another tensor stays as it is, and `coming` is reduced instead.
 
     Args:
         coming: the local gradient that backward is about to add.
@@ -822,12 +826,12 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
 def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) -> None:
     """Raises an error if backward cannot add to a `.grad` that is a part of another tensor.
 
-    In plain PyTorch the addition would change the other tensor, too. Here it cannot, if the part is
-    a copy, or if the new gradient has another shape on some rank. The error is raised even if the
-    other tensor is no longer alive, because it may be alive on some ranks only.
+    In plain PyTorch the addition would change the other tensor, too. This is impossible if the part
+    is a copy, or if the new gradient has another local shape on some rank. The error is raised even
+    if the other tensor is not alive on this rank, because it may be alive on others.
 
     Args:
-        coming: the spec (layout and wire) of the gradient that backward adds, if it is not that of
+        coming: the spec (layout and wire) of the gradient that backward adds. None: the spec of
             `grad`.
     """
     if grad is None:
@@ -851,6 +855,9 @@ def renew_gradient(held: Any, value: torch.Tensor) -> None:
     """Gives the gradient `held` the value that a captured step has computed.
 
     `held` stays the same object, as after an eager step.
+
+    Args:
+        value: the new gradient.
     """
     if not isinstance(held, DTensor) or not isinstance(value, DTensor):
         held.data = value
@@ -1130,10 +1137,10 @@ def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """Returns the local gradient of a value as a DTensor; `grad` if an argument is None.
+    """Returns the local gradient `grad` as a DTensor, or `grad` itself if an argument is None.
 
     Args:
-        spec: the spec (layout and wire) of the value, whose dual is the gradient's.
+        spec: the spec (layout and wire) of the value. The gradient gets the dual spec.
     """
     if grad is None or spec is None:
         return grad
@@ -1141,7 +1148,7 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
-    """Turns local tensors that autograd had saved into DTensors again.
+    """Turns the tensors `values`, which autograd had saved, into DTensors again.
 
     Autograd returns a saved input as a DTensor, but a saved output as a local tensor.
 

@@ -61,7 +61,7 @@ def _is_clean(plan: CallPlan) -> bool:
 
 
 def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a `torch._foreach_*` function on lists of DTensors.
+    """Runs `func(*args, **kwargs)`, a `torch._foreach_*` function, on lists of DTensors.
 
     Args:
         op: the function's `Op`, which stores its plans.
@@ -258,7 +258,13 @@ def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Run a fused optimizer kernel (such as `torch._fused_adam_`) on lists of DTensors."""
+    """Runs `func(*args, **kwargs)`, a fused optimizer kernel, on lists of DTensors.
+
+    An example of `func` is `torch._fused_adam_`.
+
+    Args:
+        op: the function's `Op`, which stores its plans.
+    """
     new: dict[tuple[int | str, ...], Any] = {}
     shares = []
     for j, values in enumerate(args):
@@ -297,6 +303,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
 
     Args:
         tensors: DTensors on any meshes, none of them Partial, and plain tensors.
+        ord: the order of the norm, such as 2.0 or infinity.
     """
     with local_ops(), torch.no_grad():
         parts = _local_norms([_hide_padding(t, ord) for t in tensors], ord)

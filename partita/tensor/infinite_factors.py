@@ -35,14 +35,15 @@ _FLOATS = frozenset((float, complex))
 def wrap_for_infinite_factors(
     kernel: Function | None, call: OpCall, plan: CallPlan
 ) -> Function | None:
-    """Wraps the kernel that multiplies a Partial sum by a factor, which may be infinite.
+    """Wraps a kernel that multiplies a Partial sum by a factor, which may be infinite.
 
     In each call, the wrapper reads the factor. If it is infinite, the sum is reduced before the
     multiplication, because shares of both signs would otherwise give nan. Returns `kernel` itself
     if the call has no such factor.
 
     Args:
-        kernel: the kernel that runs with finite factors; None for the function itself.
+        kernel: the kernel that runs with finite factors; None means torch's function.
+        call: the first call, for which the plan is made.
         plan: the plan of the call, whose kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form

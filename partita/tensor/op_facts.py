@@ -67,7 +67,10 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Returns the position or name of the argument in a call; None if it is not written."""
+        """Returns the path of the argument in the call `(args, kwargs)`; None if it is not written.
+
+        The path is a tuple with the argument's position, or with its name.
+        """
         if self.flag is not None:
             i, name = self.flag
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
@@ -75,7 +78,7 @@ class Written:
         return (self.place,) if self.place < len(args) else (self.name,)
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the value of the written argument in a call; None if it is not passed."""
+        """Returns the written argument of the call `(args, kwargs)`; None if it is not passed."""
         return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
 
@@ -181,7 +184,7 @@ def facts_of(target: Any) -> OpFacts:
 
 
 def declare_facts(facts: OpFacts) -> Callable[[F], F]:
-    """Returns a decorator that declares the properties (`OpFacts`) of a Python function.
+    """Returns a decorator that declares `facts`, the properties of a Python function.
 
     fx graphs call such functions like operators.
     """
@@ -423,9 +426,10 @@ def _list_aten_overloads() -> dict[str, list[str]]:
 
 @cache
 def cast_of(op: str, device_type: str) -> Cast | None:
-    """Returns how autocast casts an op's operands on a device type; None if it does not cast them.
+    """Returns how autocast casts the operands of the op `op` on devices of `device_type`.
 
-    Autocast may still cast the operands of ops that it calls.
+    `Cast.NONE` means that it casts no operands. None means that autocast has no entry for the op,
+    but may cast operands of other ops that the op calls.
     """
     overloads = _list_aten_overloads().get(op)
     if overloads is None:
@@ -464,7 +468,7 @@ def without_any_autocast() -> AbstractContextManager[None]:
 
 
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
-    """Wraps `run`, a decomposition of the op `op`, so that autocast treats it like `op` itself.
+    """Wraps `run`, a decomposition of the op `op`, so that autocast casts its operands as for `op`.
 
     The operands are cast first. Then autocast is disabled, so that the ops inside are not cast
     again. Torch's dispatcher says which ops autocast lists for a device. The table in this file has
@@ -580,7 +584,7 @@ class Form:
 
 @cache
 def form_of(func: Function) -> Form:
-    """Returns the form of a torch function: its op, its rule, and how it differs from the op.
+    """Returns the form of the torch function `func`: its op, its rule, and its differences.
 
     The rule is the function's own, or otherwise the rule of its op. A function written in Python
     can only have its own rule. Without one, its body runs.
@@ -660,10 +664,10 @@ def _find_rule_named(name: str) -> Rule | None:
 
 @cache
 def parameter_names(func: Function, count: int) -> tuple[str, ...]:
-    """Returns the names of a function's first `count` parameters.
+    """Returns the names of the first `count` parameters of `func`.
 
-    The names come from torch's table of overrides or from an operator's schema. Otherwise they are
-    `operand0`, ..., and arguments can only be passed by position.
+    The names come from torch's table of overrides or from an operator's schema. Without either they
+    are `operand0`, `operand1`, ...: these arguments must be passed by position.
     """
     stand_in = torch.overrides.get_testing_overrides().get(func)
     names: list[str] = []
@@ -687,7 +691,7 @@ arguments.
 
 
 def needs_no_rule(func: Function) -> bool:
-    """True if a function gives the right result on the local tensor, and so needs no rule.
+    """True if `func` needs no rule, because it gives the right result on the local tensor.
 
     These are attributes without an entry in `OVERRIDES`, and functions that ignore the layout.
     """
@@ -697,7 +701,7 @@ def needs_no_rule(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """Returns a decorator for a function that replaces these functions of torch for DTensors.
+    """Returns a decorator for a function that replaces `functions` of torch for DTensors.
 
     The function is registered in `OVERRIDES`.
     """
@@ -739,7 +743,12 @@ class Operator:
 
 
 def overloads_of(func: Any) -> list[OpOverload]:
-    """Returns the overloads of an operator; [func] for an `OpOverload`, [] for other objects."""
+    """Returns the overloads of an operator; [func] for an `OpOverload`, [] for other objects.
+
+    Args:
+        func: an operator of `torch.ops` (an `OpOverload` or an `OpOverloadPacket`), or another
+            object.
+    """
     if isinstance(func, OpOverload):
         return [func]
     if isinstance(func, OpOverloadPacket):
@@ -748,7 +757,7 @@ def overloads_of(func: Any) -> list[OpOverload]:
 
 
 def is_collective(func: Any) -> bool:
-    """True for an operator of torch.distributed, functional or not."""
+    """True if `func` is an operator of torch.distributed, functional or not."""
     return any("c10d" in overload.namespace for overload in overloads_of(func))
 
 
@@ -767,6 +776,9 @@ def find_unknown_effect(target: Any) -> str:
     Its schema and registration must show that it only returns new tensors. By the contract of
     `torch.library.custom_op` such an operator sends nothing, and has a tag if it draws random
     numbers. An operator with a sharding rule is assumed to keep this contract, too.
+
+    Args:
+        target: an operator, or the target of another node of an fx graph.
     """
     if not isinstance(target, OpOverload):
         return "it has no schema"
@@ -811,7 +823,7 @@ _UPDATING = ("training", "use_input_stats")
 
 
 def written_by(func: Function) -> tuple[Written, ...]:
-    """Returns the arguments that a function writes in place, by its schema or signature."""
+    """Returns the arguments that `func` writes in place, by its schema or signature."""
     if isinstance(func, types.FunctionType):
         # Its own signature: a wrapped function, as of Tensor.__pow__, may be a builtin without one.
         return _find_written_statistics(
@@ -902,7 +914,11 @@ def _has_questions(func: Any) -> bool:
 
 
 def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
-    """Copies a Python function. The copy reads its globals from the dictionary `space`."""
+    """Copies the Python function `func`. The copy reads its globals from the dictionary `space`.
+
+    Args:
+        closure: the cells of the copy; None: the cells of `func`.
+    """
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )
@@ -936,7 +952,7 @@ def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
 
 @cache
 def enter_function(func: Function) -> Function | None:
-    """Returns a copy of a Python function whose body runs on DTensors; None for a builtin.
+    """Returns a copy of the Python function `func` that runs on DTensors; None for a builtin.
 
     Many functions of `torch.nn.functional` begin with `if has_torch_function(...)`. If that is
     True, they pass themselves to `__torch_function__` as a whole. In the copy, `has_torch_function`

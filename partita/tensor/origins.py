@@ -90,7 +90,11 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Records the user's current call as the origin of `out`. All ranks make this call."""
+    """Records the user's current call as the origin of `out`. All ranks must make this call.
+
+    Args:
+        wire: the wire of `out`, which counts the calls of each line.
+    """
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
@@ -148,12 +152,14 @@ class NotingKernel:
 def note_origins_of(
     out: Any, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
 ) -> None:
-    """Record the user's call in `frame` as the origin of each new tensor in `out`.
+    """Records the user's call, found from `frame`, as the origin of each new tensor in `out`.
 
     Args:
+        args, kwargs: the arguments of the op that returned `out`.
         keeps_origin: True if the results get the operand's origin. This is for functions that
             return a view or a conversion. On some ranks the result may be the operand itself, for
             example `contiguous` of a single row.
+        frame: the Python frame from which the search for the user's call begins.
     """
     given = (*args, *kwargs.values()) if kwargs else args
     made = None
@@ -176,7 +182,7 @@ def note_origins_of(
 
 
 def find_origin(x: torch.Tensor) -> TensorOrigin | None:
-    """Returns the origin of a tensor, or None if it was not recorded."""
+    """Returns the origin of the tensor `x`, or None if it was not recorded."""
     made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     return made
 
@@ -188,6 +194,8 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
     Args:
         op: the function that reads.
+        spec: the spec of `x`.
+        verb: the verb for the error, after the name of a rank.
     """
     made, layout = find_origin(x), f"{str(x.dtype).removeprefix('torch.')} {spec.layout.brief()}"
     if made is None:
@@ -206,11 +214,14 @@ def is_beside_program(wire: Wire) -> bool:
 
 
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
-    """True if ranks compare the origins of a tensor before they redistribute it.
+    """True if ranks compare a tensor's origins before they redistribute it to the spec `after`.
 
-    They are compared for small tensors, and for those that become whole on all ranks. All ranks of
-    the mesh must take part, and collectives must block the host anyway. Threads other than the main
-    one do not compare, because exchanges of several threads would be mixed up.
+    Origins are compared for small tensors, and for tensors that become whole on all ranks. A
+    comparison needs all ranks of the mesh, and collectives that block the host. Threads other than
+    the main one do not compare, because exchanges of several threads would be mixed up.
+
+    Args:
+        op, reason: the op that needs the redistribution, and why, as for the ledger.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

@@ -76,7 +76,7 @@ class Choice:
     splits: dict[str, tuple[str, ...]]
 
     def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
-        """Returns the global layout of output `i`, given the local shape that the kernel returned.
+        """Returns the global layout of output `i`, whose local shape is `local`.
 
         Args:
             bound: the rule's sentence with the sizes of this call.
@@ -167,10 +167,10 @@ class CallPlan:
         self.kernel = self.work.run_noting_work if on else self.work.kernel
 
     def run(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Runs a call as planned.
+        """Runs the call `func(*args, **kwargs)` as planned, and returns its result.
 
-        Updates view copies, redistributes operands, runs the kernel, and sets the specs (layout and
-        wire) of the results.
+        It updates view copies, redistributes operands, runs the kernel, and sets the specs (layout
+        and wire) of the results.
         """
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
@@ -236,7 +236,9 @@ class CallPlan:
         return facts.is_view or facts.may_copy
 
     def tag(self, out: Any) -> Any:
-        """Turns the local results of a kernel into DTensors with the planned specs.
+        """Turns `out`, the local results of a kernel, into DTensors with the planned specs.
+
+        Returns `out`. At the first call it also stores the specs in the plan.
 
         Raises:
             LayoutError: the shapes or the number of results do not fit the rule.
@@ -374,7 +376,7 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the flops of a plan's matrix products on one rank, for ledgers.
+    """Returns the flops of a plan's matrix products, on the rank that computes most, for ledgers.
 
     Args:
         work: the matrix products of the op on the global tensors.
@@ -424,7 +426,7 @@ class Op:
         self.learn(form_of(func))
 
     def learn(self, form: Form) -> None:
-        """Sets the form (op and rule) after a rule was registered, and drops the old plans."""
+        """Sets `form` (op and rule) as the function's form, and drops the old plans."""
         self.form = form
         self.base = form.local or self.func
         self.plans.name = form.name
@@ -483,7 +485,7 @@ class Unkeyed(TypeError):
 
 
 def operand_kind(value: Any) -> Any:
-    """Returns the part of a plan's key for an operand that is not a DTensor."""
+    """Returns the part of a plan's key for `value`, an operand that is not a DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -492,7 +494,7 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """Returns a hashable form of an argument for a plan's key. For a float it is the type."""
+    """Returns a hashable form of the argument `value` for a plan's key; for a float its type."""
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
@@ -530,6 +532,12 @@ def check_rest(
 
     Examples are another name of a parameter (`axis` for `dim`), a tensor, an infinite factor, and
     `inplace=True`. The caller then normalizes the arguments and tries again.
+
+    Args:
+        more: the arguments by position that the key does not have.
+        named: the arguments by name that the key does not have.
+        harmless: names of arguments that were checked before. Names that pass are added.
+        flagged: True if the function has an argument `inplace`.
     """
     for name, value in named.items():
         if type(value) is float and name in _FACTORS and not math.isfinite(value):
@@ -573,7 +581,8 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
     Args:
         names: the names of the operands' parameters.
-        flagged: True if the function has an argument `inplace`. A call that sets it has no key.
+        flagged: True if the function has an argument `inplace`. For a call that sets it, the key
+            function raises Unkeyed.
     """
     empty = inspect.Parameter.empty
     return _make_key([(n, OPERAND, None if i else empty) for i, n in enumerate(names)], flagged)
@@ -583,6 +592,11 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
     """Makes the function that computes a plan's key from arguments, for a rule function.
 
     The key has the arguments that the rule function declares.
+
+    Args:
+        params: the parameters of the rule function.
+        flagged: True if the function has an argument `inplace`. For a call that sets it, the key
+            function raises Unkeyed.
     """
     return _make_key([(p.name, _classify_parameter(p), p.default) for p in params], flagged)
 
@@ -680,7 +694,11 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns a plan of the older generation, moved to the younger one; None if it has none."""
+        """Returns a plan of the older generation, or None. Moves it to the younger generation.
+
+        Args:
+            key: the key of a call
+        """
         plan = self.old.pop(key, None)
         if plan is not None:
             self.remember(key, plan)

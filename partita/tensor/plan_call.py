@@ -65,6 +65,9 @@ from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 def make_plan(call: OpCall) -> CallPlan | None:
     """Returns the plan of a call, or None if the op must run on gathered operands.
 
+    Args:
+        call: the first call with its key, with normalized arguments.
+
     Raises:
         LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
     """
@@ -550,7 +553,15 @@ class RowChooser:
             splits[name] = self._order_axes(name, axes) if len(axes) > 1 else axes
 
         def lay_out(dims: Sequence[Dim], placements: Sequence[Placement | None]) -> tuple[Any, ...]:
-            """Returns the axes of each dimension, the Partial axes, and the Invariant axes."""
+            """Returns the layout of an operand or result, from its placements, as three tuples.
+
+            They are the axes that split each dimension, the Partial axes with their reductions, and
+            the Invariant axes.
+
+            Args:
+                dims: the dimensions in the rule's sentence.
+                placements: the placement on each mesh axis.
+            """
             held = list(zip(self.mesh.names, placements, strict=True))
             return (
                 tuple(tuple(a for n in d.names for a in splits.get(n, ())) for d in dims),

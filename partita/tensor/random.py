@@ -202,7 +202,12 @@ for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
 def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function | None:
     """Wraps a kernel that draws random numbers, so that ranks compare their generators.
 
-    They compare at the first draw of each line. Returns None if there are no other ranks.
+    They compare them at the first draw of each line. Returns None if there are no other ranks.
+
+    Args:
+        kernel: a function that draws random numbers.
+        form: the form of the op.
+        wire: the connection to the ranks that compare.
     """
     if is_alone(wire):
         return None
@@ -212,10 +217,14 @@ def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function |
 def run_with_generator_check(
     run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls `run`, which draws random numbers, and returns its result.
+    """Calls `run(*args, **kwargs)`, which draws random numbers, and returns its result.
 
-    If this is the first draw of its line, ranks compare their generators. If these had different
-    states, all ranks raise an error.
+    If this is the first draw of its line, ranks compare their generators. If the generators had
+    different states, all ranks raise an error.
+
+    Args:
+        op: the name of the op, for the error.
+        wire: the connection to the ranks that compare.
     """
     # A disabled dropout draws nothing: its numbers distinguish the calls of one line.
     numbers = tuple([a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))])
@@ -231,9 +240,10 @@ def run_with_generator_check(
 
 
 def compare_draws(op: str, wire: Wire, generator: torch.Generator, before: torch.Tensor) -> None:
-    """Raise on all ranks if `op` drew random numbers from generators in different states.
+    """Raises on all ranks if `op` drew random numbers from generators in different states.
 
     Args:
+        generator: this rank's generator, after the draw.
         before: this rank's generator state before the draw.
     """
     if torch.equal(before, generator.get_state()):

@@ -65,11 +65,12 @@ def _append_note(note: ForwardNote) -> None:
 
 
 def note_forward(block: object, is_of_other_values: bool) -> ForwardNote:
-    """Record that a forward of a block begins. Returns the record.
+    """Records that a forward of a block begins. Returns the record.
 
     Args:
         block: an object that identifies the block. It must not refer to the model, because the
             list keeps it alive.
+        is_of_other_values: True if the block's parameters were replaced by other values.
     """
     note = ForwardNote(block, is_of_other_values)
     _append_note(note)
@@ -106,7 +107,11 @@ def find_forward_of_rerun(block: object) -> ForwardNote | None:
 
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
-    """Treats calls inside the `with` block as a rerun of the checkpoint that began at `start`."""
+    """Treats calls inside the `with` block as a rerun of the checkpoint that began at `start`.
+
+    Args:
+        start: the position that `place_in_forward` returned when the checkpoint began.
+    """
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
     try:
         yield

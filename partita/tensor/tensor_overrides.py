@@ -750,8 +750,10 @@ _value_held = torch._C.TensorBase.tolist
 
 
 def is_read_in_part(x: torch.Tensor) -> bool:
-    """True if this rank has only a part of the DTensor `x`, so that reading it needs other
-    ranks. A view copy, which may be out of date, counts as one.
+    """True if this rank must exchange data with other ranks to read the DTensor `x`.
+
+    That is so if it has only a part of the value. A view copy, which may be out of date, counts as
+    one.
     """
     if not (isinstance(x, DTensor) and _global_view()):
         return False

@@ -51,6 +51,9 @@ def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Caches the result of a function of a class, as an attribute of that class. A decorator.
 
     A dictionary as cache would keep every class alive that a program defines inside a function.
+
+    Args:
+        make: a function that is called with a class.
     """
     name = KEPT_IN_CLASS + make.__name__
 
@@ -70,6 +73,7 @@ def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
 
     Args:
         fact: what was requested, and why it is impossible.
+        *fixes: what the user can write instead.
         more: other arguments of `LayoutError`.
     """
     return LayoutError(fact, place=user_line(), fixes=fixes, **more)
@@ -81,6 +85,7 @@ def make_argument_error(by: str, takes: str, given: Any, fix: str) -> TypeError:
     Args:
         by: the function that was called.
         takes: the types that it accepts, as text.
+        given: the argument; the error names its type.
         fix: the code to write instead.
     """
     is_class = isinstance(given, type)
@@ -270,6 +275,9 @@ def any_spec(kind: type = Wire) -> Spec | None:
 def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
     """Returns the Spec of a global `shape` on a user's mesh; by default Replicate on all axes.
 
+    Args:
+        mesh: a `DeviceMesh`, or the mesh of `ranks` or `dry_mesh`.
+
     Raises:
         LayoutError: placements that do not fit the mesh or the shape. It names the user's line.
     """
@@ -283,7 +291,10 @@ def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement
 
 
 def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placement]) -> Spec:
-    """Returns the Spec of a global `shape` with a user's `placements`. Raises as `spec_on_mesh`."""
+    """Returns the Spec of a global `shape` with a user's `placements` on the mesh of `wire`.
+
+    Raises LayoutError if the placements do not fit the mesh or the shape.
+    """
     try:
         return spec_of(Layout.of(wire.mesh, shape, placements), wire)
     except LayoutError as error:
@@ -299,7 +310,7 @@ def spec_for_write_into(spec: Spec) -> Spec:
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
-    """Returns the error for a call of `op` with tensors on two meshes."""
+    """Returns the error for a call of `op` with tensors on the meshes of `one` and of `other`."""
     shown = [f"mesh {one.mesh}", f"mesh {other.mesh}"]
     if len(set(shown)) == 1:  # equal meshes of different worlds
         shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
@@ -424,7 +435,7 @@ def state_of(x: torch.Tensor) -> TensorState:
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
-    """Returns partita's data about each tensor, for reading only."""
+    """Returns partita's data about each tensor of `tensors`, for reading only."""
     return [x.__dict__.get(_STATE, _NOTHING) for x in tensors]
 
 
@@ -446,7 +457,7 @@ def count_writes(x: torch.Tensor) -> int:
 
 
 def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns the result of `count_writes` for each tensor."""
+    """Returns `count_writes(x)` for each tensor `x` of `tensors`."""
     with DisableTorchFunction():
         try:
             return [x._version for x in tensors]
@@ -457,15 +468,15 @@ def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def count_unseen_writes(x: torch.Tensor) -> int:
     """Returns how often `x` was written through an `x.data`, or got other data by `x.data = y`.
 
-    Torch does not count these writes in `x._version`, by which autograd checks saved tensors. Use
-    it if another copy of the value is kept, and must be renewed after such a write.
+    Torch does not count these writes in `x._version`, by which autograd checks saved tensors. Code
+    that keeps a copy of the value compares this count, and renews the copy if it has changed.
     """
     state = state_of(x)
     return state.unseen_writes + (0 if state.data is None else count_writes(state.data))
 
 
 def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns `count_unseen_writes(x)` for each tensor."""
+    """Returns `count_unseen_writes(x)` for each tensor `x` of `tensors`."""
     # Nearly all have nothing to count, and ZeRO calls this for each gradient of each step.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
@@ -531,7 +542,11 @@ class CopiedView:
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
     def take_again(self, copy: Any) -> Any:
-        """Returns the view copy if it is up to date; otherwise makes a new one from the source."""
+        """Returns the view copy if it is up to date; otherwise makes a new one from the source.
+
+        Args:
+            copy: the view copy.
+        """
         source = current(self.source)
         count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
         with DisableTorchFunction():
@@ -600,8 +615,9 @@ class Watcher(Protocol):
         """Runs a redistribution of the local tensor `x`, and returns its result.
 
         Args:
+            op, reason: the op that needs the redistribution, and why, as for the ledger.
             what: the redistribution: a plan of moves.
-            run: does it and returns the result.
+            run: redistributes `x` and returns the result.
         """
 
 
@@ -688,7 +704,7 @@ def frees_graph() -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call `call` at the end of the running backward pass, unless the pass raises an error."""
+    """Calls `call` at the end of the running backward pass, unless the pass raises an error."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 

@@ -76,7 +76,7 @@ def holds_dtensor(value: Any) -> bool:
 
 
 def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
-    """Replace a public function of torch by partita's, also for pickle and TorchScript.
+    """Replaces a public function of torch by `function`, also for pickle and TorchScript.
 
     Args:
         name: the function's name.

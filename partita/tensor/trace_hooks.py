@@ -28,7 +28,10 @@ class TraceHooks:
         return False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function that calls no user code. A capture turns its profile function off."""
+        """Returns `function(*args)`. The function calls no user code.
+
+        A capture turns its profile function off while it runs.
+        """
         return function(*args)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
@@ -52,6 +55,7 @@ class TraceHooks:
         """Runs the update of an element-wise optimizer. A capture may split it by blocks.
 
         Args:
+            optimizer: the optimizer, or the object that updates.
             run: a function that makes the update.
             originals: maps an updated tensor to the parameter that it is a part of. A parameter
                 that is updated itself has no entry.
@@ -63,7 +67,7 @@ class TraceHooks:
         return None
 
     def limit_bucket(self, nbytes: int) -> int:
-        """Returns how many bytes of gradients one all-reduce may join.
+        """Returns the most bytes of gradients that one all-reduce may join: `nbytes` in eager code.
 
         A capture returns -1: nothing is joined, because a graph pass does it later.
         """
@@ -86,13 +90,16 @@ class TraceHooks:
         """End the forward of a block that `begin_block` began.
 
         Returns True if the block's gather is recorded in a graph.
+
+        Args:
+            gather: the object that was passed to `begin_block`.
         """
         return False
 
     def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Swaps the contents of two tensors in a capture, and returns True. Eagerly returns False.
+        """Swaps the contents of the tensors `one` and `other` in a capture, and returns True.
 
-        The caller then uses `torch.utils.swap_tensors`.
+        In eager code it does nothing and returns False: the caller uses `torch.utils.swap_tensors`.
         """
         return False
 
@@ -101,9 +108,13 @@ class TraceHooks:
         return torch.compiler.is_compiling()
 
     def run_region(self, again: Callable[[], Any], once: Callable[[], Any]) -> Any:
-        """Runs a remat region: returns `again()`, after which backward can rerun the region.
+        """Runs a remat region: returns `again()` in eager code.
 
         A capture returns `once()` instead, because its graph decides what is recomputed.
+
+        Args:
+            again: runs the region so that backward can run it again.
+            once: runs the region, and marks its nodes in the graph.
         """
         return again()
 

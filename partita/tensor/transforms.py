@@ -163,8 +163,12 @@ class WholeValues(TorchFunctionMode):
             self._is_gathering = False
 
     def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """Calls `function` inside the transform. Forward-mode autograd runs on one thread at a
-        time.
+        """Returns `function(*args, **kwargs)`, called inside the transform.
+
+        Forward-mode autograd runs on one thread at a time.
+
+        Args:
+            name: the name of the transform, such as "jvp".
         """
         if name not in _FORWARD_MODE or any_spec(RankWire) is None:
             return function(*args, **kwargs)
@@ -203,7 +207,10 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """Returns a plain result as an Invariant DTensor, if the transform had got DTensors."""
+        """Returns the plain result `leaf` as an Invariant DTensor, if the transform got DTensors.
+
+        Without DTensors among the inputs, or if `leaf` is no plain tensor, it returns `leaf`.
+        """
         if self.wire is None or not _is_plain(leaf):
             return leaf
         with local_ops():  # an alias: other code may refer to the tensor itself

@@ -48,6 +48,9 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
     """Returns an uninitialized local tensor of `spec`, with spare memory after its end for padding.
 
     A captured graph uses the padded size (that of the first rank's shard).
+
+    Args:
+        dtype, device: the dtype and device, as for `torch.empty`.
     """
     if not has_room(spec, device):
         return torch.empty(spec.local_shape, dtype=dtype, device=device)
@@ -59,7 +62,11 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
 
 
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns a contiguous copy of a local tensor, with spare memory after its end for padding."""
+    """Returns a contiguous copy of `local`, with spare memory after its end for padding.
+
+    Args:
+        spec: the spec of the DTensor that has the local tensor.
+    """
     # A call of the program on every rank, also for a mode that records calls (remat).
     copy = local.clone(memory_format=torch.contiguous_format)
     if has_room(spec, local.device):
@@ -69,14 +76,23 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns the local tensor, or a copy of it, with spare memory for padding after its end."""
+    """Returns `local` as a contiguous tensor with spare memory for padding after its end.
+
+    It is copied only if this is necessary.
+
+    Args:
+        spec: the spec of the DTensor that has the local tensor.
+    """
     if not has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
     return copy_with_room(local, spec)
 
 
 def has_room(spec: Spec, device: torch.device | str | None) -> bool:
-    """True if there is padding behind this rank's piece, in memory on `device`."""
+    """True if a tensor of `spec` on `device` needs spare memory after this rank's piece.
+
+    False if the piece has the padded shape, if padding would not be at its end, and on "meta".
+    """
     if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
         return False
     return device is None or torch.device(device).type != "meta"
@@ -102,7 +118,7 @@ def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """Returns a local tensor enlarged by the spare memory after it; None if it has none.
+    """Returns `local` enlarged to `shape` by the spare memory after it; None if it has none.
 
     Args:
         shape: the enlarged shape. One dimension is larger than in `local`, and all dimensions
@@ -171,7 +187,8 @@ def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) 
     runs unchanged. The gradient of padding is 0.
 
     Args:
-        kernel: the kernel for even shards; None for the function itself.
+        kernel: the kernel for even shards; None means torch's function.
+        call: the first call, for which the plan is made.
         plan: the plan of the call; its kernel is not set yet.
 
     Raises:
@@ -233,7 +250,8 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     because the dtype has no kernel, it is raised here, too.
 
     Args:
-        kernel: the kernel for shards with elements; None for the function itself.
+        kernel: the kernel for shards with elements; None means torch's function.
+        call: the first call, for which the plan is made.
         plan: the plan of the call; its kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
@@ -593,6 +611,11 @@ def differentiate_meta(
     out: torch.Tensor, operands: list[torch.Tensor], seed_has_history: bool
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]] | None:
     """Runs backward on "meta" tensors, to find out which operands get a gradient.
+
+    Args:
+        out: the result of the trial.
+        operands: the operands of the trial.
+        seed_has_history: True if the gradient of `out` requires grad.
 
     Returns:
         A gradient of `out` and the operands' gradients; None if backward needs values.

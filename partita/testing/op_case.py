@@ -112,9 +112,9 @@ class Reference:
 
 
 def references(name: str, count: int) -> tuple[list[Reference], int]:
-    """Returns up to `count` samples of an op with their results on one device.
+    """Returns up to `count` samples of the op `name`, with their results on one device.
 
-    Also returns the number of samples that raise there.
+    Also returns the number of samples that raise on one device. `list_names` lists the names.
     """
     form = form_of(name)
     found, refused = [], 0
@@ -127,7 +127,10 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """Runs a sample on one device, and returns its results. Passes on exceptions of the op."""
+    """Runs a sample of `form` on one device, and returns its results.
+
+    Raises what the op raises.
+    """
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)
@@ -209,12 +212,13 @@ def _run_backward(
 
 
 def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str) -> Outcome:
-    """Run one case as one rank of `mesh`, and compare it. Must be called on all ranks.
+    """Runs one case as one rank of `mesh`, and compares it. Must be called on all ranks.
 
     Args:
+        name: the name of the op, such as "add:inplace".
         number: a number that selects layouts of the class.
         reference: the sample, and its results on one device.
-        klass: the class of layouts.
+        klass: the class of layouts, one of `op_layouts.CLASSES`.
     """
 
     def convert(i: int, t: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,9 @@ CLASSES = ("replicated", "even", "uneven", "partial", "mixed")
 def distribute_argument(
     t: torch.Tensor, mesh: Any, klass: str, turn: int, first: bool = True
 ) -> torch.Tensor:
-    """Returns a plain tensor as a DTensor with a layout of the class `klass` (one of `CLASSES`).
+    """Returns the plain tensor `t` as a DTensor on `mesh`, in a layout of the class `klass`.
+
+    `klass` is one of `CLASSES`. In the class "mixed" the result may be a plain copy.
 
     Args:
         turn: a number that selects one of several layouts.

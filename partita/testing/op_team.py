@@ -128,11 +128,11 @@ class Team:
             self._folder.cleanup()
 
     def samples_of(self, name: str) -> tuple[int, int, str]:
-        """Counts the samples of an op.
+        """Counts the samples of the op `name`.
 
         Returns:
-            The number of samples that run on one device, the number of those that raise there, and
-            the reason why the op is skipped, or "".
+            The number of samples that run on one device, the number of samples that raise on one
+            device, and the reason why the op is skipped, or "".
         """
         answers = self._ask_ranks((name, -1, ""), 120)
         if isinstance(answers, Outcome):

@@ -150,7 +150,7 @@ def form_of(name: str) -> Form:
 
 
 def reason_to_skip(name: str) -> str:
-    """Returns the reason why an op is not in the sweep; "" if it is."""
+    """Returns the reason why the op `name` is not in the sweep; "" if it is."""
     form = form_of(name)
     try:
         samples = list(itertools.islice(form.samples(), _MOST_SAMPLES))
@@ -164,7 +164,7 @@ def reason_to_skip(name: str) -> str:
 
 
 def collect_tensors(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in nested tuples, lists and dicts, in order."""
+    """Returns the tensors in `value` (nested tuples, lists and dicts), in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -175,7 +175,7 @@ def collect_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns a copy of nested containers in which each tensor t is replaced by `convert(t)`."""
+    """Returns a copy of `value` (maybe nested) in which each tensor t is `convert(t)`."""
     if isinstance(value, torch.Tensor):
         return convert(value)
     if isinstance(value, dict):

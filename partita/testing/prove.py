@@ -333,9 +333,9 @@ def _find_output_placements(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the prover for the named ops, or for all rules that have samples.
+    """Runs the prover for the ops `arguments`, or for all rules that have samples.
 
-    Returns 1 if a row is wrong.
+    Returns the exit code: 1 if a row is wrong.
     """
     from .samples import samples
 

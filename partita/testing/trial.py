@@ -35,11 +35,9 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Returns how many terms an element of a result may be the sum of. This bounds rounding
-        errors.
+        """Returns how many terms may be summed in an element of `value`.
 
-        Args:
-            value: the output or gradient.
+        This bounds rounding errors. `value` is an output or a gradient.
         """
         return max(1, self.products // max(1, value.numel()))
 
@@ -56,9 +54,7 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """Returns those arguments of the sample call that are not tensors, and that the rule does
-        not read.
-        """
+        """Returns the arguments of the sample call that are no tensors and that no rule reads."""
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
         rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
@@ -94,7 +90,10 @@ class Trial:
         return able
 
     def leaves_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns copies of operands as autograd leaves, which require grad where possible."""
+        """Returns copies of the operands `tensors` as autograd leaves.
+
+        They require grad if the operand in this place can have a gradient.
+        """
         return [
             x.detach().clone().requires_grad_(able) if isinstance(x, torch.Tensor) else x
             for x, able in zip(tensors, self.differentiable, strict=True)
@@ -157,7 +156,10 @@ class Trial:
 
 
 def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
-    """Returns random values to use as the gradient of an output. Equal shapes get equal values."""
+    """Returns random values to use as the gradient of the output `x`.
+
+    Equal shapes get equal values.
+    """
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
     return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         self.sin.copy_(sin)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Returns logits (b, t, vocab) of int64 tokens (b, t); t is at most `context`."""
+        """Returns logits (b, t, vocab) of the int64 tokens `tokens_bt`; t is at most `context`."""
         t = tokens_bt.shape[1]
         cos_td, sin_td = self.cos[:t], self.sin[:t]
         x_btw = self.embed(tokens_bt)
@@ -107,6 +107,11 @@ def _rotary_table(
 
 
 def rotate(x_bhtd: Tensor, cos_td: Tensor, sin_td: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + d/2]) by the angle of its position (rotary positions)."""
+    """Rotates each pair (x[i], x[i + d/2]) by the angle of its position (rotary positions).
+
+    Args:
+        x_bhtd: queries or keys: (batch, heads, tokens, d).
+        cos_td, sin_td: cosine and sine of the angle of each position and element.
+    """
     first, second = x_bhtd.chunk(2, dim=-1)
     return x_bhtd * cos_td + torch.cat([-second, first], dim=-1) * sin_td

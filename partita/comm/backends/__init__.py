@@ -23,10 +23,11 @@ from .gloo import timeouts_of_job as timeouts_of_job
 
 
 def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
-    """Returns the backend of meshes of this device type ("cpu", "cuda") in this job.
+    """Returns the backend of meshes of `device_type` ("cpu", "cuda") in this job.
 
     Args:
-        native: the function that begins a collective of torch's process group.
+        native: the function that begins a collective of the process group. Only Gloo on the CPU
+            uses it.
     """
     if f"{device_type}:gloo" not in dist.get_backend_config():
         return Backend()
@@ -34,9 +35,13 @@ def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
 
 
 def backend_named(name: str, device_type: str, native: Native = begin_in_group) -> Backend:
-    """Returns the backend with this name, as torch has it: "gloo", "cpu:gloo,cuda:nccl".
+    """Returns the backend that has the name `name` in torch: "gloo", "cpu:gloo,cuda:nccl".
 
-    "" means a backend whose collectives allocate no buffers of their own.
+    The name "" means a backend whose collectives allocate no buffers of their own.
+
+    Args:
+        device_type: selects a part of a name such as "cpu:gloo,cuda:nccl".
+        native: the function that begins a collective of the process group.
 
     Raises:
         ValueError: torch has no backend of this name.

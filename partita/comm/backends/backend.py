@@ -30,10 +30,10 @@ Native = Callable[[Any, torch.Tensor, torch.Tensor, Request], PendingWork]
 def begin_in_group(
     group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
 ) -> PendingWork:
-    """Begin a collective of torch's process group, without waiting for it.
+    """Begins a collective of torch's process group `group`, and returns without waiting for it.
 
     Args:
-        out, x: its output and its input.
+        out, x: the output and the input of the collective.
         request: which collective it is.
     """
     kind = request.kind
@@ -93,7 +93,7 @@ class Backend:
     def gathers_pieces(self, x: torch.Tensor) -> bool:
         """True if one all-gather for several tensors (a bucket) can write each result contiguously.
 
-        Then nothing has to be copied out of the bucket.
+        In this case nothing has to be copied out of the bucket.
 
         Args:
             x: the bucket.
@@ -119,10 +119,13 @@ class Backend:
     def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        """Begin a collective that writes its result into `out`, and return at once.
+        """Begins a collective of `group` from `x` into `out`, and returns at once.
 
         For an all_gather, `x` may be a part of `out`. A sum is computed in the dtype of `out`. A
         caller that waits at once for an all_gather uses `native` instead.
+
+        Args:
+            request: which collective it is.
         """
         if request.kind == "reduce_scatter" and out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, request)
@@ -134,6 +137,11 @@ class Backend:
         """Begins a reduce-scatter in which each rank gets all addends of its part and sums them.
 
         The sum is in rank order, so its bits do not depend on the backend.
+
+        Args:
+            out: memory for this rank's part of the sum.
+            x: this rank's addend of all parts, in rank order.
+            request: the reduce-scatter.
         """
         n, rank, each = group.size(), group.rank(), x.numel() // group.size()
         shares: Sequence[torch.Tensor]

@@ -39,10 +39,11 @@ class Gloo(Backend):
     runs_in_streams = False
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns "gather" if `x` is small, "exchange" if the sum must be exact, else "own".
+        """Returns how to sum `x` over `n` ranks: "gather" if it is small, else "exchange" or "own".
 
-        For two ranks Gloo's ring is exact, since a + b is b + a. For more ranks it starts each part
-        at another rank, and rounds after each addition in a narrow dtype.
+        "exchange" is for narrow dtypes and deterministic mode, on more than two ranks. For two
+        ranks Gloo's ring is exact, since a + b is b + a. For more ranks it starts each part at
+        another rank, and rounds after each addition in a narrow dtype.
         """
         if x.nbytes <= _SMALL:
             return "gather"

@@ -206,7 +206,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: the name of the method of `module`.
 
     Raises:
-        ValueError: the module has no such method.
+        ValueError: the module has no method of this name.
     """
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")

@@ -340,8 +340,7 @@ def parallelize_module(
 ) -> nn.Module:
     """Applies styles to `module`, or to modules in it, in place. Returns `module`.
 
-    Every parameter and buffer of `module` becomes a DTensor. Those that no style names are
-    Replicate.
+    Every parameter and buffer of `module` becomes a DTensor: Replicate, if no style names it.
 
     Args:
         device_mesh: a mesh of one dimension, such as `mesh["tp"]`. None: the mesh of `with mesh:`

@@ -52,7 +52,7 @@ def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = No
         options: the options of the run.
         emit: a function that gets each event: `emit("step", step=3, loss=2.1, ...)`.
         text: the training data; by default read from `options.data`.
-        mesh: an existing mesh, such as that of `pt.ranks`; None makes one.
+        mesh: an existing mesh, such as a mesh of `pt.ranks`; None makes one.
 
     Raises:
         ValueError: options that do not fit model, text or checkpoint; a loss that is not finite.

@@ -232,7 +232,7 @@ class Reader(FileSystemReader):
 
     @property
     def has_checksums(self) -> bool:
-        """True if `pt.save` wrote the checkpoint. Then it should have checksums."""
+        """True if `pt.save` wrote the checkpoint, so that it should have checksums."""
         about = self.metadata.storage_meta
         return str(getattr(about, "save_id", "")).startswith(MARK)
 

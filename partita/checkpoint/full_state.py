@@ -86,8 +86,8 @@ def full_state_dict(
 ) -> Any:
     """Returns the state dict that the model would have on one device, with whole plain tensors.
 
-    Must be called on all ranks. Names are the same as in `model.state_dict()`, without prefixes
-    that torch.compile adds. Parameters that share one tensor in the model share one in the result.
+    Must be called on all ranks. Names are the names in `model.state_dict()`, without prefixes that
+    torch.compile adds. Parameters that share one tensor in the model share one in the result.
     Tensors are copies, gathered one after the other.
 
     Args:
@@ -167,7 +167,7 @@ def stream_full(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Every rank must iterate to the end. Each tensor is gathered when it is yielded, on the model's
     device, so a rank holds one whole tensor beside its pieces. Do not change the tensor: if the
     rank holds it whole, it is not copied. A tensor with several names is yielded under each name.
-    Names are the same as in `model.state_dict()`, without prefixes that torch.compile adds. Entries
+    Names are the names in `model.state_dict()`, without prefixes that torch.compile adds. Entries
     that are not tensors are skipped.
 
     Raises:
@@ -414,7 +414,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
     """Allocate memory for parameters and buffers of a model that are on the meta device.
 
     Args:
-        names: allocate only those with these names. None: all in the state dict.
+        names: the names of the tensors to allocate. None: all tensors in the state dict.
     """
     known = collect_model_tensors(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
@@ -473,7 +473,7 @@ _NAME = "save_pretrained"
 def patch_save_pretrained(kind: type) -> None:
     """Patch `kind.save_pretrained`, a library's method, so that it works for a model of DTensors.
 
-    One rank then writes whole values.
+    In the patched method one rank writes whole values.
     """
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)

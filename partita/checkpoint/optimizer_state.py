@@ -166,7 +166,7 @@ class OpenedOptimizer:
     """An optimizer's state dict with parameter names as keys, to be saved or to be loaded into.
 
     Attributes:
-        tree: the state. It contains the optimizer's own tensors, and new tensors for those that the
+        tree: the state. It contains the optimizer's own tensors, and new tensors for state that the
             optimizer does not have yet.
         load_back: a function that loads the tree into the optimizer.
         missing: names of parameters that the checkpoint does not have.

@@ -180,9 +180,9 @@ class TrainableState:
         state = {"model": pt.TrainableState(model), "optimizer": optimizer}
         pt.save(state, "adapters")
 
-    The checkpoint then has adapters and their optimizer state, not the frozen weights. Names are
-    the same as in a checkpoint of the whole model. `pt.load(state, path, strict="state")` reads the
-    trainable parameters of such a checkpoint, too.
+    The checkpoint in this example has adapters and their optimizer state, not the frozen weights. A
+    checkpoint of the whole model has the same names. So `pt.load(state, path, strict="state")`
+    reads the trainable parameters of it, too.
 
     Args:
         model: a module. Each save contains the parameters that are trainable at that time, and no

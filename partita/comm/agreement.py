@@ -185,7 +185,7 @@ class AgreedKeys:
         self._distance = 1
 
     def predicts(self, key: object) -> bool:
-        """True if `key` is the predicted one. It is then added to the history."""
+        """True if `key` is the predicted key. In this case `key` is added to the history."""
         keys, number = self._keys, self._numbers.get(key)
         if number is None or len(keys) < self._distance or keys[-self._distance] != number:
             return False
@@ -599,7 +599,7 @@ class _OfGroups(ControlPlane):
 
     @property
     def is_current(self) -> bool:
-        """True if the job's process groups are still those for which this object was made."""
+        """True if this object was made for the present process groups of the job."""
         return self._world() is dist.group.WORLD
 
     def _decide(self, why: str, mine: Any, answer: Answer, shown: str, watched: bool = True) -> Any:

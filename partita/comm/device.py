@@ -398,8 +398,8 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
 def resolve_lazy_values(x: torch.Tensor) -> torch.Tensor:
     """Returns a tensor equal to `x` whose memory has the values, for code that reads memory itself.
 
-    In torch a conjugation or negation may be a bit of the tensor only. Some gradients, such as that
-    of `torch.sgn`, are zeros without memory.
+    In torch a conjugation or negation may be a bit of the tensor only. Some gradients are zeros
+    without memory, for example the gradient of `torch.sgn`.
     """
     if x._is_zerotensor():  # torch has no public name for it
         return x.clone()

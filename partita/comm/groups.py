@@ -278,7 +278,7 @@ _LENGTH = struct.Struct("<q")
 class ControlGroup:
     """A process group for messages, separate from the groups that send tensors.
 
-    Its ranks are those of a mesh, or all ranks of the job.
+    Its ranks are the ranks of a mesh, or all ranks of the job.
 
     All its ranks make it together: in `init_device_mesh`, or after they have met in the store.
 

@@ -322,8 +322,7 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
     """Initializes torch.distributed from the environment variables that torchrun sets.
 
     Args:
-        backend: torch's name of the backend, such as "nccl". None: a backend that works for every
-            device.
+        backend: the name of a backend in torch. None: a backend that works for every device.
         timeout: the time limit for the connection and for later collectives.
 
     Raises:

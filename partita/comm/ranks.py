@@ -63,7 +63,8 @@ class World:
         """Call `fn(mesh, *args, **kwargs)` once per rank and return the results in rank order.
 
         All ranks start with the caller's CPU generator state, grad mode and context variables. Each
-        then has its own generator; afterwards the caller continues with the generator of rank 0.
+        rank has its own generator. After the call, the caller continues with the generator state of
+        rank 0.
 
         Args:
             fn: the function of each rank; its first argument is the rank's mesh.

@@ -77,7 +77,7 @@ class TraceWire(Wire):
     Attributes:
         real: the wire that it replaces.
         coordinate: this rank's coordinate on each axis of more than one rank, as a tensor.
-        zeros: True while redistributions pad with zeros, as those of gradients do.
+        zeros: True while redistributions pad with zeros, as for gradients.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: a function that returns a context manager for the nodes of a move.
         repeating: a function that traces a move, or copies the nodes of an equal move.

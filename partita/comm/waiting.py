@@ -65,8 +65,8 @@ class Need:
         ranks: the global ranks that must take part.
         group: the process group in which it waits. Ranks count the collectives that they have begun
             in it.
-        meets: True if the rank compares or reads a value. Then every other rank must do the same,
-            or an error is raised.
+        meets: True if the rank compares or reads a value. Every other rank must do the same, or an
+            error is raised.
         warns: True warns if ranks are late for a long time, with their names.
         count: if there is no process group: the name of the barrier, and how often this rank has
             reached it.
@@ -792,8 +792,8 @@ def make_rank_gone_error(ranks: Sequence[int], text: str, reason: str = "") -> R
 
     Args:
         ranks: the global ranks that have ended.
-        text: what this rank waits in.
-        reason: what happened to those ranks.
+        text: what this rank does: "waits in all_reduce over dp: ...".
+        reason: what happened to `ranks`; "" uses a default text.
     """
     me = dist.get_rank()
     reason = reason or f"which {'has' if len(ranks) == 1 else 'have'} ended"

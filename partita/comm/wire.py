@@ -328,7 +328,7 @@ class Wire(Transport):
     def reading(self, value: Reading) -> Iterator[None]:
         """Marks moves inside the `with` block as parts of a read of a value, such as `x.item()`.
 
-        Ranks then compare what they read, and a rank that reads alone gets an error.
+        Ranks compare what they read, and a rank that reads alone gets an error.
 
         Args:
             value: what the program reads.
@@ -362,7 +362,7 @@ class Wire(Transport):
     def read_timeout(self) -> float | None:
         """The seconds for which a rank that reads a value waits for ranks that still compute.
 
-        None: there is no such limit.
+        None: there is no limit besides the timeout of the process group.
         """
         return None
 
@@ -730,8 +730,8 @@ def dry_mesh(
             "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
-        backend: the name of a backend of process groups, as in torch. Collectives then also
-            allocate the buffers that this backend needs.
+        backend: the name of a backend of process groups, as in torch. Collectives also allocate the
+            buffers that this backend needs.
         axes: the size of each mesh axis, outermost first.
 
     Returns:

@@ -71,7 +71,7 @@ class ShardedRun:
     def shard_model(self, model: nn.Module) -> nn.Module:
         """Shards a plain model by ZeRO, in place, and returns it.
 
-        Its forward then takes global batches, and keeps this rank's rows of them.
+        The model's forward afterwards takes global batches, and keeps this rank's rows of each.
         """
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             if self.mesh is None:

@@ -135,7 +135,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes except those that are Replicate."""
+        """The names of all axes that are not Replicate."""
         split = [axis for dim in self.shards for axis in dim]
         return (*split, *(axis for axis, _ in self.partial), *self.invariant)
 

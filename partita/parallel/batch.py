@@ -284,7 +284,7 @@ def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
     The dimension of a Shard may be negative.
 
     Raises:
-        LayoutError: a tensor of this shape has no such dimension.
+        LayoutError: a tensor of this shape lacks the dimension of a Shard.
     """
     placement, shape = own_placement(placement), layout.shape
     if isinstance(placement, Shard):

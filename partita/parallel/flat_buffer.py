@@ -617,7 +617,7 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """Returns the tensor objects that share `storage`, except those in `own`.
+    """Returns the tensor objects that share `storage`, except the tensors in `own`.
 
     The search ends when `count` are found. Young objects are searched first, because the tensors of
     a running backward are among them. All objects are searched only if a tensor is older, or if

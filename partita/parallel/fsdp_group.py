@@ -241,8 +241,8 @@ class FsdpGroup:
         installed: the gathered parameters that are attributes of the modules now.
         gathered: the shards whose parameters are gathered or being gathered; empty if none are.
         versions: autograd's versions of these shards when they were gathered.
-        unseen_writes: how often the shards had been written until then without autograd counting
-            it.
+        unseen_writes: the number of writes to these shards that autograd had not counted, when they
+            were gathered.
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
         members: the indices of the parameters of each flat buffer.
         order: the indices of the parameters of all flat buffers, in order.
@@ -411,7 +411,7 @@ class FsdpGroup:
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
         """True if this block is at least 8 times smaller than `other`, in gathered bytes.
 
-        Such a block does not count in the limit of two gathered blocks.
+        A block that is so small does not count in the limit of two gathered blocks.
         """
         return other is not None and _SMALL * self.largest_nbytes <= other.largest_nbytes
 
@@ -864,8 +864,8 @@ class BackwardPass:
         with_history: gradients that have an autograd graph of their own (`create_graph=True`).
         unwatched: the last forward whose backward has begun, if no gradient will show its end. That
             is so if the block is frozen, and the tensors that get gradients were not its arguments.
-            The block is released when the backward of another block begins. If its own backward had
-            not ended then, the block is gathered again.
+            The block is released when the backward of another block begins. If its own backward has
+            not ended by that time, the block is gathered again.
     """
 
     groups: dict[FsdpGroup, None] = field(default_factory=dict)
@@ -917,8 +917,8 @@ class BackwardPass:
 class Token:
     """An empty tensor that links a forward's gathered parameters to their shards in autograd.
 
-    Its backward node runs after that of all blocks, and returns the reduced gradients of the
-    shards.
+    Its backward node runs after the backward nodes of all blocks, and returns the reduced gradients
+    of the shards.
 
     Attributes:
         tensor: the empty tensor.

@@ -46,7 +46,7 @@ from .parameters import refuse_replaced_parameters
 
 @only_entered
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Reduce the Partial gradients of `params`. Each then has the layout of its parameter.
+    """Reduces the Partial gradients of `params` to the layouts of their parameters.
 
     There is one all-reduce for each set of axes and dtype, cut into buckets. Gradients that are not
     Partial, and plain ones, do not change, so a second call does nothing. Gradients that backward

@@ -331,7 +331,7 @@ def materialize(
             tensors.
         init_fn: a function that gets the model after the allocation, and must write every parameter
             and buffer. By default each module's `reset_parameters` is called, children first, as
-            constructors do. Then `init_weights` of the outermost modules that have it is called.
+            constructors do, and afterwards `init_weights` of the outermost modules that have it.
 
     Returns:
         `model`.

@@ -45,7 +45,7 @@ def column(*names: str, axis: str = "tp") -> dict[str, Any]:
 def row(*names: str, axis: str = "tp") -> dict[str, Any]:
     """Returns a plan that shards linear layers by input features, as after `column` layers.
 
-    Their result is Partial. One all-reduce or reduce-scatter then sums it.
+    Their result is Partial, and one all-reduce or reduce-scatter sums it.
 
     Args:
         names: patterns of the modules' names.

@@ -98,8 +98,8 @@ def zero(
             the same axes, stage and precision become its blocks.
         mesh: a `DeviceMesh`, or the mesh of `ranks` or `dry_mesh`.
         axis: one or several mesh axes. By default "dp", or the only axis of a mesh without "dp".
-            `distribute_batch` then shards rows over these axes. For hybrid sharding pass one of two
-            data axes. Gradients stay Partial on the other axis until the step reduces their shards.
+            `distribute_batch` shards rows over these axes. For hybrid sharding pass one of two data
+            axes. Gradients stay Partial on the other axis until the step reduces their shards.
         stage: see the table.
         precision: dtypes to compute in, to send and to sum (stage 3). A dtype means `param_dtype`.
         blocks: the modules whose parameters are gathered together: modules, or patterns of names.
@@ -305,11 +305,11 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Do not reduce gradients in the backward passes within the `with` statement.
 
-    The first backward pass after it, or the optimizer's step, reduces the sum of all gradients.
-    Until then each rank holds unsharded gradients, as many bytes as the model has. Without
-    `no_sync`, stages 2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
-    For a model without `zero` this does nothing: its gradients are only reduced in the optimizer's
-    step.
+    The first backward pass after the `with` statement, or the optimizer's step, reduces the sum of
+    all gradients. Until this reduction each rank holds unsharded gradients, as many bytes as the
+    model has. Without `no_sync`, stages 2 and 3 hold shards, and each micro-batch sends (n-1)/n of
+    the model's bytes. For a model without `zero` this does nothing: its gradients are only reduced
+    in the optimizer's step.
 
         for k, (x, y) in enumerate(micro_batches):
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():

@@ -83,7 +83,7 @@ class Move:
             "slice": keep this rank's piece. "place": put this rank's piece into a tensor of zeros.
             "mask": the first rank of the axes keeps the value, the others get zeros. "retype": only
             the layout changes.
-        axes: the mesh axes whose placement changes. Those that split one dimension are in order,
+        axes: the mesh axes whose placement changes. Axes that split one dimension are in order,
             outermost first.
         before: the layout of the input.
         after: the layout of the result, which has the same global value.

@@ -96,7 +96,7 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
     """Reads the logs `paths` of several runs, and gives the runs distinct names.
 
     Raises:
-        ValueError: a line is not an event of a run's log, or there is none.
+        ValueError: a line is not an event of a run's log, or a log has no event.
     """
     runs = [read_log(path) for path in paths]
     whole = [(*path.absolute().parent.parts, path.stem) for path in paths]
@@ -116,7 +116,7 @@ def read_log(path: Path) -> RunFacts:
     skipped and mentioned in `notes` if it is the last one, or the last one before a resume.
 
     Raises:
-        ValueError: a line is not an event of such a log, or there is none.
+        ValueError: a line is not an event of a run's log, or the log has no event.
         OSError: the file cannot be read.
     """
     run = RunFacts(path.stem)

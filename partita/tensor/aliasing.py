@@ -53,8 +53,8 @@ T = torch.Tensor
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Marks the results of a view op on `args[0]` as view copies, and returns them.
 
-    In plain PyTorch such a result shares memory with its source. Here it has memory of its own, so
-    the view copy is copied again after a write to the source.
+    In plain PyTorch the result of a view op shares memory with its source. Here it has memory of
+    its own, so it is copied again after a write to the source.
 
     Args:
         out: the result: a DTensor, or a tuple or list of DTensors.
@@ -541,9 +541,9 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
     If the shard is dense, the result is dense, with the same order of dimensions. If there are gaps
     between the rows of the shard, as in a slice, the result has gaps of the same size. A shard with
-    a single row has an arbitrary stride between rows. Then the size of its storage shows whether
-    there are gaps. If at most one dimension of the shard has more than one element, a kernel may
-    have made it contiguous where the whole is not, and the order cannot be derived.
+    a single row has an arbitrary stride between rows: the size of its storage shows whether there
+    are gaps. If at most one dimension of the shard has more than one element, a kernel may have
+    made it contiguous where the whole is not, and the order cannot be derived.
 
     Args:
         x: the shard.
@@ -580,8 +580,8 @@ def make_meta_twin(x: DTensor, dense: bool = False) -> torch.Tensor:
     """Returns a "meta" tensor with the global shape and strides of x, to try ops without data.
 
     Args:
-        dense: True to assume that the source of a view copy is contiguous. The result is then equal
-            on all ranks.
+        dense: True assumes that the source of a view copy is contiguous. This makes the result
+            equal on all ranks.
     """
     copied: CopiedView | None = state_of(x).copied_view
     with local_ops():

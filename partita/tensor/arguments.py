@@ -515,8 +515,8 @@ def check_plain_tensor(
         wire: the wire of the DTensors in the call.
         op: the name of the called op, for the error.
         where: identifies the argument, if an op takes several.
-        with_gradient: True if the caller makes the tensor's gradient whole. The tensor may then
-            require grad, unless a parameter or a DTensor is in its autograd graph.
+        with_gradient: True if the caller makes the tensor's gradient whole. It allows a tensor that
+            requires grad, unless a parameter or a DTensor is in the tensor's autograd graph.
 
     Raises:
         LayoutError: the tensor is sparse; it requires grad (its gradient would have no layout); it

@@ -176,7 +176,7 @@ def distribute_module(
 ) -> torch.nn.Module:
     """Convert each parameter and buffer of `module` to a DTensor, in place. Returns `module`.
 
-    The arguments are the same as for `torch.distributed.tensor.distribute_module`.
+    `torch.distributed.tensor.distribute_module` has the same arguments.
 
     Args:
         device_mesh: a `DeviceMesh`, or the mesh of `ranks`.

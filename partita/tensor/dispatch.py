@@ -364,8 +364,8 @@ def run_gathered(call: OpCall) -> Any:
     """Runs `call` on gathered operands, because no rule says how its op runs on shards.
 
     The result is whole on every rank. An operand that the op writes keeps its layout: the op writes
-    a gathered copy, which is then redistributed back. If that layout is a Partial sum, the first
-    rank gets the result and the others get zeros. If it is a Partial max or min, all ranks get the
+    a gathered copy, which is redistributed back. If the operand is a Partial sum, the first rank
+    gets the result and the others get zeros. If it is a Partial max or min, all ranks get the
     result.
 
     Raises:

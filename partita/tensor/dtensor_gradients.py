@@ -492,7 +492,10 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """Returns those hooks in a tensor's dictionary of hooks that are not partita's."""
+    """Returns the hooks in `hooks` that are not partita's.
+
+    `hooks` is a tensor's dictionary of hooks, or None.
+    """
     if not hooks:
         return ()
     found = [

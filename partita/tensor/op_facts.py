@@ -51,8 +51,8 @@ F = TypeVar("F", bound=Function)
 class Written:
     """An argument of an op that the op writes in place.
 
-    The call must write the user's tensor, not a redistributed copy. Schemas of operators list such
-    operands, except the running statistics of older normalizations.
+    The call must write the user's tensor, not a redistributed copy. Schemas of operators list their
+    written operands, except the running statistics of older normalizations.
 
     Attributes:
         place, name: the operand's position and name in a call.
@@ -186,7 +186,7 @@ def facts_of(target: Any) -> OpFacts:
 def declare_facts(facts: OpFacts) -> Callable[[F], F]:
     """Returns a decorator that declares `facts`, the properties of a Python function.
 
-    fx graphs call such functions like operators.
+    fx graphs call a function with declared properties like an operator.
     """
 
     def declare(function: F) -> F:
@@ -470,9 +470,9 @@ def without_any_autocast() -> AbstractContextManager[None]:
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
     """Wraps `run`, a decomposition of the op `op`, so that autocast casts its operands as for `op`.
 
-    The operands are cast first. Then autocast is disabled, so that the ops inside are not cast
-    again. Torch's dispatcher says which ops autocast lists for a device. The table in this file has
-    the cast of each op, by default to float32.
+    The operands are cast first. Autocast is disabled while `run` runs, so that the ops inside are
+    not cast again. Torch's dispatcher says which ops autocast lists for a device. The table in this
+    file has the cast of each op, by default to float32.
 
     Args:
         inplace: True if `run` implements the in-place op, which autocast never casts.
@@ -774,8 +774,8 @@ def find_unknown_effect(target: Any) -> str:
     """Returns why a custom operator may do something that a graph would not record; "" if nothing.
 
     Its schema and registration must show that it only returns new tensors. By the contract of
-    `torch.library.custom_op` such an operator sends nothing, and has a tag if it draws random
-    numbers. An operator with a sharding rule is assumed to keep this contract, too.
+    `torch.library.custom_op` an operator sends nothing, and has a tag if it draws random numbers.
+    An operator with a sharding rule is assumed to keep this contract, too.
 
     Args:
         target: an operator, or the target of another node of an fx graph.

@@ -52,8 +52,8 @@ class TensorOrigin:
     Attributes:
         number: a hash that is equal on all ranks for the same tensor, and differs between tensors.
         code, at: the code that makes the call, and the offset of its instruction.
-        times: how often this instruction had made a tensor by then, counted from 1. It is 0 for the
-            result of an op, because calls of ops are not counted.
+        times: the number of the call, among the calls of this instruction that made a tensor, from
+            1. It is 0 for the result of an op, because calls of ops are not counted.
     """
 
     number: int

@@ -120,8 +120,8 @@ class CallPlan:
         kernel: a function that runs on local tensors in place of the called function, or None.
         bare: a faster kernel for calls that pass all operands by position and nothing else, and the
             number of operands.
-        rewrite: a function that is called with the DTensors in place of a kernel; the fields above
-            are then unused.
+        rewrite: a function that is called with the DTensors in place of a kernel, or None. With it,
+            the fields above are unused.
         bound, choice: the rule and its chosen rows (placements), for `explain` and for shapes that
             only the kernel knows.
         retags_operand: True if the op changes its operand's shape in place (as `squeeze_` does), so
@@ -531,7 +531,7 @@ def check_rest(
     """Raises Unkeyed if an argument outside of a plan's key could change the result.
 
     Examples are another name of a parameter (`axis` for `dim`), a tensor, an infinite factor, and
-    `inplace=True`. The caller then normalizes the arguments and tries again.
+    `inplace=True`. After Unkeyed, the caller normalizes the arguments and tries again.
 
     Args:
         more: the arguments by position that the key does not have.
@@ -778,7 +778,7 @@ def cache_clear() -> None:
 def forget_plans_on(wires: Container[Wire]) -> None:
     """Drop the cached plans for meshes that are not used any more, given by their wires.
 
-    Otherwise such plans, and tensors to which their kernels refer, would stay in memory.
+    Otherwise these plans, and tensors to which their kernels refer, would stay in memory.
     """
 
     def is_on_wires(key: Any) -> bool:

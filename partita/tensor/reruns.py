@@ -22,7 +22,7 @@ class ForwardNote:
         block: an object that identifies the block; None for a position.
         is_of_other_values: True if the block's parameters had been replaced by other values.
         saves_unseen: True if hooks of a checkpoint took all saved tensors of the forward, so that
-            the block's own hooks got none. It is then the same in the rerun.
+            the block's own hooks got none. The rerun also gives the block's own hooks none.
         next: the next link.
     """
 
@@ -87,7 +87,7 @@ def place_in_forward() -> ForwardNote:
 
     In backward, the checkpoint's rerun repeats the forwards after this position. If a forward has
     just begun, the position is before it. The reason: a hook of that block may have begun the
-    checkpoint, and then the rerun calls the block, too.
+    checkpoint. In this case the rerun calls the block, too.
     """
     last = _THREAD.last
     if last.block is None:

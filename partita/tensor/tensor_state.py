@@ -178,7 +178,7 @@ class Spec:
     def has_noted_origin(self) -> bool:
         """True if results with this spec record which call made them (see `origins`).
 
-        Such results are small, and to read them a rank needs other ranks.
+        These results are small, and to read them a rank needs other ranks.
         """
         is_small = self.shape.numel() <= _MOST_NOTED
         return is_small and not self.is_whole and not is_alone(self.wire)

@@ -47,7 +47,7 @@ _data: Any = torch._C.TensorBase.data
 def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
     """Returns an uninitialized local tensor of `spec`, with spare memory after its end for padding.
 
-    A captured graph uses the padded size (that of the first rank's shard).
+    A captured graph uses the padded size: the size of the first rank's shard.
 
     Args:
         dtype, device: the dtype and device, as for `torch.empty`.

@@ -70,7 +70,7 @@ Convert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Reference:
-    """One sample of an op, with the right results: those on one device.
+    """One sample of an op, with the right results: the results on one device.
 
     Attributes:
         call: `call(convert)` runs the op with `convert(t)` for each tensor argument t. It returns

@@ -45,10 +45,10 @@ class Form:
         info: torch's OpInfo.
         call: the function that is called with a sample's arguments.
         dtype: the dtype of the samples.
-        writes: True if it writes its first operand, which must then not be a leaf.
+        writes: True if it writes its first operand, which must not be a leaf.
         fills: True if it is called with `out=`, and without gradients.
-        autocast: True if it runs under bf16 autocast. Its floating arguments are then bf16, float32
-            or both, in turns.
+        autocast: True if it runs under bf16 autocast. Its floating arguments are bf16, float32 or
+            both, in turns.
     """
 
     def __init__(self, name: str, info: Any, call: Callable[..., Any], dtype: torch.dtype):

@@ -54,7 +54,7 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """Returns the arguments of the sample call that are no tensors and that no rule reads."""
+        """Returns the sample call's arguments that are neither tensors nor read by the rule."""
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
         rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
@@ -102,7 +102,7 @@ class Trial:
     def evaluate_rule(self) -> Iterator[KernelRule | Decomposition | None]:
         """Yields the different rules that a rule function returns for sharded operands.
 
-        The operands are first whole; then one dimension of one of them is sharded at a time.
+        The operands are first whole. Afterwards one dimension of one operand is sharded at a time.
         """
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)

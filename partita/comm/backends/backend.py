@@ -66,8 +66,8 @@ class Backend:
         gathers_by_broadcast: True if an all-gather runs as a broadcast from each rank.
         sums_in_rank_order: True if a reduce-scatter exchanges shares (addends of a Partial value),
             and each rank adds them in rank order.
-        waits_on_host: True if a wait blocks the Python thread. partita can then look for the reason
-            of a long wait.
+        waits_on_host: True if a wait blocks the Python thread, so that partita can look for the
+            reason of a long wait.
         runs_in_streams: True if a collective is a kernel in a stream, which a CUDA graph can
             record.
         native: a function that begins a collective of the process group.

@@ -25,7 +25,8 @@ from partita.tensor.tensor_state import count_writes
 
 from .block_choice import BlockChoice
 from .capture_context import attribute_set, dispatch_listeners, intercepting_modes, unprofiled
-from .recorder import Recorder, StepFunctionMode
+from .function_mode import StepFunctionMode
+from .recorder import Recorder
 
 # -- updates of optimizers -------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from .capture_context import attribute_set, set_for_capture, slots_swapped, taki
 from .differentiate import make_seeds_inputs
 from .fakes import is_symbolic
 from .fold import StepBlocks
+from .function_mode import StepFunctionMode, check_changed_bases
 from .functional_memory import refresh_gathered, refuse_writes_before_reruns
 from .functionalize import functionalize_graph
 from .graph_inputs import GraphInputs, TensorFacts
@@ -59,7 +60,7 @@ from .optimizers import (
     make_optimizer_state,
     places_of_equal,
 )
-from .recorder import Recorder, RepeatedMoves, StepFunctionMode, check_changed_bases
+from .recorder import Recorder, RepeatedMoves
 
 # -- a function over declared state ----------------------------------------------------------------
 

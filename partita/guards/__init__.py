@@ -14,12 +14,14 @@ In reading order:
   them read a setting, and which raise an error), `bytecode` (names in code) and `read_record`
   (which places code can read from each value).
 - A later call: `values` (comparison keys of values, and their places), `guards` (decides if a
-  program may be used again), `call_guard` (fast comparison with the last call), `arguments` (the
-  tensors and numbers of a call), `captured_program` (runs a program).
+  program may be used again), `recompile_reasons` (says why not), `call_guard` (fast comparison with
+  the last call), `arguments` (the tensors and numbers of a call), `captured_program` (runs a
+  program).
 """
 
-from .guards import CaptureHistory, Guards, describe_call, signature_of
+from .guards import Guards, signature_of
 from .read_record import ReadRecord
+from .recompile_reasons import CaptureHistory, describe_call
 from .record import Write
 
 __all__ = ["CaptureHistory", "Guards", "ReadRecord", "Write", "describe_call", "signature_of"]

@@ -349,7 +349,8 @@ class OverlapCheck:
         wires = [
             spec.wire
             for together in shared
-            if any(given.kind in ("argument", "gradient") for _, given in together)
+            # Pieces of gradients that ZeRO has reduced share a buffer on some ranks only.
+            if any(given.kind == "argument" for _, given in together)
             for t, _ in together
             if (spec := getattr(t, "_spec", None)) is not None and spec.is_uneven
         ]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ from partita.tensor.tensor_state import (
     spec_of,
     state_of,
     was_written_since,
+    will_execute,
 )
 
 from .batch import replace_instances
@@ -141,10 +142,13 @@ class ShardedState:
     def gather_updated(self, params: Iterable[DTensor]) -> None:
         """Gathers the parameters `params` after an optimizer's step, if the stage requires it."""
 
-    def reduce_postponed(self) -> None:
+    def reduce_postponed(self, p: DTensor | None = None) -> None:
         """Reduce gradients whose reduction was postponed, if there are any.
 
         Called when a program reads or clears a gradient.
+
+        Args:
+            p: the parameter of the gradient. None: any parameter.
         """
 
     def complete_gradients(self) -> None:
@@ -275,6 +279,7 @@ class FsdpGroup:
         self._places: list[tuple[nn.Module, str, int, Spec]] = []
         self.identity = object()
         self.open_forwards: list[Any] = []
+        self._tokens: list[_LiveToken] = []
 
     # A copied or unpickled model has groups of its own over its own modules, at rest. The copy of a
     # block does not take the model along: until the model's state adopts it, it has one of its own.
@@ -385,6 +390,24 @@ class FsdpGroup:
             places += [(s.owner, s.attr, id(p), p._spec) for s, p in zip(some, held, strict=True)]
         self._places = places
         return True
+
+    def note_token(self, token: _LiveToken) -> None:
+        """Record a token of a forward of the model, which may use this block."""
+        self._tokens = [one for one in self._tokens if one.node() is not None]
+        self._tokens.append(token)
+
+    def has_all_gradients(self, passing: BackwardPass) -> bool:
+        """True if a backward pass has computed the gradients of all forwards that it reaches."""
+        return not any(
+            passing.came.get((one.counts, self), 0) < one.counts.made.get(self, 0)
+            and one.is_in_pass()
+            for one in self._tokens
+        )
+
+    def find_later_gradients(self, passing: BackwardPass) -> set[DTensor]:
+        """Returns the parameters to which a token that runs later in a pass returns gradients."""
+        later = [t for t in self._tokens if self in t.counts.made and t.counts not in passing.ended]
+        return {p for one in later if one.is_in_pass() for p in one.trained}
 
     def has_hooks(self) -> bool:
         """True if a user has registered hooks on a parameter of the block."""
@@ -709,7 +732,7 @@ class InstalledParameter(CopiedView):
         shard_writes: the write counts of the shard, counted by autograd and not counted, when it
             was last equal to its part of `whole`.
         writes: the write count of `whole` when it was installed.
-        writes_of_shard: the write count of `whole` after the last write to the shard.
+        writes_in_shard: the write count of `whole` when the shard last had its values.
         attributes: the attributes that were copied to `whole`.
     """
 
@@ -722,7 +745,7 @@ class InstalledParameter(CopiedView):
         "shard_writes",
         "whole",
         "writes",
-        "writes_of_shard",
+        "writes_in_shard",
     )
 
     def __init__(self, number: int, shard: Any, whole: DTensor, *writes: int):
@@ -740,7 +763,7 @@ class InstalledParameter(CopiedView):
         )
         self.index, self.retaken, self.graded = None, None, True
         self.number, self.shard, self.whole, self.shard_spec = number, shard, whole, spec
-        self.writes = self.source_writes = self.writes_of_shard = writes[0]
+        self.writes = self.source_writes = self.writes_in_shard = writes[0]
         self.shard_writes = writes[1:]
         self.follows, self.attributes = False, copy_attributes(whole, shard)
 
@@ -749,14 +772,19 @@ class InstalledParameter(CopiedView):
         self.follows = True
         own_state(self.shard).copied_view, self.shard._spec = self, self.shard_spec.as_copy
 
-    def note_write_through(self, copy: Any) -> None:
-        super().note_write_through(copy)
-        self.writes_of_shard = self.source_writes
+    def note_new_values(self) -> None:
+        if _dtype(self.whole) == _dtype(self.shard):
+            self.writes_in_shard = count_writes(self.whole)
         self.shard_writes = count_writes(self.shard), count_unseen_writes(self.shard)
 
+    def note_write_through(self, copy: Any) -> None:
+        super().note_write_through(copy)
+        self.note_new_values()
+        self.writes_in_shard = self.source_writes
+
     def was_written_itself(self) -> bool:
-        """True if the program has written `whole`, not only the shard."""
-        return was_written_since(self.whole, self.writes_of_shard)
+        """True if the program has written `whole`, and the shard lacks the values."""
+        return was_written_since(self.whole, self.writes_in_shard)
 
     def release_shard(self) -> None:
         """End the connection of the shard to the gathered parameter, which will be freed."""
@@ -862,6 +890,8 @@ class BackwardPass:
         switches: for each parameter that a hook has frozen or unfrozen, the handles of hooks
             registered by `_switch_while_added`.
         with_history: gradients that have an autograd graph of their own (`create_graph=True`).
+        collected: the gradients of forwards whose tokens have run, until the last token runs.
+        ended: the counts of the forwards whose tokens have run.
         unwatched: the last forward whose backward has begun, if no gradient will show its end. That
             is so if the block is frozen, and the tensors that get gradients were not its arguments.
             The block is released when the backward of another block begins. If its own backward has
@@ -876,6 +906,8 @@ class BackwardPass:
         default_factory=dict
     )
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+    collected: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+    ended: set[CallCounts] = field(default_factory=set)
     kept: set[DTensor] = field(default_factory=set)
     accumulates: dict[DTensor, bool] = field(default_factory=dict)
     switches: dict[DTensor, list[Any]] = field(default_factory=dict)
@@ -931,6 +963,25 @@ class Token:
     trained: set[DTensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _LiveToken:
+    """A token whose backward may still come, without its tensor, which keeps a graph alive.
+
+    Attributes:
+        counts, trained: those of the token.
+        node: a weak reference to the token's autograd node.
+    """
+
+    counts: CallCounts
+    trained: set[DTensor]
+    node: ref[Any]
+
+    def is_in_pass(self) -> bool:
+        """True if the running backward pass reaches the node, or has executed it."""
+        node = self.node()
+        return node is not None and will_execute(node)
+
+
 @dataclass(eq=False)
 class _Reducing:
     """Gradients of a group that are being reduced.
@@ -950,6 +1001,12 @@ class _Reducing:
     backward_pass: int
     wait: Callable[[], list[torch.Tensor]] | None
     pieces: Sequence[torch.Tensor] = ()
+
+    def take(self, params: Iterable[DTensor]) -> dict[DTensor, torch.Tensor]:
+        """Waits for the reduction, and removes from it the gradients of `params`, as its result."""
+        some = [p for p in params if p in self.places]
+        pieces = self.finish() if some else ()
+        return {p: pieces[self.places.pop(p)].to(_dtype(p)) for p in some}
 
     def finish(self) -> Sequence[torch.Tensor]:
         """Wait for the reduction, if it was not waited for before; returns this rank's pieces."""
@@ -992,7 +1049,7 @@ class ZeroState(ShardedState):
         self.model = model
         self.axes, self.precision = axes, precision
         self.options = (axes, 3, precision)
-        self.persistent = self.holds_partial_gradients = False
+        self.persistent = self.holds_partial_gradients = self._adds = False
         self.peak = 0
         # Weak: a capture has its own specs, which refer to its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
@@ -1222,7 +1279,12 @@ class ZeroState(ShardedState):
             trained = [p for some in shards.values() for p in some if _requires_grad(p)]
             given = _make_ordered_aliases(trained) if counts.hooked else trained
         tensor = _ShardsToToken.apply(self, groups, counts, trained, *given)
-        return Token(tensor, counts, set(trained))
+        token = Token(tensor, counts, set(trained))
+        if tensor.grad_fn is not None:
+            live = _LiveToken(counts, token.trained, ref(tensor.grad_fn))
+            for group in groups:
+                group.note_token(live)
+        return token
 
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
@@ -1417,19 +1479,82 @@ class ZeroState(ShardedState):
         """Copy the ZeRO layouts of `old` to `new`, which has replaced it in the model."""
         own_state(new).zero_layouts = state_of(old).zero_layouts
 
-    def reduce_postponed(self) -> None:
-        """Reduce gradients that `no_sync` has kept, before a program reads or clears a gradient."""
-        if self.holds_partial_gradients and not in_backward():
+    def reduce_postponed(self, p: DTensor | None = None) -> None:
+        """Add gradients that are kept or being reduced, before a program reads or clears one.
+
+        Raises:
+            LayoutError: the running backward pass has begun to compute the gradient of `p`.
+        """
+        if self._passes and in_backward():
+            if self._adds:  # it reads gradients itself
+                return
+            if p is not None:
+                self._refuse_unfinished(p)
+            self._adds = True
+            try:
+                with local_ops(), counting_versions(), torch.no_grad():
+                    self._add_complete_gradients()
+            finally:
+                self._adds = False
+        elif self.holds_partial_gradients and not in_backward():
             self.holds_partial_gradients = False
             if any(group.held_gradients for group in self.groups):
                 self.finish()
 
+    def _refuse_unfinished(self, p: DTensor) -> None:
+        for (counts, group), came in self.current_pass().came.items():
+            if not isinstance(group, FsdpGroup) or came >= (made := counts.made[group]):
+                continue
+            is_between_calls = made > 1 and not group.calls_in_backward
+            if not is_between_calls and any(p is other for other in counts.shards[group]):
+                raise LayoutError(
+                    f"a hook uses the gradient of {self._name_of(p)} in the backward of this block",
+                    place=user_line(),
+                    reason="in one process it may be complete; stage 3 of ZeRO reduces it when "
+                    "the backward of the block ends",
+                    fixes=(
+                        Fix("p.register_post_accumulate_grad_hook(hook)", "on the parameter"),
+                        Fix("use it after loss.backward()"),
+                    ),
+                )
+
+    def _add_complete_gradients(self) -> None:
+        """Add the gradients that the running backward pass has completed to `.grad`.
+
+        A hook of the user is about to use one. In one process autograd has added them already.
+        Gradients for which hooks wait come from the token's backward alone.
+        """
+        number, here = backward_pass(), self.current_pass()
+        for group in self.groups:
+            for key, (shards, shares) in list(group.held_gradients.items()):
+                params = [shards[i] for i in group.members[key[0]]]
+                if here.kept.isdisjoint(params) or group.has_all_gradients(here):
+                    del group.held_gradients[key]
+                    self.reduce(group, key[0], shares, None, shards)
+                    self.add_gradients(self._under_way.pop().take(params))
+        under_way = [one for one in self._under_way if one.places and one.backward_pass == number]
+        if not under_way and not here.collected and not here.with_history:
+            return
+        complete = [group for group in self.groups if group.has_all_gradients(here)]
+        params = [p for group in complete for p in group.shards()]
+        hooked = {*find_hooked(params)}
+        params = [p for p in params if p not in hooked and self._are_added([p])]
+        self.add_gradients({p: here.collected.pop(p) for p in params if p in here.collected})
+        for one in under_way:
+            self.add_gradients(one.take(params))
+        with torch.enable_grad():
+            for p in params:
+                if (g := here.with_history.pop(p, None)) is not None:
+                    held = _grad(p)
+                    p.grad = as_dtensor(g if held is None else held + g, p._spec.gradient)
+
     def finish(self) -> None:
         """Reduce gradients that `no_sync` has kept, and add them to the parameters' `.grad`.
 
-        It does nothing during a backward pass, in which autograd adds gradients and calls hooks.
+        During a backward pass, it only adds gradients that are complete.
         """
         if in_backward():
+            self.reduce_postponed()
             return
         with local_ops(), counting_versions(), torch.no_grad():
             self._reduce_held_gradients(self.groups, None)
@@ -1546,12 +1671,19 @@ class _ShardsToToken(torch.autograd.Function):
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
             at_work = ctx.zero.current_pass()
+            at_work.ended.add(ctx.counts)
+            later = {p for group in ctx.counts.made for p in group.find_later_gradients(at_work)}
             for p in ctx.shards:
                 if p in found:
                     refuse_copied_part(_grad(p))
                 if (g := at_work.with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
+                if (g := at_work.collected.pop(p, None)) is not None:
+                    found[p] = g + found[p] if p in found else g
                 if p not in found:
+                    continue
+                if p in later:  # in one process autograd adds the sum over all forwards at once
+                    at_work.collected[p] = found.pop(p)
                     continue
                 # In one process a gradient is added as soon as its last part is computed.
                 adds = at_work.accumulates.setdefault(p, True)  # if it was kept of earlier passes

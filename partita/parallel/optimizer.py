@@ -32,12 +32,19 @@ from partita.layout import Fix
 from partita.tensor.construct import is_whole_state, lay_out_state
 from partita.tensor.dtensor import TYPED, DTensor, as_dtensor, move_local
 from partita.tensor.dtensor_gradients import (
+    prepare_gradient,
     reduce_pending_gradients,
     reduced_gradient_spec,
     update_spec,
 )
 from partita.tensor.foreach import norms
-from partita.tensor.tensor_state import HERE, count_writes, make_argument_error, state_of
+from partita.tensor.tensor_state import (
+    HERE,
+    count_writes,
+    in_backward,
+    make_argument_error,
+    state_of,
+)
 from partita.tensor.torch_patches import only_entered
 
 from .fsdp_group import InstalledParameter
@@ -158,6 +165,9 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         _agree_settings(optimizer, spread)
         _suspend_gathered(optimizer, spread)
     owners = HERE.trace.run_without_profiling(_find_reducers, spread)
+    if in_backward():  # in a hook: gradients that are complete belong to the step
+        for p in spread:
+            prepare_gradient(p)
     taken: _StepCall | None = None
     if plain and (owners or not spread):
         taken = HERE.trace.take_step(lambda: _step_in_graph(optimizer, spread, args, kwargs))

@@ -62,7 +62,7 @@ hooks_of_backward = _base._backward_hooks.__get__
 hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 
-def _prepare_gradient(x: Any) -> Any:
+def prepare_gradient(x: Any) -> Any:
     """Returns the tensor that has the gradient of `x`: the shard, if ZeRO-3 has gathered `x`.
 
     Before `x.grad` is read or cleared, ZeRO adds the gradients that it still keeps for it.
@@ -72,7 +72,7 @@ def _prepare_gradient(x: Any) -> Any:
         x = state.gathered_from[0]
         state = state_of(x)
     if state.zero_layouts is not None:
-        state.zero_layouts.owner.reduce_postponed()
+        state.zero_layouts.owner.reduce_postponed(x)
     return x
 
 
@@ -105,7 +105,7 @@ def _match_strides(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """Returns `x.grad` as a DTensor, or None. Repeated reads return the same object."""
-    x = _prepare_gradient(x)
+    x = prepare_gradient(x)
     with DisableTorchFunction():
         grad = _grad.__get__(x)
         if grad is None:  # if a view copy is out of date, backward has read a newer one
@@ -148,7 +148,7 @@ def _note_owner(grad: DTensor, x: DTensor) -> None:
 
 @implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    x = _prepare_gradient(x)
+    x = prepare_gradient(x)
     if grad is None:
         _unmark_settled(x)  # type: ignore[arg-type]
     elif not isinstance(x, DTensor):
@@ -214,7 +214,7 @@ DTensor.requires_grad = _shard_property.setter(_set_requires_grad)
 
 @implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
-    x = _prepare_gradient(x)
+    x = prepare_gradient(x)
     _unmark_settled(x)
     with DisableTorchFunction():
         _grad.__delete__(x)
@@ -419,7 +419,7 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_hook`, with a hook that gets DTensors."""
-    x = _prepare_gradient(x)  # the hook gets later gradients only
+    x = prepare_gradient(x)  # the hook gets later gradients only
     typed = type_hook(x, hook)
     with local_ops():
         return x.register_hook(typed)
@@ -428,7 +428,7 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 @implements(T.register_post_accumulate_grad_hook)
 def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """Run `x.register_post_accumulate_grad_hook` for a DTensor."""
-    x = _prepare_gradient(x)
+    x = prepare_gradient(x)
     typed = type_accumulate_hook(x, hook)
     with local_ops():
         handle = x.register_post_accumulate_grad_hook(typed)
@@ -572,7 +572,7 @@ class NodeOfPieces:
         leaf = getattr(self.node, "variable", None)
         if not isinstance(leaf, DTensor):
             raise _make_node_error(self.node.name())
-        _prepare_gradient(leaf)  # the hook gets later gradients only
+        prepare_gradient(leaf)  # the hook gets later gradients only
         own_state(leaf).has_node_hooks = True
         return leaf
 

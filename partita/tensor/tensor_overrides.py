@@ -576,9 +576,7 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
         new: DTensor = _copy_memory(x, memo)
         new.requires_grad_(x.requires_grad)
         # Torch does not copy the gradient of a parameter.
-        if x.grad is not None and not getattr(x, "_is_param", False):
-            grad = gradient_of(x)
-            assert grad is not None
+        if not getattr(x, "_is_param", False) and (grad := gradient_of(x)) is not None:
             new.grad = _deepcopy_dtensor(grad, memo)
     for name, value in x.__dict__.items():
         if name not in OURS:

@@ -570,9 +570,15 @@ class CopiedView:
             part = part.redistribute(placements=copy.placements)
             with local_ops(), torch.no_grad():
                 part = copy.copy_(part)
+            self.note_new_values()
+            if source is self.source:
+                self.source_writes = count
         if is_counted:
             self.retaken = (source, count, graded, part)
         return part
+
+    def note_new_values(self) -> None:
+        """Called when the view copy, a leaf, has got the values of its source."""
 
     def note_write_through(self, copy: Any) -> None:
         """Records that the source now has the values of the view copy `copy`."""

@@ -2,7 +2,7 @@
 
 `distribute_batch` converts the data that ranks have read to DTensors. Either each rank has read the
 whole batch and keeps its piece, or each has read its own piece. Values that must be equal on
-several ranks are compared, by checksums, the first time that a line of the program runs.
+several ranks are compared by checksums, in the first, second, fourth, eighth ... call of a line.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def distribute_batch(
     Raises:
         LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
         LayoutError: pieces whose sizes differ from torch.chunk's, or data that differ between ranks
-            although they must be equal. Every rank raises it. Ranks compare data the first time
-            that a line of the program calls this, when shapes come in a new order, and every time
-            under `check_ranks()`.
+            although they must be equal. Every rank raises it. Ranks compare checksums in the first,
+            second, fourth, eighth ... call of a line of the program, and shapes whenever they come
+            in a new order. Under `check_ranks()` they compare both in every call.
     """
     wire = wire_of(device_mesh)
     if places is None:

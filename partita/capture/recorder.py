@@ -45,6 +45,7 @@ from partita.graph.graph_nodes import (
 from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
+from partita.tensor.aliasing import checks_overlap, refuse_overlap_of_parts
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
 from partita.tensor.op_facts import facts_of
@@ -167,6 +168,17 @@ def _other_settings() -> CaptureError:
     )
 
 
+def _refuse_overlaps(written: Sequence[torch.Tensor], operands: Sequence[Any]) -> None:
+    """Raise torch's error if an operand overlaps a written tensor. Fake kernels do not check."""
+    reads = [t for t in operands if isinstance(t, torch.Tensor)]
+    with local_ops():
+        for into in written:
+            memory = into.untyped_storage()._cdata
+            for read in reads:
+                if read is not into and read.untyped_storage()._cdata == memory:
+                    refuse_overlap_of_parts(into, read)
+
+
 class Recorder(FakeRunHooks, TorchDispatchMode):
     """The dispatch mode that adds a node for each ATen call of a step, with a note on its origin.
 
@@ -246,8 +258,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         if func is _READ and is_read_in_part(args[0]):
             with self:
                 return read_number(args[0])
-        if any(map(has_memory, tensors_written(func, args, kwargs))):  # real, so no input
+        written = tensors_written(func, args, kwargs)
+        if any(map(has_memory, written)):  # real, so no input
             raise not_an_input(user_line())
+        if written and checks_overlap(func._opname.removesuffix("_")):
+            _refuse_overlaps(written, args)
         if facts_of(func).changes_metadata:
             self._separate_written(func, args, kwargs)
         args, kwargs = replace_symbolic_numbers(func, args, kwargs)

@@ -228,7 +228,9 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         )
     if _has_functorch_frame(traceback.walk_tb(error.__traceback__)):
         return _functorch_error(line)
-    if "Fake" in type(error).__name__ or ("FakeTensor" in text and type(error) is not ValueError):
+    # Python's own errors name the class of an operand, as in "'FakeTensor' and 'NoneType'".
+    is_own = type(error) in (ValueError, TypeError, AttributeError)
+    if "Fake" in type(error).__name__ or ("FakeTensor" in text and not is_own):
         return not_an_input(line, f" ({text})")
     return error
 

@@ -29,7 +29,9 @@ _WRITE_OPS = {
     op for op in (*_NAMED, *dis.hasfree) if dis.opname[op].startswith(("STORE_", "DELETE_"))
 }
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
-_ITEM_WRITES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
+_ITEM_WRITES = {"STORE_SUBSCR": 1, "STORE_SLICE": 2, "DELETE_SUBSCR": 1}
+"""Instructions that write items: how deep in the stack the container is below its topmost value."""
+_NEW = ("BUILD_LIST", "BUILD_MAP", "BUILD_SET")
 _MUTATING_METHODS = frozenset(
     "append extend insert pop remove clear update setdefault add discard rotate popleft appendleft "
     "extendleft reverse sort popitem fill subtract".split()
@@ -123,9 +125,36 @@ _COMPARING_NAMES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def writes_items(code: CodeType) -> bool:
-    """True if code may change the items of a container."""
-    by_method = not _MUTATING_METHODS.isdisjoint(code.co_names)
-    return by_method or any(i.opname in _ITEM_WRITES for i in _instructions_of(code))
+    """True if code may change the items of a container that it did not make.
+
+    A container that it made is a local variable to which it assigns only new, empty containers.
+    """
+    own = _find_own_containers(code)
+    is_own: dict[int, bool] = {}  # by stack depth: True if it is such a variable
+    for step, before, depth in _with_depths(code):
+        if step.is_jump_target:  # it may come from another branch
+            is_own[before] = False
+        is_method = step.opcode in dis.hasname and step.argval in _MUTATING_METHODS
+        if step.opname in _ITEM_WRITES or is_method:
+            below = _ITEM_WRITES.get(step.opname, 0)
+            if not is_own.get(before - below) or step.opcode in _GLOBAL_OPS:
+                return True
+        for at in range(min(before + 1, depth), depth + 1):
+            is_own[at] = step.opname.startswith("LOAD_FAST") and step.argval in own
+    return False
+
+
+def _find_own_containers(code: CodeType) -> set[str]:
+    """Returns the local variables to which code assigns only new, empty containers."""
+    own, others = set[str](), {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    last = ""
+    for step in _instructions_of(code):
+        if "STORE_FAST" in step.opname:
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            is_new = step.opname == "STORE_FAST" and last in _NEW and not step.is_jump_target
+            (own if is_new else others).update(names)
+        last = step.opname if step.arg == 0 else ""
+    return own - others
 
 
 @functools.lru_cache(maxsize=4096)

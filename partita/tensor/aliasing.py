@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from partita.layout import Fix, Layout, LayoutError
 
 from .arguments import is_index_of_view
 from .dtensor import DTensor, as_dtensor, move_local
-from .op_facts import facts_of_function
+from .op_facts import facts_of_function, form_of
 from .origins import ORIGIN, find_origin
 from .tensor_state import (
     Args,
@@ -121,6 +122,11 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
         copy._spec = held
         write(copy, *args, **kwargs)
         return copy
+    name = form_of(write).name
+    if name == "setitem":
+        refuse_partial_overlap(name, copy, args[1:], lambda x: x[args[0]])
+    else:
+        refuse_partial_overlap(name, copy, (args, kwargs))
     _refuse_overlapping_pieces(copy)
     refuse_repeated_write(write.__name__, copy)
     own, copied = copied, _before_overlap(copy, copied)
@@ -230,6 +236,92 @@ def is_without_overlap(t: Any) -> bool:
             return False
         end += (n - 1) * stride
     return True
+
+
+_CHECKED = frozenset(
+    "copy setitem where cumsum cumprod index_add index_copy index_put scatter scatter_add".split()
+)
+"""Ops that are not pointwise, and check if an operand overlaps the written tensor."""
+
+
+@cache
+def checks_overlap(name: str) -> bool:
+    """True if an op of torch raises an error if an operand partly overlaps the written tensor."""
+    # `idiv` is the name of `/=`. Not the op that makes a new tensor: `masked_fill_` does not check.
+    for one in (f"{name}_", f"{name[1:]}_"):
+        if isinstance(packet := getattr(torch.ops.aten, one, None), torch._ops.OpOverloadPacket):
+            tags = (getattr(packet, overload).tags for overload in packet.overloads())
+            return name in _CHECKED or any(torch.Tag.pointwise in found for found in tags)
+    return name in _CHECKED
+
+
+def refuse_partial_overlap(
+    name: str, written: Any, operands: Any, part: Callable[[Any], Any] | None = None
+) -> None:
+    """Raise torch's RuntimeError if an op reads an operand that partly overlaps the written tensor.
+
+    In plain PyTorch such an operand would change while the op reads it. A view copy would not.
+
+    Args:
+        name: the name of the op.
+        operands: the op's other arguments, in any containers.
+        part: a function that makes the written part of `written`; None if all of it is written.
+    """
+    if not (isinstance(written, DTensor) and checks_overlap(name)):
+        return
+    base = _list_views(written)[0]
+    for other in tree_leaves(operands):
+        if not isinstance(other, DTensor) or (other is written and part is None):
+            continue
+        its_base = _list_views(other)[0]
+        if not _share_memory(base, its_base):
+            continue
+        with _disable_current_modes(), local_ops():
+            into: torch.Tensor | None = written
+            read: torch.Tensor | None = other
+            if base.storage_offset() == its_base.storage_offset():
+                into, read = _locate_in_base(written), _locate_in_base(other)
+            elif base is not written or its_base is not other:
+                continue  # nothing says where the views are in a whole that both are parts of
+            if into is not None and read is not None:
+                refuse_overlap_of_parts(into if part is None else part(into), read)
+
+
+def _locate_in_base(x: DTensor) -> torch.Tensor | None:
+    """Returns a "meta" tensor with the global shape, strides and offset of `x` in its first base.
+
+    Returns None if they depend on the value of an index.
+    """
+    base, views = _list_views(x)
+    if any(isinstance(a, torch.Tensor) for a in tree_leaves([(v.args, v.kwargs) for v in views])):
+        return None
+    whole = make_meta_twin(base, dense=_has_short_pieces(base._spec))
+    part: torch.Tensor = _compose_views(views)(whole)
+    return part
+
+
+def refuse_overlap_of_parts(written: torch.Tensor, read: torch.Tensor) -> None:
+    """Raise torch's RuntimeError if two tensors in one memory overlap, but are not the same part.
+
+    Like torch, this does not compare tensors with gaps.
+    """
+    ranges = []
+    for t in (written, read):
+        if not t.numel() or not is_without_overlap(t):
+            return
+        if 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) != t.numel():
+            return
+        first = t.storage_offset() * t.itemsize
+        order = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
+        ranges.append((first, first + t.numel() * t.itemsize, order))
+    (first, end, order), (its_first, its_end, its_order) = ranges
+    is_same = (first, end, order) == (its_first, its_end, its_order)
+    if not is_same and first < its_end and its_first < end:
+        raise RuntimeError(
+            "unsupported operation: some elements of the input tensor and the written-to tensor "
+            "refer to a single memory location. Please clone() the tensor before performing the "
+            "operation."
+        )
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:

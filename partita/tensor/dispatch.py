@@ -25,7 +25,7 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
-from .aliasing import refuse_repeated_write, write_through_copy
+from .aliasing import refuse_partial_overlap, refuse_repeated_write, write_through_copy
 from .arguments import (
     OpCall,
     collect_tensors,
@@ -396,6 +396,8 @@ def run_gathered(call: OpCall) -> Any:
 
     if call.writes_view_copy and written == {(0,)}:
         return write_through_copy(func, *call.args, **call.kwargs)
+    for path in written:
+        refuse_partial_overlap(form.name, tensors[path], (call.args, call.kwargs))
     copies, targets = {}, []
     for path, t in tensors.items():
         after = make_replicated_spec(t.shape)
@@ -452,6 +454,7 @@ def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
     for into in held:
         if isinstance(into, DTensor):
             refuse_repeated_write(func.__name__, into)
+            refuse_partial_overlap(op.form.name, into, operands)
     result = func(*args, **kwargs)
     for into, value in zip(held, collect_tensors(result), strict=True):
         if not torch.can_cast(value.dtype, into.dtype):

@@ -29,7 +29,7 @@ from partita.layout import Layout, LayoutError
 from partita.redistribute.move import local_numel
 from partita.rules import NUMBER, Bound, Work
 
-from .aliasing import copy_as_on_one_device, mark_copies
+from .aliasing import copy_as_on_one_device, mark_copies, refuse_partial_overlap
 from .arguments import (
     Path,
     check_plain_tensor,
@@ -133,6 +133,7 @@ class CallPlan:
         names: the names of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
         make_output_spec: a function that computes each result's spec (data-dependent shapes).
+        inplace: True if the op writes its first operand.
         hits: the number of calls that have used this plan.
     """
 
@@ -155,6 +156,7 @@ class CallPlan:
     names: tuple[str, ...] = ()
     work: PlanWork | None = None
     make_output_spec: Callable[[torch.Tensor], Spec] | None = None
+    inplace: bool = False
     hits: int = field(default=0)
 
     def count_flops(self, on: bool) -> None:
@@ -175,6 +177,8 @@ class CallPlan:
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
+        if self.inplace and (self.view_copies or self.targets):
+            refuse_partial_overlap(self.op, args[0], (args[1:], kwargs))
         if self.view_copies:
             paths = [locate_in_call(path, self.names, args, kwargs) for path in self.view_copies]
             renewed = {path: current(get_at_path(args, kwargs, path)) for path in paths}

@@ -91,7 +91,10 @@ def make_plan(call: OpCall) -> CallPlan | None:
         return _plan_rewrite(call, answer)
     if isinstance(answer, LikeRule):
         return _plan_like_call(call, answer)
-    return _plan_sentence(call, answer)
+    plan = _plan_sentence(call, answer)
+    if plan is not None:
+        plan.inplace = form.inplace
+    return plan
 
 
 def _write_plain_first(form: Form, func: Function, *args: Any, **kwargs: Any) -> Any:

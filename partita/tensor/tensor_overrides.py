@@ -33,6 +33,7 @@ from .aliasing import (
     describe_views,
     global_strides,
     make_meta_twin,
+    refuse_partial_overlap,
     write_through_copy,
 )
 from .arguments import OpCall, alias_as_invariant, check_plain_tensor, give_history, read_number
@@ -237,6 +238,8 @@ def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
     if spec.is_copy:
         write_through_copy(_write, x, index, value)
         return
+    if isinstance(value, DTensor):
+        refuse_partial_overlap("setitem", x, value, lambda whole: whole[index])
     entries = list(index) if isinstance(index, tuple) else [index]
     if all(op == "sum" for _, op in spec.layout.partial) and all(_is_basic(e) for e in entries):
         _write_range(x, spec, entries, value)
@@ -531,6 +534,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
     spec = x._spec
     if spec.is_copy:
         return write_through_copy(T.copy_, x, src, non_blocking)
+    refuse_partial_overlap("copy", x, src)
     if not isinstance(src, DTensor):
         check_plain_tensor(src, spec.wire, "copy_")
         src = as_dtensor(src.view_as(src), spec_of(Layout(tuple(src.shape)), spec.wire))

@@ -6,6 +6,7 @@ import dis
 import sys
 from collections.abc import Callable
 from types import CodeType
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from partita.guards.bytecode import (
     imported_names,
     line_of_write,
     may_read_any_name,
+    writes_items,
 )
 
 # The instructions of Python 3.11, 3.12 and 3.13. The reader handles those that name a variable, an
@@ -261,3 +263,46 @@ def test_a_step_that_computes_a_name_is_captured_again_when_the_attribute_change
     assert [step(torch.ones(1)).item() for _ in range(2)] == [5.0, 5.0]
     monkeypatch.setattr(Scales, "other", 7.0)
     assert step(torch.ones(1)).item() == 7.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b.append(1)",
+        "b[0] = 1",
+        "del b[0]",
+        "G.append(1)",
+        "out = b\nout.append(1)",
+        "out = []\nout = b\nout.append(1)",
+        "out = [] if c else b\nout.append(1)",
+        "out = b if c else []\nout.append(1)",
+        "out = []\n(b if c else out)[0] = 1",
+        "out = []\n(out if c else b).append(1)",
+        "out = []\nout.append(b)\nout[0].append(1)",
+        "for out in b: out.append(1)",
+        "with b as out: out.append(1)",
+    ],
+)
+def test_code_writes_items_of_containers_that_it_did_not_make(text: str):
+    assert writes_items(code_of_function(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "out = []\nfor k in b: out.append(b[k])",
+        "out = {}\nout[b] = 1\ndel out[b]",
+        "out = []\nout[0:1] = b",
+        "return [x for x in b]",
+    ],
+)
+def test_a_container_that_code_has_made_is_its_own(text: str):
+    assert not writes_items(code_of_function(text))
+
+
+def code_of_function(text: str) -> CodeType:
+    lines = "\n    ".join(text.splitlines())
+    made: dict[str, Any] = {}
+    exec(f"def f(b, c):\n    {lines}", made)
+    found: CodeType = made["f"].__code__
+    return found

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import math
+import re
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -732,3 +733,15 @@ def test_a_method_that_calls_super_is_captured_without_a_search_of_the_heap(monk
     finally:
         logger.removeHandler(handler)
     assert handler.kept and not searched
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (lambda x: x * None, "for *: 'Tensor' and 'NoneType'"),
+        (lambda x: x.no_such_name, "'Tensor' object has no attribute 'no_such_name'"),
+    ],
+)
+def test_an_error_of_the_steps_own_is_pythons_and_names_no_fake(program, text):
+    with pytest.raises((TypeError, AttributeError), match=re.escape(text)):
+        pt.compile(lambda x: program(x), backend="graph")(torch.ones(2))

@@ -525,3 +525,53 @@ def test_a_leaf_that_is_a_view_copy_gets_its_gradient_after_a_write_to_its_base(
     with pt.ranks(dp=4) as world:
         for got in world.run(run):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+OVERLAPS = {
+    "rows": lambda t: t[1:].add_(t[:-1]),
+    "a row": lambda t: t.sub_(t[0]),
+    "an element": lambda t: t.__itruediv__(t[1, 1]),
+    "turned": lambda t: t[:2].mul_(t[:2].t()),
+    "flat": lambda t: t.view(-1)[1:].lerp_(t.view(-1)[:-1], 0.5),
+    "copied": lambda t: t[1:].copy_(t[:-1]),
+    "assigned": lambda t: t.__setitem__(slice(1, None), t[:-1]),
+    "out=": lambda t: torch.mul(t[:-1], 2, out=t[1:]),
+    "out= of one op": lambda t: torch.cumsum(t[:-1], 0, out=t[1:]),
+}
+NO_OVERLAPS = {
+    "itself": lambda t: t.add_(t),
+    "the same rows": lambda t: t[1:].add_(t[1:]),
+    "other rows": lambda t: t[:1].copy_(t[2:]),
+    "a clone": lambda t: t[1:].add_(t[:-1].clone()),
+    "a value": lambda t: t.masked_fill_(t > 3, t[0, 1]),
+    "with gaps": lambda t: t[:, :1].mul_(t[:, 1:]),
+    "products": lambda t: t[1:].addmm_(t[:-1].clone(), t[1:].clone()),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("placement", [pt.Shard(0), pt.Shard(1)], ids=str)
+def test_an_operand_that_partly_overlaps_the_written_tensor_is_an_error_as_on_one_device(
+    placement, compiled
+):
+    programs = OVERLAPS | NO_OVERLAPS
+    names = ["rows", "turned", "out=", "other rows"] if compiled else [*programs]
+
+    def run_one(name, mesh):
+        t = torch.arange(6.0, dtype=torch.float64).view(3, 2) + 1
+        t = t if mesh is None else pt.distribute_tensor(t, mesh, [placement])
+
+        def step(t):
+            programs[name](t)
+
+        try:
+            (pt.compile(step, backend="graph") if compiled and mesh else step)(t)
+        except RuntimeError as error:
+            return "refer to a single memory location" in str(error)
+        return (t if mesh is None else t.full_tensor()).tolist()
+
+    want = {name: run_one(name, None) for name in names}
+    assert all((want[name] is True) == (name in OVERLAPS) for name in names)
+    with pt.ranks(dp=2) as world:
+        for got in world.run(lambda mesh: {name: run_one(name, mesh) for name in names}):
+            assert got == want

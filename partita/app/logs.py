@@ -177,6 +177,7 @@ class JsonLines:
     """A file with a JSON object for each event: `{"event": "step", "time": ..., "loss": ...}`.
 
     Args:
+        path: the file.
         append: True appends to an existing file.
     """
 
@@ -218,6 +219,7 @@ class ReportPage:
     """An HTML report of the run, written when it has ended.
 
     Args:
+        path: the HTML file.
         goes_on_from: the log of the run so far, if it was resumed; its steps are shown, too.
     """
 

@@ -78,6 +78,9 @@ class LoadPieces(DefaultLoadPlanner):
     Other values are read into the dictionary `values`.
 
     Args:
+        pieces: the local shard of each tensor, by name, into which the tensor is read.
+        names: the names of the other values to read.
+        reader: the reader of the checkpoint.
         weights_only: True reads values as `torch.load(weights_only=True)` does.
         classes: further classes that may be unpickled.
 
@@ -426,7 +429,12 @@ def write_items(name: str, piece: Piece) -> list[WriteItem]:
 
 
 class SavePieces(DefaultSavePlanner):
-    """A save planner for torch's writer: it writes shards, and values as bytes."""
+    """A save planner for torch's writer: it writes shards, and values as bytes.
+
+    Args:
+        pieces: this rank's shard of each tensor, by name.
+        values: the pickled values, by name.
+    """
 
     def __init__(self, pieces: dict[str, Piece], values: dict[str, bytes]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -526,7 +534,12 @@ class Writer(FileSystemWriter):
         return rows
 
     def write_metadata(self, metadata: Metadata, written: Iterable[Written]) -> None:
-        """Write the file `.metadata`. Call it after all ranks have written their files."""
+        """Writes the file `.metadata`. Call it after all ranks have written their files.
+
+        Args:
+            metadata: the checkpoint's metadata, from `SavePieces.divide`.
+            written: the results of `write` of all ranks, in one sequence.
+        """
         results = [
             WriteResult(MetadataIndex(name, offset), length, _StorageInfo(file, at, length))
             for name, offset, file, at, length in written

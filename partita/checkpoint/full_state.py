@@ -165,7 +165,7 @@ def stream_full(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             server.update_weight(name, weight)
 
     Every rank must iterate to the end. Each tensor is gathered when it is yielded, on the model's
-    device, so a rank holds one whole tensor beside its pieces. Do not change the tensor: if the
+    device. So a rank holds one whole tensor beside its pieces. Do not change the tensor: if the
     rank holds it whole, it is not copied. A tensor with several names is yielded under each name.
     Names are the names in `model.state_dict()`, without prefixes that torch.compile adds. Entries
     that are not tensors are skipped.

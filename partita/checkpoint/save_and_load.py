@@ -498,8 +498,8 @@ def load(
 
     Must be called on all ranks. Mesh, layouts and number of ranks may differ from the save. All
     elements are restored bit for bit. Modules, optimizers and other objects with `state_dict` and
-    `load_state_dict` get the state that was saved, including state that a new object does not have
-    yet. As with `optimizer.load_state_dict`, an optimizer has exactly the saved state afterwards.
+    `load_state_dict` get the saved state. This includes state that a new object does not have yet.
+    As with `optimizer.load_state_dict`, an optimizer has exactly the saved state afterwards.
 
     Args:
         state: the same structure that was saved, by partita or by torch.distributed.checkpoint.

@@ -63,7 +63,7 @@ def check_equal_on_ranks(what: str, mine: str, wire: Wire, **message: Any) -> No
 def is_alone(wire: Wire) -> bool:
     """True if `wire`'s mesh has no other ranks with which this rank could compare.
 
-    Also True while a step is captured: ranks compare the keys of captured steps instead.
+    Also True while a step is captured, because ranks compare the keys of captured steps instead.
     """
     return wire.mesh.size() == 1 or not wire.has_peers or isinstance(wire, TraceWire)
 
@@ -446,7 +446,7 @@ class BackgroundResult(Future[Any]):
     _asked = False
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the work and return its result, or raise its error.
+        """Waits for the work, and returns its result or raises its error.
 
         Args:
             timeout: the longest wait, in seconds.
@@ -455,7 +455,7 @@ class BackgroundResult(Future[Any]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the work and return its error, or None if it succeeded.
+        """Waits for the work, and returns its error, or None if it succeeded.
 
         Args:
             timeout: the longest wait, in seconds.

@@ -109,7 +109,7 @@ class PendingWork(Protocol):
 
 
 class PendingList:
-    """Several running collectives as one. `wait` waits for them in order. It may be empty."""
+    """Several running collectives as one. `wait` waits for all `parts`, which may be empty."""
 
     def __init__(self, parts: Sequence[PendingWork] = ()):
         self._parts = parts
@@ -131,6 +131,11 @@ class PendingSum:
 
     Each rank gets its part of every rank's addend. It adds these parts in rank order, in the dtype
     of `out`, but in at least 32 bits.
+
+    Args:
+        exchange: the running exchange, which fills `shares`.
+        shares: each rank's addend of this rank's part, in rank order.
+        out: memory for this rank's part of the sum.
     """
 
     def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):

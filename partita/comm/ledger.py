@@ -364,6 +364,9 @@ class Check:
 
     All ranks of the mesh compare, not only the group of the collective, because ranks may disagree
     about the group itself.
+
+    Args:
+        timeout: seconds to wait for the other ranks in a comparison.
     """
 
     def __init__(self, timeout: float):
@@ -405,7 +408,7 @@ numbers that are given to ops."""
 def enter_check_hooks() -> Iterator[None]:
     """Enters the context managers in `ON_CHECK`, which other modules have put there.
 
-    `check_ranks` uses it, so that other modules compare more under it.
+    `check_ranks` uses it. So other modules can compare more under `check_ranks`.
     """
     with ExitStack() as entered:
         for enter in ON_CHECK:

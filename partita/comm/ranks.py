@@ -396,7 +396,15 @@ def running_wire() -> RankWire | None:
 
 
 class RankWire(Wire):
-    """The connection of one simulated rank to the others."""
+    """The connection of one simulated rank to the others.
+
+    Args:
+        world: the simulated ranks.
+        number: this rank's number in `world`.
+        own: the rank's ledgers and checks.
+        handle: the rank's mesh object, which may be a sub-mesh.
+        members: the numbers of the mesh's ranks, in mesh order.
+    """
 
     moved_dtypes = ALL_DTYPES
     reduced_dtypes = frozenset(

@@ -86,6 +86,11 @@ class WatchedWork:
     """A running collective whose `wait` raises an error if it detects a deadlock of the ranks.
 
     It is used for backends whose waits block the Python thread anyway.
+
+    Args:
+        work: torch's object for the running collective.
+        group: its process group.
+        request: which collective it is.
     """
 
     __slots__ = ("_group", "_number", "_request", "_work")

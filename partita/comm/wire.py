@@ -125,6 +125,11 @@ class Reading(NamedTuple):
 class Wire(Transport):
     """A rank's connection to the other ranks of a mesh, which runs redistributions.
 
+    Args:
+        mesh: the axes and their sizes.
+        at: this rank's coordinate.
+        scope_of_rank: the rank's ledgers and checks; None: the current rank's (`ledger.scope`).
+
     Attributes:
         device_mesh: the user's mesh object.
         device: the device on which the wire creates tensors.
@@ -474,6 +479,12 @@ class MeshHandle:
     Each rank has its own handle; handles are compared and hashed by identity. `deepcopy`, and
     unpickling in the same process, return the handle itself. The tensor of ranks is read with all
     dispatch modes disabled (private torch), because a mode may return tensors without values.
+
+    Args:
+        layout: the axes and their sizes.
+        at: this rank's coordinate.
+        ranks: the global ranks, an integer tensor with the mesh's shape.
+        make_wire: a function of this handle and the list of global ranks, which makes the wire.
 
     Attributes:
         mesh: the global ranks, an integer tensor with the mesh's shape.

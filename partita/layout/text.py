@@ -14,7 +14,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fix:
-    """A fix that an error proposes: code to write, and what it would send ("all_reduce 12 MiB")."""
+    """A fix that an error proposes.
+
+    Attributes:
+        write: the code to write, or what else to do.
+        moves: what the fix would send ("all_reduce 12 MiB"), or a remark on it ("without a
+            gradient").
+    """
 
     write: str
     moves: str = ""

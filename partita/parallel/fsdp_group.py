@@ -1251,9 +1251,9 @@ class ZeroState(ShardedState):
 
         One token serves a whole forward of the model. So its backward runs after the backward of
         every block, and waits for all running reductions. A block that is called alone has its own
-        token. A block whose parameters have hooks of the user also has its own token, because these
-        hooks must run as soon as the gradient is complete. (A hook may write a parameter that a
-        reentrant checkpoint reads later in the same backward.)
+        token. A block whose parameters have hooks of the user also has its own token. These hooks
+        must run as soon as the gradient is complete. (A hook may write a parameter that a reentrant
+        checkpoint reads later in the same backward.)
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
@@ -1292,8 +1292,9 @@ class ZeroState(ShardedState):
         """Begins to reduce a flat buffer's gradients; under `no_sync`, keeps them.
 
         Gradients that were kept before are added first. Gradients of parameters with hooks of the
-        user are always reduced, because hooks run in each backward pass, on the sum of all ranks.
-        Gradients that the pass does not add to `.grad` are reduced, too, without what was kept.
+        user are always reduced. The reason: hooks run in each backward pass, on the sum of all
+        ranks. Gradients that the pass does not add to `.grad` are reduced, too, without what was
+        kept.
 
         Args:
             group: the block.

@@ -53,7 +53,7 @@ def parallelize(
 
     Parameters that modules share stay shared. Attributes and requires_grad are kept. Parameters on
     the meta device stay there (see `materialize`). Parameters that are on this mesh already keep
-    the placements that the plan does not name, so several plans can be applied one after the other.
+    the placements that the plan does not name. So several plans can be applied one after the other.
 
     Args:
         model: a module.

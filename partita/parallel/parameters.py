@@ -45,7 +45,7 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """Where a model holds a parameter or buffer: a module and an attribute name."""
+    """The place of a parameter or buffer in a model: the attribute `attr` of `owner`."""
 
     owner: nn.Module
     attr: str
@@ -80,9 +80,10 @@ class HeldParameter:
     """A parameter or buffer, with all modules that have it. A shared one is in several modules.
 
     Attributes:
+        tensor: the parameter or buffer.
         is_buffer: True for a buffer.
         names: all its names in the model, without the parts that wrappers add.
-        homes: the modules and attributes.
+        homes: the modules and their attributes that are this tensor.
     """
 
     tensor: torch.Tensor
@@ -331,7 +332,8 @@ def materialize(
             tensors.
         init_fn: a function that gets the model after the allocation, and must write every parameter
             and buffer. By default each module's `reset_parameters` is called, children first, as
-            constructors do, and afterwards `init_weights` of the outermost modules that have it.
+            constructors do. Afterwards `init_weights` is called, of the outermost modules that have
+            it.
 
     Returns:
         `model`.

@@ -134,7 +134,7 @@ def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str
     """Returns the axes whose placement changes in a redistribution.
 
     An axis that is Shard before and after is included, too, if it splits another dimension than
-    before, or if the axes that split its dimension before it change.
+    before. It is also included if the axes that split its dimension before it change.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.

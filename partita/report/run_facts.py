@@ -112,8 +112,8 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 def read_log(path: Path) -> RunFacts:
     """Reads the log `path` of `partita train --log`, and returns its facts about the run.
 
-    A run that was killed, or that still writes, may leave an incomplete line. An incomplete line is
-    skipped and mentioned in `notes` if it is the last one, or the last one before a resume.
+    A run that was killed, or that still writes, may leave an incomplete line. `read_log` skips this
+    line if it is the last one, or the last one before a resume. `notes` mentions it.
 
     Raises:
         ValueError: a line is not an event of a run's log, or the log has no event.

@@ -404,8 +404,9 @@ def connect_copy(
 ) -> None:
     """Makes `copy` a view copy of `base`, so that it changes with `base` as a view would.
 
-    After a write to `base`, `copy` is computed again as `view(base)`. If `view` is None, a read of
-    `copy` after a write to `base` raises an error, and so does any write to `copy`.
+    After a write to `base`, `copy` is computed again as `view(base)`. If `view` is None, `copy`
+    cannot be computed again. In this case a read of `copy` after a write to `base` raises an error,
+    and so does any write to `copy`.
 
     Args:
         view: a function that makes the view of `base`, or None if it is not known.

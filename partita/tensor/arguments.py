@@ -508,8 +508,8 @@ def check_plain_tensor(
 
     A tensor that needs no gradient, such as an `arange` or a mask, counts as equal. If each rank
     passed its own data instead, the result would be wrong without an error. So the ranks compare a
-    checksum the first time that a line of the program does this, and every time under
-    `check_ranks()`.
+    checksum when a line of the program first does this. Under `check_ranks()` they compare it every
+    time.
 
     Args:
         wire: the wire of the DTensors in the call.

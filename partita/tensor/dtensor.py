@@ -984,8 +984,8 @@ def checksum(value: torch.Tensor) -> tuple[int, int, int]:
     The numbers are the count of dimensions, a hash of sizes and dtype, and a hash of the bytes (63
     bits).
 
-    Two tensors of one shape that differ in a single 64-bit word have different hashes, because each
-    word is multiplied by an odd weight, modulo 2**64. A tensor without memory (on "meta") counts as
+    Each 64-bit word is multiplied by an odd weight, modulo 2**64. So two tensors of one shape that
+    differ in a single word have different hashes. A tensor without memory (on "meta") counts as
     empty.
     """
     # Also hidden from modes, such as one that records a program's calls (remat).

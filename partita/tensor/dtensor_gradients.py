@@ -830,8 +830,8 @@ def refuse_copied_part(grad: torch.Tensor | None, coming: Spec | None = None) ->
     """Raises an error if backward cannot add to a `.grad` that is a part of another tensor.
 
     In plain PyTorch the addition would change the other tensor, too. This is impossible if the part
-    is a copy, or if the new gradient has another local shape on some rank. The error is raised even
-    if the other tensor is not alive on this rank, because it may be alive on others.
+    is a copy, or if the new gradient has another local shape on some rank. The other tensor may be
+    alive on some ranks only. The error is raised on all ranks.
 
     Args:
         coming: the spec (layout and wire) of the gradient that backward adds. None: the spec of

@@ -428,8 +428,8 @@ def _list_aten_overloads() -> dict[str, list[str]]:
 def cast_of(op: str, device_type: str) -> Cast | None:
     """Returns how autocast casts the operands of the op `op` on devices of `device_type`.
 
-    `Cast.NONE` means that it casts no operands. None means that autocast has no entry for the op,
-    but may cast operands of other ops that the op calls.
+    `Cast.NONE` means that it casts no operands. None means that autocast has no entry for the op.
+    It may cast operands of other ops that the op calls.
     """
     overloads = _list_aten_overloads().get(op)
     if overloads is None:

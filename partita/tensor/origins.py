@@ -136,7 +136,12 @@ def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class NotingKernel:
-    """A local kernel that also records which call of the user's program made its results."""
+    """A local kernel that also records which call of the user's program made its results.
+
+    Args:
+        kernel: the kernel that makes the results.
+        keeps_origin: True if the results get the origin of their operand (see `note_origins_of`).
+    """
 
     __slots__ = ("_keeps_origin", "_kernel")
 

@@ -479,6 +479,7 @@ class RowChooser:
     A row gives the placements of operands and results on one axis.
 
     Attributes:
+        bound: the rule's sentence with the sizes of this call.
         layouts: the operands' layouts; None if one is absent or a number.
         plain: for each operand, True if it is a plain tensor. It is whole on every rank and has no
             gradient, so every placement of it is free.

@@ -131,8 +131,8 @@ class Team:
         """Counts the samples of the op `name`.
 
         Returns:
-            The number of samples that run on one device, the number of samples that raise on one
-            device, and the reason why the op is skipped, or "".
+            Three values: the number of samples that run on one device, the number of samples that
+            raise, and the reason why the op is skipped, or "".
         """
         answers = self._ask_ranks((name, -1, ""), 120)
         if isinstance(answers, Outcome):

@@ -95,7 +95,7 @@ class CapturedForms:
             recorded: the same as for `_lower_blocks`.
         """
         form = form or self.form
-        program, self._unchanged = self._unchanged or self._rebuild_program(), None
+        program, self._unchanged = self._unchanged or self.rebuild(), None
         program.recompute = RecomputeLevel(form.level)
         if form.in_blocks:
             _lower_blocks(program, recorded)
@@ -107,7 +107,8 @@ class CapturedForms:
         """Returns a new copy of the captured program in the chosen form, with blocks inlined."""
         return self.program(replace(self.form, in_blocks=False))
 
-    def _rebuild_program(self) -> Program:
+    def rebuild(self) -> Program:
+        """Returns a new copy of the captured program, in which folded blocks are calls."""
         graph = lazy_graph_module(self._root_module, self._rebuild_graph())
         changed = {name: copy.copy(self._parts[name]) for name in _CHANGED_PARTS}
         return self._kind(**self._parts | changed | {"graph": graph})

@@ -1,9 +1,8 @@
 """Plans by search: `pt.autoplan`, the fastest way to train a model on given ranks that fits.
 
 A *way* is a mesh and a strategy. Most ways are never simulated: lower bounds of time and memory
-exclude them, and estimates decide which to simulate next. The rest are ranked by simulations of a
-few blocks, and the best are simulated with all blocks. Bounds and estimates are computed from runs
-of the unsharded model over tensors without memory, with one block and with two.
+exclude them, and estimates decide which to simulate next. Bounds and estimates are computed from
+runs of the unsharded model over tensors without memory, with one block and with two.
 """
 
 from __future__ import annotations
@@ -158,10 +157,6 @@ def autoplan(
     and optimizer alone exceed `memory`, or if it needs as much memory as one that was too big. It
     also skips a configuration whose shortest possible time exceeds the best time so far.
 
-    A deep model is ranked by simulations of one block and of two, because each further block costs
-    about the same. The best configurations are then simulated as a whole. Those that exceed
-    `memory` are dropped.
-
     Args:
         model: a name in `partita.predict.MODELS`, or a `ModelShape`.
         ranks: the number of ranks.
@@ -267,10 +262,9 @@ SLOW, LEFT = "too slow by bound", "not looked at"
 OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
 """The possible outcomes of a way. Each way has exactly one."""
 
-SMALL = 16
-"""A step of at most so many blocks (micro-batches included) is simulated whole to rank a way."""
-_WHOLE = 128
-"""The same for the ways that are shown. Of a larger step, four micro-batches are simulated."""
+_WHOLE, _FEW = 128, 4
+"""Of a step with more than `_WHOLE` blocks, micro-batches included, `_FEW` micro-batches are
+simulated."""
 _COMPUTING = "computing"
 _MARGIN = 1.02
 """A way that exceeds the limit by this factor excludes all ways that keep at least as much. The
@@ -374,7 +368,9 @@ class WaySearch:
             if peak > _MARGIN * self.memory:
                 left = self._leave_out(left, RULED_OUT, partial(_keeps_more, way))
         self.ended.update(dict.fromkeys(left, LEFT))
-        return self._confirm_choices()
+        fitting = [way for way, end in self.ended.items() if end == FITS]
+        best = sorted(fitting, key=lambda way: self.found[way][0])[: self.keep]
+        return tuple(self._make_choice(way) for way in best)
 
     # -- which is next -----------------------------------------------------------------------------
 
@@ -436,49 +432,27 @@ class WaySearch:
 
     # -- what it costs -----------------------------------------------------------------------------
 
-    def _confirm_choices(self) -> tuple[PlannedWay, ...]:
-        """Returns the first that fit when all of their blocks are simulated."""
-        fitting = [way for way, end in self.ended.items() if end == FITS]
-        choices: list[PlannedWay] = []
-        for way in sorted(fitting, key=lambda way: self.found[way].seconds):
-            self.watch(len(self.found), len(self.found), f"{way}, whole")
-            cost, simulation = self._simulate_batches(way, 4, _WHOLE)
-            if cost.peak <= self.memory:
-                choices.append(PlannedWay(way, *cost, simulation))
-            else:
-                self.ended[way] = TOO_BIG
-            if len(choices) == self.keep:
-                break
-        return tuple(sorted(choices, key=lambda choice: choice.seconds))
+    def _make_choice(self, way: Way) -> PlannedWay:
+        cost, simulation = self._simulate_batches(way)
+        return PlannedWay(way, *cost, simulation)
 
     def price_way(self, way: Way) -> WayCost:
-        """Returns the cost of a way. That of a large step is estimated from smaller steps.
+        """Returns the cost of a way, with all blocks."""
+        return self._simulate_batches(way)[0]
 
-        A deep model is simulated with one block and with two. The peak is the highest of several
-        moments, and it may be another moment in a deeper model. A block adds its weights at least.
-        """
-        layers = way.strategy.layers or self.model.layers
-        if layers <= 2 or layers * way.strategy.micro_batches <= SMALL:
-            return self._simulate_batches(way, 3, SMALL)[0]
-        few = [_replace_strategy(way, layers=n) for n in (1, 2)]
-        one, two = (self._simulate_batches(each, 3, SMALL)[0] for each in few)
-        cost = two.extend(one, layers - 2)
-        weights = least_bytes(self.model, way) - least_bytes(self.model, few[0])
-        return cost._replace(peak=max(cost.peak, int(one.peak + weights)))
-
-    def _simulate_batches(self, way: Way, known: int, blocks: int) -> tuple[WayCost, Simulation]:
+    def _simulate_batches(self, way: Way) -> tuple[WayCost, Simulation]:
         """Simulates a way, and returns its cost and the simulation.
 
-        If all micro-batches have more than `blocks` blocks together, the first `known`
-        micro-batches are simulated. Each further one costs as much as the last of these.
+        If all micro-batches have more than `_WHOLE` blocks together, the first four are simulated.
+        Each further one costs as much as the last of these.
         """
         count, layers = way.strategy.micro_batches, way.strategy.layers or self.model.layers
-        if count <= known or layers * count <= blocks:
+        if count <= _FEW or layers * count <= _WHOLE:
             whole = self._simulate(way)
             return _cost_of(whole), whole
-        few = (_replace_strategy(way, micro_batches=n) for n in (known - 1, known))
+        few = (_replace_strategy(way, micro_batches=n) for n in (_FEW - 1, _FEW))
         before, last = map(self._simulate, few)
-        return _cost_of(last).extend(_cost_of(before), count - known), last
+        return _cost_of(last).extend(_cost_of(before), count - _FEW), last
 
     def _simulate(self, way: Way) -> Simulation:
         if way not in self._known:

@@ -106,20 +106,6 @@ def test_no_plan_is_above_its_memory_limit(drawn):
     assert 10 < planned < 100
 
 
-def test_a_deep_model_that_holds_more_than_its_first_blocks_say_is_left_out(monkeypatch):
-    def simulate(model, mesh, machine, *, strategy):
-        is_fastest = mesh == {"dp": 8}
-        more = 3 if strategy.layers > 2 and is_fastest else 1
-        seconds = strategy.layers * (0.5 if is_fastest else 1.0)
-        return Drawn(seconds, strategy.layers * 10**8 * more, seconds, {"dp": 0.0})
-
-    monkeypatch.setattr(way_search, "simulate", simulate)
-    deep = dataclasses.replace(SMALL, layers=32)
-    found = plan(32 * 10**8 + 1, strategy=deep, prune=False)
-    assert found.outcomes["too big"] > 0
-    assert {c.peak for c in found.choices} == {32 * 10**8}
-
-
 def test_what_keeps_more_than_a_way_that_is_too_big_is_not_simulated(drawn):
     peaks = sorted(peak for _, peak in drawn.values())
     found = plan(peaks[len(peaks) // 10])

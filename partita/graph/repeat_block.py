@@ -270,6 +270,8 @@ class _Blocks:
         """Gives a copy the names that `node` has, with another block's number."""
 
         def rename(text: str) -> str:
+            if len({found[2] for found in self._name.finditer(text)}) > 1:
+                return text  # a bucket's name, which lists all blocks
             return self._name.sub(rf"\g<1>{number}", text)
 
         if node.op == "placeholder":

@@ -130,7 +130,7 @@ def _make_model(found: Any, task: str, lora: int | None, layers: int, context: i
     config.num_hidden_layers = layers
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        config.layer_types = kinds[:layers]
+        config.layer_types = (kinds * layers)[:layers]
     auto = transformers.AutoModelForCausalLM
     auto = auto if of_text else transformers.AutoModelForImageClassification
     try:

@@ -118,7 +118,7 @@ def test_the_shipped_machines_are_read_and_name_their_sources():
         ("fuses = true", "fuses = true\ncolour = 1", "colour is not known"),
         ('"450 GB/s"', '"450 GB"', "host.bandwidth is '450 GB', not an amount of bytes per second"),
         ('seconds = "2 us"', 'seconds = "-2 us"', "kernel_seconds is '-2 us': seconds are above 0"),
-        ("matmul = 0.53", "matmul = 53", "efficiency.matmul is 53, not a part of a peak"),
+        ("matmul = 0.75", "matmul = 75", "efficiency.matmul is 75, not a part of a peak"),
         ("ranks_per_host = 8", "ranks_per_host = 0", "ranks_per_host is 0"),
         ('"80 GB"', "true", "memory_bytes is True, not an amount of bytes"),
         ('"80 GB"', '"8.0.0 GB"', "memory_bytes is '8.0.0 GB', which has no number"),

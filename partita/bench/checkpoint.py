@@ -138,6 +138,8 @@ def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
     """Runs the bench. Returns the seconds of each way to save, by round, on the slowest rank.
 
     Args:
+        ranks: the number of processes.
+        rounds: how often each way is timed.
         mib: the size of the weights in MiB.
     """
     context = mp.get_context("spawn")

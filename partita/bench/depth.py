@@ -15,7 +15,13 @@ _COLUMNS = ("capture", "passes", "both", "first", "call")
 
 
 def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Print and return the seconds of each part of a first step for models of several depths.
+    """Prints and returns the seconds of each part of a first step for models of several depths.
+
+    Args:
+        options: the options of the command line (`add_options`).
+
+    Returns:
+        The medians of the seconds by part, for each number of blocks.
 
     Raises:
         subprocess.CalledProcessError: the process failed; its traceback is on stderr.
@@ -47,7 +53,7 @@ def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of the bench `depth` to a parser."""
+    """Adds the command-line options of the bench `depth` to a parser."""
     parser.add_argument(
         "--blocks", type=int, nargs="+", default=[4, 16, 48], help="`depth`: numbers of blocks"
     )

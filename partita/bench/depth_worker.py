@@ -155,7 +155,14 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
 
 
 def main(name: str, width: int, backend: str, depths: Sequence[int]) -> None:
-    """Capture first steps of a model with each depth, and print the times as lines of JSON."""
+    """Captures first steps of a model with each depth, and prints the times as lines of JSON.
+
+    Args:
+        name: the name of the model.
+        width: the width of a block.
+        backend: the backend of `pt.compile`.
+        depths: the numbers of blocks, one after the other.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = pt.init_device_mesh(_DEVICE, (2,), mesh_dim_names=("dp",))

@@ -141,13 +141,17 @@ class KindTimes:
 
 
 def measure(kind: Any, mesh: Any, rounds: int, n: int, with_steps: bool) -> KindTimes:
-    """Time every op of `OPS` and the parts of a training step, on plain tensors and on DTensors.
+    """Times every op of `OPS` and the parts of a training step, on plain tensors and on DTensors.
+
+    Call it for torch first, because the process must not have a mesh of partita by then. The time
+    of an op that raises on torch's DTensors is nan. For partita, the error is raised.
 
     Args:
-        kind: `partita` or `torch.distributed.tensor`. Torch's is measured first, while the process
-            has no mesh of partita. Only its DTensors may lack an op.
+        kind: the module `partita` or `torch.distributed.tensor`.
+        mesh: the mesh of the DTensors, from the same library.
         rounds: the number of rounds. In each, plain tensors and DTensors take turns.
         n: the number of calls per round.
+        with_steps: True also times the parts of a training step.
     """
     ops = _time_beside_plain(_spread(kind, mesh), rounds, n, kind is theirs)
     steps = _step_times(kind, mesh, rounds) if with_steps else {}
@@ -181,7 +185,7 @@ def _time_beside_plain(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Returns the geometric mean of overheads in microseconds, without nan.
+    """Returns the geometric mean of `values`, overheads in microseconds, without nan.
 
     Values below 0.01 count as 0.01.
     """
@@ -270,7 +274,11 @@ def _miss_time(rounds: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `partita bench dispatch`. Returns the exit code."""
+    """Runs `partita bench dispatch`. Returns the exit code.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
+    """
     parser = argparse.ArgumentParser(prog="partita bench dispatch", description=__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="rounds per op; the minimum counts")
     parser.add_argument("--calls", type=int, default=200, help="calls per round")

@@ -19,7 +19,10 @@ from partita.parallel.plans import llama
 
 
 def dry(options: argparse.Namespace) -> dict[str, float]:
-    """Plan a first step for thousands of ranks, without memory, and print and return the cost.
+    """Plans a first step for thousands of ranks, without memory. Prints and returns the cost.
+
+    Args:
+        options: the options of the command line (`add_options`).
 
     Returns:
         The CPU seconds of the first step and of its memory schedule, and its GiB.
@@ -71,7 +74,7 @@ def dry(options: argparse.Namespace) -> dict[str, float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of the bench `dry` to a parser."""
+    """Adds the command-line options of the bench `dry` to a parser."""
     parser.add_argument("--dry-blocks", type=int, default=80, help="`dry`: number of blocks")
     parser.add_argument("--dry-width", type=int, default=8192, help="`dry`: width of the model")
     parser.add_argument(

@@ -66,13 +66,14 @@ def run_trial(
     cache: str | None = None,
     deadline: float = DEADLINE,
 ) -> Trial:
-    """Start a training job, send a signal to one of its ranks, and check how the job ends.
+    """Starts a training job, sends a signal to one of its ranks, and checks how the job ends.
 
     Args:
         name: the signal without "SIG", such as "KILL".
         rank: the rank that gets it.
         after: the event to wait for: "start", "ready" (the ranks are about to train), "step".
         delay: seconds to wait after that event.
+        ranks: the number of ranks of the job.
         compiled: True compiles the step.
         cache: the folder of compiled steps. None: a new folder.
         deadline: seconds from the signal in which the job must end.
@@ -123,7 +124,7 @@ class RunningJob:
                     self._reached[name].set()
 
     def wait_for(self, what: str) -> None:
-        """Wait until the job has reached `what`: "start", "ready" or "step".
+        """Waits until the job has reached `what`: "start", "ready" or "step".
 
         Raises:
             RuntimeError: the job ends first, or does not reach it within minutes.
@@ -134,7 +135,7 @@ class RunningJob:
                 raise RuntimeError(f"the job did not reach {what}:\n{self._said()}")
 
     def pid_of(self, rank: int) -> int:
-        """Wait until the process of a rank exists, and return its id."""
+        """Waits until the process of a rank exists, and returns its id."""
         until = time.monotonic() + 60
         while time.monotonic() < until and self.process.poll() is None:
             for pid, environment in self.processes().items():
@@ -148,6 +149,7 @@ class RunningJob:
 
         Args:
             name: the signal without "SIG".
+            rank: the rank that got it.
             took: seconds from the signal to the end.
             deadline: seconds that it may take.
         """
@@ -174,7 +176,7 @@ class RunningJob:
         return Trial(took, said, re.sub(r" \d+$", "", where), saved, faults)
 
     def end(self) -> None:
-        """Kill all processes of the job that still run."""
+        """Kills all processes of the job that still run."""
         for pid in (self.process.pid, *self.processes()):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

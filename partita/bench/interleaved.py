@@ -28,7 +28,7 @@ Make = Callable[..., dict[str, Step]]
 
 
 def on_ranks(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """Run `body(rank, ranks, *args)` in `ranks` processes of one thread each. Returns the results.
+    """Runs `body(rank, ranks, *args)` in `ranks` processes of one thread each. Returns the results.
 
     Args:
         body: a function at the top level of a module. It runs after `init_process_group`.
@@ -75,6 +75,8 @@ def measure(
         makes: functions at the top level of a module; `make(rank, ranks, *args)` returns the steps
             of some ways by name. Each function has its own processes, so that what partita changes
             in a process with DTensors does not affect rivals.
+        ranks: the number of processes of each function.
+        rounds: how often each way is timed.
         warm: the number of steps of each way that are not timed.
 
     Raises:
@@ -117,7 +119,7 @@ class _Team:
         self.names: list[str] = self._receive_answers()[0]
 
     def time_step(self, name: str) -> list[float]:
-        """Run one step of the way `name` on all ranks, and return its seconds on each."""
+        """Runs one step of the way `name` on all ranks, and returns its seconds on each."""
         for end in self._ends:
             end.send(name)
         return self._receive_answers()
@@ -192,6 +194,8 @@ def in_turns(
     """Times several steps in turns, in this process. Returns the seconds of each, by round.
 
     Args:
+        steps: functions that make a step, by name.
+        rounds: the number of turns of each step.
         warm: the number of calls of each step that are not timed.
         together: a barrier: a function that waits for the other ranks.
         calls: the number of calls in a turn; their mean counts. If a small step is called once, the
@@ -207,15 +211,22 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Returns the time of the way `name` divided by that of the way `base`: the median over rounds.
+    """Returns the time of the way `name` divided by the time of the way `base`.
 
-    A way is one of the training steps that are compared.
+    It is the median over rounds. A way is one of the training steps that are compared.
+
+    Args:
+        seconds: the seconds of each way, by round, as `measure` returns them.
     """
     return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the results as text: milliseconds of each way, and the ratio to the way `base`."""
+    """Returns the results as text: milliseconds of each way, and the ratio to the way `base`.
+
+    Args:
+        seconds: the seconds of each way, by round, as `measure` returns them.
+    """
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
         over, best = ratio(seconds, name, base), min(times) / min(seconds[base])
@@ -229,6 +240,7 @@ def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]],
     Args:
         what: the first cell.
         ways: maps the name of each way to its name in the README.
+        seconds: the seconds of each way, by round, as `measure` returns them.
         base: the way to which the others are compared.
     """
     said = [f"{title} {ratio(seconds, name, base):.2f}×" for name, title in ways.items()]

@@ -206,9 +206,13 @@ def count(
     optimizer: dict[str, bool],
     without: Sequence[str] = (),
 ) -> Counts:
-    """Count the GPU kernels of a training step. Needs a process with `fake_gpu_environment`.
+    """Counts the GPU kernels of a training step. Needs a process with `fake_gpu_environment`.
 
     Args:
+        shape: the sizes of the model and the batch.
+        way: how to train, a key of `WAYS`.
+        chip: the GPU for which kernels are generated, one of `CHIPS`.
+        optimizer: options of AdamW, such as `{"foreach": True}`.
         without: names of the passes that are left out of a compiled step.
     """
     believe_in_autocast()
@@ -342,8 +346,15 @@ def lower_in_process(
     """Counts a step's GPU kernels in a new process, and how many more one more block adds.
 
     Args:
+        environment: the environment variables of the process, from `fake_gpu_environment`.
+        model: the name of the model, a key of `MODELS`.
+        way: how to train, a key of `WAYS`.
+        blocks: the number of blocks.
         without: names of passes that are left out.
         options: `chip`, and `optimizer`, "foreach" or "fused".
+
+    Raises:
+        RuntimeError: the process failed. The message has the end of its stderr.
     """
     how = [word for name, value in options.items() for word in (f"--{name}", value)]
     how += ["--without", *without]
@@ -391,7 +402,11 @@ def _format_cell(launches: int, nbytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `partita bench kernels`. Returns the exit code."""
+    """Runs `partita bench kernels`. Returns the exit code.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
+    """
     parser = argparse.ArgumentParser(
         prog="partita bench kernels",
         description=__doc__,

@@ -16,7 +16,10 @@ from partita.app.models import GPT
 
 
 class Linears(nn.Module):
-    """A stack of linear layers of equal size, with few activations."""
+    """A stack of linear layers of equal size.
+
+    With few samples, its activations are small compared to its weights.
+    """
 
     def __init__(self, wide: int = 1, layers: int = 8):
         super().__init__()

@@ -30,11 +30,14 @@ _COLUMNS = {"eager": (1e6, "us"), "first": (1e6, "us"), "capture": (1e3, "ms")}
 
 
 def moves(options: argparse.Namespace) -> dict[str, Any]:
-    """Print and return the host's cost of moves by the number of ranks, in graph nodes and seconds.
+    """Prints and returns the host's cost of moves by the number of ranks: graph nodes and seconds.
 
     Three times are measured for a move: for the first eager one (which is planned), for a later
     one, and for its capture with all passes. A layer of a model is captured, too. Each time is the
     least of `--times` runs, and meshes of all sizes take turns.
+
+    Args:
+        options: the options of the command line (`add_options`).
     """
     sizes = options.mesh_sizes
     torch.set_num_threads(1)
@@ -135,7 +138,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of the bench `moves` to a parser."""
+    """Adds the command-line options of the bench `moves` to a parser."""
     parser.add_argument(
         "--mesh-sizes",
         type=int,

@@ -69,9 +69,11 @@ def sweep(
     team: Team,
     report: Callable[[str, dict[str, Outcome]], None] = lambda name, by: None,
 ) -> Found:
-    """Run ops with their samples in all classes of layouts, and return the results.
+    """Runs ops with their samples in all classes of layouts, and returns the results.
 
     Args:
+        names: the names of the ops.
+        classes: the names of the classes of layouts.
         team: the ranks that run them.
         report: a function that is called after each op with its name and its outcomes by class.
     """
@@ -146,7 +148,11 @@ def _mesh(text: str) -> Axes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `partita bench ops`. Returns 1 if an op is wrong, hangs or crashes."""
+    """Runs `partita bench ops`. Returns 1 if an op is wrong, hangs or crashes.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
+    """
     options = _parser().parse_args(argv)
     names = opinfo.list_names(options.variants, options.autocast)
     if options.ops:

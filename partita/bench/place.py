@@ -24,9 +24,10 @@ def bench_device() -> Device:
 
 
 def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
-    """Initialize torch.distributed in this process, as one rank of a bench with its own device.
+    """Initializes torch.distributed in this process, as one rank of a bench with its own device.
 
     Args:
+        rank, ranks: the number of this rank, and the number of all ranks.
         meeting: `store` or `init_method`, as in `torch.distributed.init_process_group`.
     """
     device = bench_device()

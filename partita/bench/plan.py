@@ -167,9 +167,12 @@ def _print_rows(rows: Sequence[PlacedWay]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `partita bench plan`.
+    """Runs `partita bench plan`.
 
     Returns 1 if a plan's first way is more than 10 % slower than the fastest measured one.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
     """
     parser = argparse.ArgumentParser(prog="partita bench plan", description=__doc__)
     parser.add_argument("--examples", nargs="+", choices=list(EXAMPLES), default=list(EXAMPLES))

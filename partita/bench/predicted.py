@@ -64,7 +64,7 @@ class Peaks:
 
 
 def relative_error(found: Peaks) -> float:
-    """Returns (predicted - counted) / counted for the peak memory of a step."""
+    """Returns (predicted - counted) / counted for the peak memory of a step, `found`."""
     return (found.predicted - found.counted) / found.counted
 
 
@@ -72,6 +72,8 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
     """Returns a compiled training step that has run twice, and a function that runs it once more.
 
     Args:
+        mesh: the mesh over which the model and the batch are sharded.
+        setup: the model, and how it is trained.
         make: the optimizer's class.
         options: options of `pt.compile`.
     """
@@ -103,6 +105,9 @@ def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
     """Measures one setup: the predicted and the counted peak of its step, in bytes.
 
     Must be called on all ranks of the mesh.
+
+    Args:
+        options: `make`, the optimizer's class, and options of `pt.compile`, such as `budget`.
     """
     step, again = make_warm_step(mesh, setup, **options)
     return Peaks(step.memory.peak, counted(again, device=mesh.device_type))
@@ -113,10 +118,14 @@ def measure_budgets(
 ) -> Iterator[tuple[int, Peaks]]:
     """Measures one setup with several memory budgets, smallest first.
 
-    The budgets range from the smallest possible one to the peak without a budget.
+    The budgets range from the smallest possible one to the peak without a budget. Must be called on
+    all ranks of the mesh.
 
     Args:
+        mesh: the mesh over which the model and the batch are sharded.
+        setup: the model, and how it is trained.
         many: the number of budgets.
+        options: `make`, the optimizer's class, and options of `pt.compile`.
 
     Yields:
         Each budget in bytes, and the step's peak memory with it.

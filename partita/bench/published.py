@@ -77,6 +77,10 @@ MAY_BE_OFF = 0.2
 def tune_matmul(machine: Machine, seconds_of: Callable[[Machine], float], wanted: float) -> Machine:
     """Returns a copy of a machine whose matmul efficiency makes a step take `wanted` seconds.
 
+    Args:
+        machine: the machine.
+        seconds_of: a function from a machine to the seconds of the step.
+
     Raises:
         ValueError: no efficiency from 0.05 to 1 gives this time.
     """
@@ -130,9 +134,12 @@ def _seconds_of(program: Program) -> Callable[[Machine], float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `partita bench published`. Returns 1 if a prediction is off by more than 20 %.
+    """Runs `partita bench published`. Returns 1 if a prediction is off by more than 20 %.
 
     Takes two minutes: each model is captured whole.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
     """
     parser = argparse.ArgumentParser(prog="partita bench published", description=__doc__)
     parser.add_argument("--machine", choices=RUNS, action="append", help="the machines (all)")

@@ -19,7 +19,12 @@ Step = Callable[..., Any]
 
 
 def cross_entropy(logits_btv: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross-entropy of all tokens, in float32."""
+    """Returns the mean cross-entropy of all tokens, in float32.
+
+    Args:
+        logits_btv: the logits (batch, tokens, vocabulary).
+        targets_bt: the index of the right token (batch, tokens).
+    """
     return F.cross_entropy(logits_btv.flatten(0, 1).float(), targets_bt.flatten())
 
 
@@ -34,6 +39,8 @@ def training(
     """Returns a function that makes one training step with AdamW, as in an ordinary loop.
 
     Args:
+        model: the model. The returned function takes its inputs and the targets.
+        loss: a function of the model's result and the targets.
         autocast: the dtype of autocast in forward and loss; None for no autocast.
         fused: True uses the fused kernels of the optimizer instead of `foreach`.
         capturable: True keeps the optimizer's step counts on the device of the parameters.
@@ -79,7 +86,7 @@ class CompiledRival:
         return self.step()
 
     def compile(self) -> None:
-        """Call the step once, so that Dynamo compiles it. Later calls of this method do nothing.
+        """Calls the step once, so that Dynamo compiles it. Later calls of this method do nothing.
 
         Raises:
             NotCompiledError: Dynamo made no graph.
@@ -114,7 +121,7 @@ def compiled_loss() -> Step:
 
 
 def compile_blocks(model: nn.Module) -> nn.Module:
-    """Compile each block by itself, as torchtitan does before it shards them; returns the model."""
+    """Compiles each block by itself, as torchtitan does before sharding. Returns the model."""
     blocks: Any = model.blocks
     for name, block in list(blocks.named_children()):
         blocks.register_module(name, torch.compile(block, fullgraph=True))
@@ -125,13 +132,14 @@ def compile_blocks(model: nn.Module) -> nn.Module:
 
 
 def shard_by_fsdp(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> nn.Module:
-    """Shard the model by FSDP2, block by block, with its defaults; returns the model.
+    """Shards the model by FSDP2, block by block, with its defaults; returns the model.
 
     FSDP2 frees the gathered parameters of a block after its forward and prefetches the next block.
 
     Args:
-        dtype: the dtype of computation, if it differs from the parameters'. Gradients are then
-            reduced in float32.
+        mesh: torch's own mesh.
+        dtype: the dtype of computation, if it differs from the parameters'. Gradients are reduced
+            in float32 if it is given.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -156,9 +164,12 @@ class _Gathered(nn.Module):
 
 
 def shard_by_simple_fsdp(model: nn.Module, mesh: Any) -> nn.Module:
-    """Make every parameter a `torch.distributed.tensor` DTensor that is gathered at each use.
+    """Makes every parameter a `torch.distributed.tensor` DTensor that is gathered at each use.
 
     This follows the SimpleFSDP paper (arXiv 2411.00284): one parametrization, no hooks.
+
+    Args:
+        mesh: torch's own mesh.
 
     Returns:
         The model.
@@ -187,7 +198,9 @@ def make_rival(
 
     Args:
         name: "alone", "DDP", "FSDP2" or "SimpleFSDP", each also followed by " compiled".
+        model: the model on this rank. It is changed.
         batch: the samples of this rank.
+        mesh: torch's own mesh.
     """
     from torch.nn.parallel import DistributedDataParallel
 

@@ -76,7 +76,10 @@ class _Row:
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
     """Measures training configurations. Returns the simulated and measured seconds of each.
 
-    All must have the same number of ranks.
+    Args:
+        ways: the configurations. All must have the same number of ranks.
+        machine: the machine for the simulation.
+        steps: the number of steps that are timed.
     """
     results = on_ranks(_measure_steps, ways[0].ranks, ways, machine, steps)
     rows = []
@@ -194,9 +197,12 @@ def _count_ordered(rows: Sequence[_Row]) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `partita bench simulate`.
+    """Runs `partita bench simulate`.
 
     It prints each way, the errors, and the number of pairs in the right order.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
     """
     parser = argparse.ArgumentParser(prog="partita bench simulate", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="number of steps that are timed (20)")

@@ -94,7 +94,11 @@ class SpreadStep:
 
 
 def make_cnn(channels: int) -> nn.Module:
-    """Returns the convolutional network of the example that classifies digits."""
+    """Returns the convolutional network of the example that classifies digits.
+
+    Args:
+        channels: the channels of the first convolution. The second one has twice as many.
+    """
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
         nn.BatchNorm2d(channels),
@@ -164,7 +168,7 @@ class ExpertModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Returns logits (b, t, 256) of bytes (b, t), int64."""
+        """Returns logits (b, t, 256) for `tokens_bt`, bytes (b, t) as int64."""
         x_btw, _ = self.past(self.embed(tokens_bt))
         return self.head(x_btw + self._ask_experts(self.norm(x_btw)))  # type: ignore[no-any-return]
 
@@ -183,5 +187,9 @@ class ExpertModel(nn.Module):
 
 
 def plan_experts(sequence: bool = False) -> dict[str, dict[str, pt.Shard]]:
-    """Returns a plan for `pt.parallelize` that shards the experts over the axis "tp"."""
+    """Returns a plan for `pt.parallelize` that shards the experts over the axis "tp".
+
+    Args:
+        sequence: not used. A `ModelShape` calls its `plan` with it.
+    """
     return {"up": {"tp": pt.Shard(0)}, "down": {"tp": pt.Shard(0)}}

@@ -58,6 +58,10 @@ class StepShape:
     """The sizes of a model and of the batch on one rank.
 
     Attributes:
+        layers, width, heads: the number of blocks, their width, and the heads of each.
+        context: tokens per sequence.
+        batch: sequences on one rank.
+        vocab: the number of different tokens.
         hidden: the width of a Llama's MLP; 0 for a GPT.
     """
 
@@ -70,7 +74,7 @@ class StepShape:
     hidden: int = 0
 
     def make(self, device: str | None = None) -> nn.Module:
-        """Returns the model on a device; None means the bench's own."""
+        """Returns the model on the device `device`; None means the bench's own device."""
         torch.manual_seed(0)
         sizes: dict[str, Any] = {
             name: getattr(self, name) for name in ("layers", "width", "heads", "context", "vocab")
@@ -90,6 +94,9 @@ class StepShape:
 
         They are six for each parameter and token, plus attention (causal: a token attends to half
         of the others).
+
+        Args:
+            parameters: the number of the model's parameters.
         """
         attention = 6 * self.layers * self.width * self.context
         return float((6 * parameters + attention) * self.batch * self.context)
@@ -289,7 +296,11 @@ def _format_row(way: str, f: StepFigures) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `partita bench steps`. Returns 1 if a way failed."""
+    """Runs `partita bench steps`. Returns 1 if a way failed.
+
+    Args:
+        argv: the command line without the program's name; None for `sys.argv`.
+    """
     parser = argparse.ArgumentParser(
         prog="partita bench steps",
         description=__doc__,

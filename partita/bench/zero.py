@@ -51,7 +51,11 @@ class Shape:
         return bench_device().place(torch.randint(0, 256, (2, ranks * self.batch, self.context)))
 
     def tokens_of(self, rank: int, ranks: int) -> list[torch.Tensor]:
-        """Returns this rank's rows of `tokens`, inputs and targets."""
+        """Returns this rank's rows of `tokens(ranks)`: inputs and targets.
+
+        Args:
+            rank, ranks: the number of this rank, and the number of all ranks.
+        """
         return [part.chunk(ranks)[rank].contiguous() for part in self.tokens(ranks)]
 
 
@@ -61,7 +65,10 @@ def sharded_step(
     """Returns a function that makes one training step under `pt.zero`.
 
     Args:
+        model: the model. It is distributed in place.
         batch: this rank's samples.
+        mesh: the mesh with the axis "dp".
+        stage: the ZeRO stage.
         how: a function that is applied to the step, such as `pt.compile`, or None.
     """
     step = training(zero(model, mesh, stage=stage))
@@ -71,7 +78,13 @@ def sharded_step(
 
 
 def rival_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
-    """Returns the training steps of rivals by name. The process must have no mesh of partita."""
+    """Returns the training steps of rivals by name. The process must have no mesh of partita.
+
+    Args:
+        names: the names of rivals, as for `make_rival`.
+        rank, ranks: the number of this rank, and the number of all ranks.
+        shape: the sizes of the model and the batch.
+    """
     base, mesh = shape.model(), make_rival_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
     return {name: make_rival(name, copy.deepcopy(base), mine, mesh) for name in names}
@@ -83,7 +96,10 @@ STAGES = {"partita dp": 0, "partita zero 3": 3}
 def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
     """Returns partita's training steps by name.
 
-    A name is one of `STAGES`, maybe followed by " compiled".
+    Args:
+        names: keys of `STAGES`, maybe followed by " compiled".
+        rank, ranks: the number of this rank, and the number of all ranks.
+        shape: the sizes of the model and the batch.
     """
     base, mesh = shape.model(), make_dp_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
@@ -103,6 +119,13 @@ def measure_ways(
 
     Rivals have their own processes, and each compiled rival, too: Dynamo would reuse code that it
     compiled for another one, for example without the buckets of DDP.
+
+    Args:
+        ways: the names of the ways, such as "partita dp" or "FSDP2 compiled".
+        ranks: the number of processes of each team.
+        rounds: how often each way is timed.
+        shape: the sizes of the model and the batch.
+        warm: the number of steps of each way that are not timed.
     """
     teams: dict[str, list[str]] = {}
     for name in ways:
@@ -118,6 +141,9 @@ def measure_ways(
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
     """Returns the ways (kinds of training) in `only`, and "alone"; all if `only` is empty.
+
+    Args:
+        ways: the ways that exist.
 
     Raises:
         SystemExit: one of `only` is not in `ways`.

@@ -48,7 +48,7 @@ class BlocksTraced:
 
     Attributes:
         calls: an entry for each group of equal block calls and each reason to leave them flat.
-        updates: the same for the optimizer updates of blocks.
+        updates: an entry for each group of equal optimizer updates of blocks, and each reason.
     """
 
     calls: tuple[BlockCalls, ...] = ()

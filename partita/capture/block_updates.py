@@ -61,7 +61,7 @@ class BlockUpdates:
         return bool(self._blocks)
 
     def note_parameters(self) -> None:
-        """Record to which block each parameter belongs. Call it while fakes replace the parameters.
+        """Records to which block each parameter belongs. Call it while fakes replace parameters.
 
         A parameter that several blocks share belongs to the first of them.
         """
@@ -76,6 +76,7 @@ class BlockUpdates:
         """Traces an optimizer's step, if possible separately for the parameters of each block.
 
         Args:
+            optimizer: the optimizer.
             run: calls the optimizer's own step.
             originals: maps a tensor that the optimizer updates to the model's parameter, if they
                 are different tensors.
@@ -172,7 +173,7 @@ WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor, torch.Tensor, int]]
 
 
 def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
-    """Replace an optimizer's step counts by float64 copies, so that bias corrections are exact.
+    """Replaces an optimizer's step counts by float64 copies, so that bias corrections are exact.
 
     `narrow_counts` restores them.
 
@@ -200,9 +201,12 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
 
 def narrow_counts(widened: WidenedCounts) -> None:
-    """Undo `widen_counts`: write the float64 step counts back into the original tensors.
+    """Undoes `widen_counts`: writes the float64 step counts back into the original tensors.
 
     Counts that were not changed are put back without a write, so that they do not become inputs.
+
+    Args:
+        widened: the result of `widen_counts`. It is emptied.
     """
     for entries, number, wide, writes in widened:
         now = entries["step"]

@@ -34,7 +34,7 @@ from .code_origin import is_user_module
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of `owner` to `value` inside the `with` block."""
+    """Sets the attribute `name` of `owner` to `value` inside the `with` block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -76,7 +76,7 @@ class FakeRunHooks(TraceHooks):
         return True
 
     def refuse_no_sync(self) -> None:
-        """Raise CaptureError, because `no_sync` under ZeRO-3 cannot be captured."""
+        """Raises CaptureError, because `no_sync` under ZeRO-3 cannot be captured."""
         raise not_captured(
             "no_sync under stage 3 of ZeRO",
             "in a graph, ZeRO-3 reduce-scatters each gradient as soon as it is computed",
@@ -128,9 +128,9 @@ _capturing = 0  # the number of threads that capture
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` return True inside the `with` block, in this thread.
+    """Makes `torch.compiler.is_compiling()` return True inside the `with` block, in this thread.
 
-    Optimizers then do not read tensors as numbers.
+    If it is True, optimizers do not read tensors as numbers.
 
     Private torch: there is no public way.
     """
@@ -161,7 +161,7 @@ def hidden_from_watchers() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Disable the user's dispatch modes (such as a flop counter) inside the `with` block.
+    """Disables the user's dispatch modes (such as a flop counter) inside the `with` block.
 
     Private torch: the stack of modes. If one of torch's own modes is active, all modes stay active.
     """
@@ -237,7 +237,9 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Replace the tensors of a step's state by others inside the `with` block, then restore them.
+    """Replaces the tensors of a step's state by others inside the `with` block.
+
+    At the end, the original tensors are restored.
 
     Args:
         slots: where the tensors are stored, such as `module._parameters["weight"]`.
@@ -275,11 +277,14 @@ _profiling = _Profiling()
 
 @contextmanager
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Set `event` as this thread's profile function inside the `with` block, except in `unprofiled`
-    calls.
+    """Sets `event` as this thread's profile function inside the `with` block.
 
-    Torch makes about a thousand Python calls for each op over fake tensors. None of them is the
-    user's, and reporting a call takes longer than the call. So such ops run `unprofiled`.
+    It gets no event of an `unprofiled` call. Torch makes about a thousand Python calls for each op
+    over fake tensors. None of them is the user's, and reporting a call takes longer than the call.
+    So these ops run `unprofiled`.
+
+    Args:
+        event: a function of (frame, event, argument), as for `sys.setprofile`.
     """
     before = sys.getprofile(), _profiling.event
     _profiling.event = event
@@ -292,10 +297,10 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls a function of partita or torch while this thread's profile function is off.
+    """Calls `function(*args, **kwargs)` while this thread's profile function is off. It is faster.
 
-    This is faster. The called function must run no user code, because capture watches the user's
-    calls by that profile function.
+    The function must be one of partita or torch that runs no user code. The reason: capture watches
+    the user's calls by that profile function.
     """
     event = _profiling.event
     if event is None:
@@ -310,7 +315,7 @@ def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls a function that may run user code, from inside `unprofiled`.
+    """Calls `function(*args, **kwargs)`, which may run user code, from inside `unprofiled`.
 
     The profile function that watches the user's calls is active again during the call.
     """
@@ -361,7 +366,7 @@ def intercepting_modes() -> list[Any]:
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Disable all TorchFunctionModes inside the `with` block, partita's own included.
+    """Disables all TorchFunctionModes inside the `with` block, partita's own included.
 
     Private torch: `_pop_mode_temporarily`.
     """

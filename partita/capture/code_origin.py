@@ -33,7 +33,11 @@ _LIBRARY_MODULES = (
 
 @functools.cache
 def is_recorded_file(filename: str) -> bool:
-    """True if a capture follows the code in a file: not torch's, partita's or Python's own."""
+    """True if a capture follows the code in a file: not torch's, partita's or Python's own.
+
+    Args:
+        filename: the path of the file.
+    """
     if filename.startswith("<frozen"):
         return False
     path = os.path.abspath(filename)

@@ -55,7 +55,11 @@ class Condition:
             return False
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        """Returns why the condition fails: which number changed, and the line of the branch."""
+        """Returns why the condition fails: which number changed, and the line of the branch.
+
+        Args:
+            tensors: the leaves (tensors and numbers) of the call.
+        """
         changed = [
             f"{given.name}: {was} became {now}"
             for given, was in zip(self.numbers, self.values, strict=True)
@@ -172,7 +176,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def kind_of_gradient(t: torch.Tensor) -> Any:
-    """Returns the metadata of the gradient of `t`; None if there is no gradient."""
+    """Returns the metadata of `t.grad` as a comparison key; None if there is no gradient."""
     with local_ops():
         grad = _grad.__get__(t)
         if grad is None:
@@ -188,7 +192,7 @@ FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:
-    """Returns a property of a tensor by its name, such as the value of `is_leaf`.
+    """Returns the property `name` of the tensor `t`, such as the value of `is_leaf`.
 
     For names in `FACTS_OF_OBJECTS`, returns True if the attribute is not None.
     """
@@ -247,12 +251,16 @@ class Conditions(
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on Python numbers, to compare those of two programs."""
+        """Returns a hash of the conditions on Python numbers, by which programs are compared."""
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if step counts of an optimizer differ, although the program assumes equal ones."""
+        """True if an optimizer's step counts differ, but the program assumes that they are equal.
+
+        Args:
+            tensors: the leaves (tensors and numbers) of the call.
+        """
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
 
@@ -295,8 +303,11 @@ class OverlapCheck:
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
         """True if an argument or gradient of a call may overlap an input that the program writes.
 
-        This is a fast check, which may be True although nothing overlaps; `find_error` then
-        decides. For the tensors of the state, call `note_held` first.
+        This is a fast check, which may be True although nothing overlaps: `find_error` decides. For
+        the tensors of the state, call `note_held` first.
+
+        Args:
+            tensors: the leaves (tensors and numbers) of the call.
         """
         if self._gradients:
             gradients = {*self._storages_of_gradients(tensors)}
@@ -313,7 +324,11 @@ class OverlapCheck:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Record which storages the step's state uses now. Call it after the state has changed."""
+        """Records which storages the step's state uses now. Call it after the state has changed.
+
+        Args:
+            tensors: the leaves (tensors and numbers) of a call.
+        """
         with local_ops():
             starts = [self._storage_of(i, tensors[i]) for i, _ in self._state]
         self._storages = {*starts}
@@ -342,7 +357,11 @@ class OverlapCheck:
         """Returns the error if an input that is written overlaps another one; None otherwise.
 
         All ranks return an error, or none does. Pieces of uneven inputs may overlap on some ranks
-        only: an empty piece overlaps nothing. Then ranks share what they found.
+        only, because an empty piece overlaps nothing. For uneven inputs, ranks share what they
+        found.
+
+        Args:
+            tensors: the leaves (tensors and numbers) of the call.
         """
         shared = self._find_shared(tensors)
         found = self._find_conflict(shared)

@@ -90,11 +90,12 @@ def differentiate(
     """Traces backward into the graph: the gradients of `inputs` with respect to `results`.
 
     Args:
+        recorder: the recorder of the capture.
         again: True to retain the autograd graph, so that `differentiate` can be called again.
 
     Returns:
         The seeds (gradients of `results`) and the gradients of `inputs`. The whole result is None
-        if there are no inputs, or if a backward in the function has freed the history.
+        if there are no inputs. It is also None if a backward in the function has freed the history.
     """
     if not inputs:
         return None
@@ -119,7 +120,7 @@ def differentiate(
 
 
 def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
-    """Turn the nodes of `seeds` (gradients of results) into inputs of the graph."""
+    """Turns the nodes of `seeds` (gradients of results) into inputs of the graph."""
     if not seeds:
         return
     nodes = {n.name: n for n in graph.nodes}
@@ -156,8 +157,8 @@ class ResultPart:
         results: the indices of the results.
         ancestors: the indices of results of other parts from which the results of this part are
             computed directly.
-        hooks_miss_gradient: those of `results` from which other results of the part are computed.
-            Their hooks get only a part of the gradient.
+        hooks_miss_gradient: the indices in `results` from which other results of the part are
+            computed. Hooks of these results get only a part of the gradient.
     """
 
     results: list[int]
@@ -168,9 +169,9 @@ class ResultPart:
 def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     """Groups results that must go backward together; returns the groups in backward's order.
 
-    A result and another one that is computed from it are in one group if both also depend on a
-    third value with a history. Otherwise backward would traverse the third value's history twice,
-    each time with a part of its gradient.
+    Take a result and another one that is computed from it. They are in one group if both also
+    depend on a third value with a history. Otherwise backward would traverse the third value's
+    history twice, each time with a part of its gradient.
     """
     edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
@@ -220,8 +221,8 @@ def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     """Makes backward stop at `results` without running their hooks, inside the `with` block.
 
-    So backward can be traced in parts: first from later results to these, then from these to the
-    inputs.
+    Backward can so be traced in parts: first from later results to `results`, and after that from
+    `results` to the inputs.
     """
     handles, hidden = [], []
     try:

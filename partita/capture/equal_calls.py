@@ -41,13 +41,13 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node that computes a fake tensor in the traced graph; None if there is none."""
+    """Returns the node that computes the fake tensor `t` in the traced graph, or None."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
 
 def known_node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node that computes a fake tensor, like `node_of`, but None for a constant.
+    """Returns the node that computes the fake tensor `t`; None for a constant, unlike `node_of`.
 
     The tracer needs the value of a constant, so calls with it must be traced.
     """
@@ -70,7 +70,11 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Returns a new fake tensor for each node, with the metadata of the tensor in `likes`."""
+    """Returns a new fake tensor for each of `nodes`, with the metadata of the tensor in `likes`.
+
+    Args:
+        mode: the mode of the fake tensors.
+    """
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
@@ -108,9 +112,12 @@ class RepeatedCalls:
         self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a key that is equal for equal calls; None if a call must always be traced.
+        """Returns a key that is equal for equal calls; None if the call must always be traced.
 
         Only calls that make or write exactly one tensor have a key.
+
+        Args:
+            func, args, kwargs: the ATen op of the call, and its arguments.
         """
         if not (_makes_one(func) or _writes_one(func)):
             return None
@@ -120,10 +127,12 @@ class RepeatedCalls:
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Adds a node for a call that equals an earlier one, without tracing it.
 
-        Returns the call's fake value; None if no equal call was traced.
-
         Args:
             key: what the method `key` returned for this call.
+            func, args, kwargs: the ATen op of the call, and its arguments.
+
+        Returns:
+            The call's fake value; None if no equal call was traced.
         """
         like = self._known.get(key)
         if like is None:
@@ -167,10 +176,13 @@ class RepeatedCalls:
         return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Add a node for a call over lists (`_foreach_*`) without tracing it, and return its value.
+        """Adds a node for a call over lists (`_foreach_*`) without tracing it. Returns its value.
 
         For positions of the lists with equal operands, the fake value is computed only once.
         Returns `NotImplemented` if the call must be traced.
+
+        Args:
+            func, args, kwargs: the ATen op of the call, and its arguments.
         """
         with local_ops():
             places = _group_places(args)
@@ -191,9 +203,15 @@ class RepeatedCalls:
         return tensors_of(parts, likes, self._mode)
 
     def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
-        """Store a call that was traced, so that equal calls need no trace.
+        """Stores a call that was traced, so that equal calls need no trace.
 
         It is stored only if it added exactly one node, directly after `first`.
+
+        Args:
+            key: what the method `key` returned for this call.
+            func: the ATen op of the call.
+            out: the call's fake value.
+            first: the graph's last node before the call.
         """
         node: fx.Node = self._graph._root.prev
         if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
@@ -251,7 +269,7 @@ def _nodes_of(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_over_lists(func: Any) -> bool:
-    """True for an op over lists (`_foreach_*`), which applies another op to each position."""
+    """True if `func` is an op over lists (`_foreach_*`): it applies another op to each position."""
     returns = [str(r.type) for r in func._schema.returns]
     return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
 

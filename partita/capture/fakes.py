@@ -94,7 +94,8 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 def as_number(value: Any) -> Any:
     """Converts torch's symbolic number to partita's class, which behaves like a Python number.
 
-    Other values are returned unchanged.
+    Args:
+        value: the number. Other values are returned unchanged.
     """
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
@@ -186,7 +187,7 @@ class Substitutes:
             self._put.append((variables, name))
 
     def take_away(self) -> None:
-        """Remove these functions from all globals in which `put` has put them."""
+        """Removes these functions from all globals in which `put` has put them."""
         for variables, name in self._put:
             if self.has(variables.get(name)):
                 del variables[name]
@@ -347,7 +348,10 @@ _DIVMOD = {
 
 
 def is_text_of_unknown(value: Any) -> bool:
-    """True for a string that was printed from a fake tensor, and would differ in eager code."""
+    """True if `value` is a string that was printed from a fake tensor.
+
+    In eager code the string would be different.
+    """
     return issubclass(type(value), str) and "FakeTensor(" in value
 
 
@@ -497,7 +501,8 @@ _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=No
 def captured_for(device: torch.device | str) -> Iterator[None]:
     """Makes a capture of meta tensors act as if they were on `device`, inside the `with` block.
 
-    So the graph has the kernels of that device, which matters for attention. It is never run.
+    So the graph has the kernels of that device, which matters for attention. The graph is never
+    run.
     """
     token = _TARGET.set(torch.device(device))
     try:
@@ -512,7 +517,7 @@ def device_at_capture(x: torch.Tensor) -> torch.device:
 
 
 def has_memory(x: Any) -> bool:
-    """True for a real tensor; False for a fake tensor or another object."""
+    """True if `x` is a real tensor; False for a fake tensor or another object."""
     return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
 
 
@@ -522,6 +527,7 @@ def tensors_written(
     """Returns the tensors that a call of an op writes in place.
 
     Args:
+        func, args, kwargs: the op, and the arguments of the call.
         lists: True returns only tensors in list operands.
     """
     found: list[torch.Tensor] = []
@@ -535,10 +541,13 @@ def tensors_written(
 
 
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Increments the `_version` of tensors that an op over lists writes.
+    """Increments the `_version` of tensors in lists that an op over lists writes.
 
-    For a tensor that is an operand itself, torch increments it. For tensors in lists the kernel
-    does, which does not run on fakes.
+    Torch increments it for a tensor that is an operand itself. For tensors in lists, the kernel
+    would do it, but no kernel runs on fakes.
+
+    Args:
+        func, args, kwargs: the op, and the arguments of the call.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with local_ops():

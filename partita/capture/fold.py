@@ -122,7 +122,7 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Decide that no block is folded: their nodes stay in the step's graph.
+        """Decides that no block is folded: their nodes stay in the step's graph.
 
         Args:
             reason: why, for reports.
@@ -131,7 +131,7 @@ class StepBlocks:
             run.reason = run.reason or reason
 
     def fold(self) -> None:
-        """Replace equal blocks of the graph by calls of one subgraph."""
+        """Replaces equal blocks of the graph by calls of one subgraph."""
         if self._runs:
             self._describe_memory()
             for equal in self._by_key.values():

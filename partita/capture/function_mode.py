@@ -129,7 +129,7 @@ class StepFunctionMode(TorchFunctionMode):
         HERE.trace.assign_data(x, value)
 
     def check_data(self) -> None:
-        """Raise CaptureError if a graph cannot repeat what the step has assigned to `x.data`."""
+        """Raises CaptureError if a graph cannot repeat what the step has assigned to `x.data`."""
         with local_ops(), torch.no_grad():
             for x, memory in self._memory:
                 known = id(x) in self._written or id(x) in self._inputs.renewed
@@ -145,7 +145,7 @@ class StepFunctionMode(TorchFunctionMode):
                 self._taken[x.untyped_storage()._cdata] = before
 
     def copy_back(self) -> None:
-        """Write the values assigned to `x.data` into inputs. Called at the end of the trace."""
+        """Writes the values assigned to `x.data` into inputs. Called at the end of the trace."""
         with local_ops(), torch.no_grad():
             copies = []
             for x, before in self._written.values():
@@ -157,16 +157,22 @@ class StepFunctionMode(TorchFunctionMode):
                 before.copy_(value)
 
     def is_given_memory(self, fake: torch.Tensor) -> bool:
-        """True if the step has assigned to `.data` of this input, which changes its memory."""
+        """True if the step has assigned to `.data` of an input, which changes its memory.
+
+        Args:
+            fake: the fake of the input.
+        """
         return id(fake) in self._written
 
     def separate_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that the graph must return for a tensor that the step returns or
-        stores.
+        """Returns the tensor that the graph must return in place of `value`.
 
         It may be another tensor if the step has assigned `x.data = y`. In eager code x then shares
         the memory of y. In the graph y is copied into x. So an output with the memory of y becomes
-        an alias of x, and one with the former memory of x becomes a copy.
+        an alias of x. An output with the former memory of x becomes a copy.
+
+        Args:
+            value: a tensor that the step returns or stores.
 
         Raises:
             CaptureError: the output is another view of that memory, or has a history.
@@ -281,7 +287,8 @@ def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureE
     """Raises an error if forward reads a view of a tensor whose shape was changed in place.
 
     Args:
-        changed: (last node before the change, views of the tensor, the error) for each change.
+        changed: (last node before the change, views of the tensor, the error) for each change. The
+            error of the first change that matters is raised.
     """
     for last, views, error in changed:
         readers = {user for view in views for user in view.users}

@@ -49,8 +49,11 @@ class Scalar:
 def replace_symbolic_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the arguments of a call, with values for symbolic numbers if `func` needs them.
 
-    Each value becomes a condition of the program. If a number has no value yet, this raises an
-    error.
+    Each value becomes a condition of the program. If a number has no value yet, an error is raised.
+
+    Args:
+        func: the op that is called.
+        args, kwargs: the arguments of the call.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -67,6 +70,7 @@ def with_exact_numbers(func: Any, args: Any, kwargs: Any, held: set[int]) -> tup
     first rounded to float32.
 
     Args:
+        func, args, kwargs: the ATen op of the call, and its arguments.
         held: the ids of the scalar tensors that the optimizer keeps as float32.
     """
     if func is _aten.scalar_tensor.default and kwargs["dtype"].is_floating_point:
@@ -113,6 +117,7 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
 
     Args:
         target: the operation, such as `operator.add`.
+        args: its operands: `Scalar`s and Python numbers.
         like: the value of the operation when it was traced.
 
     Raises:
@@ -146,7 +151,7 @@ def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
 
 
 def unwrap_scalar(value: Any) -> Any:
-    """Returns the 0-d tensor in a `Scalar`; other values unchanged."""
+    """Returns the 0-d tensor in `value` if it is a `Scalar`; other values unchanged."""
     return value.tensor if isinstance(value, Scalar) else value
 
 
@@ -168,7 +173,7 @@ def _make_scalar_tensor(
 
 
 def has_scalars(args: Any, kwargs: Any) -> bool:
-    """True if an argument is a `Scalar`, or a list that contains one."""
+    """True if one of the arguments `args`, `kwargs` is a `Scalar`, or a list that contains one."""
     return any(
         isinstance(a, Scalar)
         or (isinstance(a, (list, tuple)) and any(type(v) is Scalar for v in a))
@@ -183,7 +188,11 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if a call gives the same bits with a 0-d tensor in place of a Python number."""
+    """True if a call gives the same bits with a 0-d tensor in place of a Python number.
+
+    Args:
+        node: the node of the call.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -200,6 +209,7 @@ def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], li
 
     Args:
         name: the name of the op in `torch.ops.aten`.
+        args, kwargs: the arguments.
         like: the value that the call had when it was traced.
     """
     base = name.removesuffix("_")
@@ -394,7 +404,9 @@ def pattern_of(
     """Returns the calls without in-place writes that replace a call: from a cache, or newly traced.
 
     Args:
+        call: runs the call without writes, over fake tensors.
         what: identifies `call` in the cache.
+        args, kwargs: the arguments of the call.
         like: the value of the call during capture.
         mode: the mode of the fake tensors.
 
@@ -539,6 +551,9 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
     """True if a call must be replaced in a graph without in-place writes.
 
     For calls over lists see `calls_of_list`.
+
+    Args:
+        target, args, kwargs: the op or function of the call, and its arguments.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
@@ -550,6 +565,7 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     """Runs a traced call again, in a form that torch's functionalization can handle.
 
     Args:
+        target, args, kwargs: the op or function of the call, and its arguments.
         like: the value that the call had when it was traced.
     """
     name = getattr(target, "_opname", "")
@@ -568,7 +584,11 @@ CallInList = tuple[str, list[Any], dict[str, Any], Any]
 
 
 def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[CallInList]:
-    """Split a call over lists (`_foreach_*`) into one call for each position.
+    """Splits a call over lists (`_foreach_*`) into one call for each position.
+
+    Args:
+        target, args, kwargs: the op of the call, and its arguments.
+        made: the list that the call returned when it was traced.
 
     Yields:
         The arguments of `call_in_list`: name, args, kwargs, and the value when traced.
@@ -595,7 +615,11 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
 
 
 def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Makes one of the single calls that `calls_of_list` yields, and returns its result."""
+    """Makes one of the single calls that `calls_of_list` yields, and returns its result.
+
+    Args:
+        name, args, kwargs, like: what `calls_of_list` has yielded for the call.
+    """
     if has_scalars(args, kwargs):
         return call_with_scalars(name, args, kwargs, like)
     return _find_single_op(name)(*args, **kwargs)
@@ -616,7 +640,8 @@ def _find_single_op(name: str) -> Any:
 def value_of_input(value: Any) -> torch.Tensor:
     """Returns the fake tensor of an input, to trace a graph without in-place writes.
 
-    A Python number becomes a 0-d float64 tensor.
+    Args:
+        value: the input. If it is a Python number, the result is a 0-d float64 tensor.
     """
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)

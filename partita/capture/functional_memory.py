@@ -43,6 +43,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
     """Returns the calls that allocate memory which several results share and a node writes.
 
     Args:
+        graph: the graph with writes.
         memory: for each node whose memory some node writes, a number. Nodes with the same number
             share memory.
     """
@@ -67,9 +68,9 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def drop_needless_sets(graph: fx.Graph) -> None:
-    """Remove each `x.set_(y)` that changes nothing: x and y are the same part of one storage.
+    """Removes each `x.set_(y)` from `graph` if x and y are the same part of one storage.
 
-    `register_parametrization` makes such calls.
+    This `set_` changes nothing. `register_parametrization` makes these calls.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
         x, y = node.args
@@ -80,13 +81,13 @@ def drop_needless_sets(graph: fx.Graph) -> None:
 
 
 def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
-    """Raise CaptureError if the graph would lose a write through a view, or a write after `set_`.
+    """Raises CaptureError if the graph would lose a write through a view, or a write after `set_`.
 
     The graph has only the elements of an input that its shape and strides cover. `as_strided` may
     reach other elements of the storage.
 
     Args:
-        traced: True if torch traces the graph again. Then writes through `unfold` and `expand` are
+        traced: True if torch traces the graph again. Writes through `unfold` and `expand` are then
             refused, too, because torch would compute wrong values for the base.
     """
     given_memory: set[fx.Node] = set()  # makers of memory that a `set_` has exchanged
@@ -117,9 +118,9 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
 
 
 def refuse_writes_before_reruns(graph: fx.Graph, regions: Collection[int]) -> None:
-    """Raise CaptureError if a tensor that a checkpoint reads is written before its backward.
+    """Raises CaptureError if a tensor that a checkpoint reads is written before its backward.
 
-    Eager runs the region again with the new value, and the graph would use that of forward.
+    Eager code runs the region again with the new value. The graph would use the value in forward.
 
     Args:
         regions: the numbers of the regions of torch's checkpoint.
@@ -193,7 +194,7 @@ def invert_views(
         make: a function `make(target, args)` that adds a call to the new graph.
 
     Raises:
-        UnsureOfWrites: no inverse of such a view is known.
+        UnsureOfWrites: no inverse of one of the views is known.
     """
     if any(len(view.all_input_nodes) != 1 or view.kwargs for view in views):
         raise UnsureOfWrites
@@ -262,7 +263,7 @@ _BY_STRIDES = ("as_strided", "_conj", "_neg_view")
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Makes each `as_strided` read the tensor that allocated the storage, in place of a view of it.
+    """Makes each `as_strided` in `graph` read the tensor that allocated the storage, not its view.
 
     The result is the same, because `as_strided` counts from the start of the storage. The change is
     needed for a write through the result. The write makes a new value of the operand, so the
@@ -292,15 +293,15 @@ def share_memory_of_results(
     memory: Mapping[fx.Node, int],
     made: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Make results of the functionalized graph share memory where they did in the original graph.
+    """Makes results of the functionalized graph share memory where they did in the original graph.
 
     Args:
         before: the graph with writes.
         after: the same graph without writes; it is changed in place.
         memory: for each node of `before` whose memory is written, a number. Nodes with the same
             number share memory.
-        made: for each node of `before` that allocated such memory, the node of `after` with the
-            memory's final value.
+        made: for each node of `before` that allocated memory in `memory`, the node of `after` with
+            the memory's final value.
 
     Raises:
         CaptureError: a result cannot be made a view of the shared memory.
@@ -332,6 +333,7 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
     needs no copy.
 
     Args:
+        graph: the graph, whose results are replaced in place.
         cut: the indices of the results whose padding is removed.
     """
     (end,) = graph.find_nodes(op="output")
@@ -420,10 +422,7 @@ _GATHERS = ("gather", "persistent")
 
 
 class ReplacedData(NamedTuple):
-    """An assignment `p.data = y` in the step.
-
-    It holds the nodes of p and y, and the user's line.
-    """
+    """The nodes of `p` and `y` in an assignment `p.data = y` of the step, and the user's line."""
 
     old: fx.Node
     new: fx.Node
@@ -437,6 +436,7 @@ def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[Replac
     Here a gathered value is a copy, so it must be gathered again before the next read.
 
     Args:
+        graph: the graph, which is changed in place.
         replaced: each `p.data = y`, by the last node before it.
 
     Raises:

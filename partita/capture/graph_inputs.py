@@ -153,7 +153,7 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Remove marks that no node reads from the inputs and the graph.
+        """Removes marks that no node reads from the inputs and the graph.
 
         A mark is a fake gradient of an input without a gradient, which shows if the step reads
         `.grad`.
@@ -168,14 +168,18 @@ class GraphInputs:
         self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
-        """Adds an input that is not a leaf of the call: a number, or the gradient of a result."""
+        """Adds an input that is not a leaf of the call.
+
+        Args:
+            given: the input, a number or the gradient of a result.
+        """
         self.all.append(given)
         self.fakes.append(given.tensor)
 
     def tag_fakes(
         self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
     ) -> list[Any]:
-        """Give fakes the layouts, gradients, hooks and attributes of the tensors that they replace.
+        """Gives fakes the layouts, gradients, hooks and attributes of the tensors they replace.
 
         Args:
             wires: maps the wire (connection to the ranks) of an input to the `TraceWire` that
@@ -228,7 +232,11 @@ class GraphInputs:
         return self._gradients.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns fakes of this rank's coordinates, for mesh axes with more than one rank."""
+        """Returns fakes of this rank's coordinates, for mesh axes with more than one rank.
+
+        Args:
+            wire: the wire (connection to the ranks) of the mesh.
+        """
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:
@@ -280,6 +288,7 @@ class TensorFacts:
         """Returns `(value,)` if a call reads a property of an input; () for other calls.
 
         Args:
+            func, args: the function that is called, and its arguments.
             caller: the frame that calls the function.
 
         Raises:
@@ -334,7 +343,7 @@ class TensorFacts:
 
 
 def is_fact(func: Any) -> bool:
-    """True if a torch function only reads a property of a tensor, such as `is_leaf`."""
+    """True if the torch function `func` only reads a property of a tensor, such as `is_leaf`."""
     asked = getattr(func, "__self__", func)
     reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
     return reads and (asked in _HELD or asked in _LOST)
@@ -347,9 +356,9 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's backward hooks of a leaf on its fake, so that they are traced.
+    """Registers the user's backward hooks of `tensor` on its fake, so that they are traced.
 
-    Returns the handles.
+    Returns the handles. There are none if `tensor` is no leaf (of autograd).
     """
     if not tensor.is_leaf:  # autograd calls its hooks outside the graph
         return []
@@ -364,7 +373,7 @@ OWN_ATTRIBUTES = OURS | {"_is_param"}
 
 
 def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
-    """Returns the names of the attributes that a user has set on the tensor object."""
+    """Returns the names of the attributes that a user has set on the tensor object `t`."""
     return _names_of_user(tuple(t.__dict__))
 
 

@@ -87,12 +87,12 @@ class GraphOutputs:
         check: Callable[[Any], None],
         gives_inputs: bool = False,
     ) -> None:
-        """Add the values that the step returns to the outputs.
+        """Adds the values that the step returns to the outputs.
 
         Args:
             leaves, structure: the leaves and the structure of the result.
-            check: called with each leaf that is neither a tensor nor a traced number. Such a leaf
-                is kept as a constant, which every later call returns. It raises if that would be
+            check: called with each leaf that is neither a tensor nor a traced number. The leaf is
+                kept as a constant, which every later call returns. `check` raises if that would be
                 wrong.
             gives_inputs: True if a result that is itself an input also becomes an output of the
                 graph.
@@ -123,13 +123,14 @@ class GraphOutputs:
 
         Args:
             slot: the place of that tensor.
+            value: the tensor's value after the step.
         """
         given = self._inputs.input_of(value)
         index = -1 if given is None else given.index
         self._add_value("slot", value, slot=slot, index=index)
 
     def find_bases(self) -> None:
-        """Find, for each output that is a view copy, the input or output that it is a view of.
+        """Finds, for each output that is a view copy, the input or output that it is a view of.
 
         A view copy is a view on one device, but has its own memory here. If several outputs share a
         base that is neither an input nor an output, the base becomes an output.
@@ -215,8 +216,11 @@ class GraphOutputs:
     def add_cotangents(self, recorder: Recorder) -> None:
         """Traces the backward of results that require grad; adds gradients of inputs as outputs.
 
-        Such a gradient is a "cotangent" output. None is added if the step has freed the results'
+        These gradients are "cotangent" outputs. None is added if the step has freed the results'
         autograd history.
+
+        Args:
+            recorder: the recorder of the capture.
         """
         self._refuse_made_leaves(recorder)
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
@@ -276,11 +280,12 @@ class GraphOutputs:
             )
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """Add outputs that the step does not return, because a check needs them.
+        """Adds outputs that the step does not return, because a check needs them.
 
         Args:
             kind: "admitted": plain tensors that ranks compare, with an output for each. "answers":
                 results of branches, with one output for all.
+            values: the traced tensors or numbers.
         """
         many = len(values) if kind == "admitted" else 1
         self.all += [Output(kind, None) for _ in range(many)]
@@ -340,10 +345,10 @@ def _memory_of(value: DTensor) -> int:
 
 
 def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
-    """Returns `(index, new value)` for each input whose `requires_grad` the step changes.
+    """Returns `(index, new value)` for each of `inputs` whose `requires_grad` the step changes.
 
     Raises:
-        CaptureError: such an input has the user's hooks, which were not traced.
+        CaptureError: the input has the user's hooks, which were not traced.
     """
     found = []
     for given, fake in zip(inputs.all, inputs.fakes, strict=True):
@@ -428,6 +433,8 @@ def program_of_trace(
     """Makes the program of a traced graph, which is changed in place.
 
     Args:
+        made: the module with the graph.
+        inputs, outputs: the inputs and outputs of the graph.
         wires: maps the wire (connection to the ranks) of an input to the `TraceWire` that replaced
             it during the run.
         kind: the class of the program.

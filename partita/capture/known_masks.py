@@ -86,6 +86,7 @@ class KnownMasks:
         A mask that is causal becomes `is_causal=True`.
 
         Args:
+            args, kwargs: the arguments of `scaled_dot_product_attention`.
             find_node: a function that returns the node that makes a mask, or None.
         """
         bound = _bind(*args, **kwargs)
@@ -164,6 +165,7 @@ def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
     """Computes which keys a mask hides from the queries. Every element is checked.
 
     Args:
+        mask: the mask.
         queries, keys: the numbers of rows and columns of the mask.
 
     Returns:
@@ -252,7 +254,7 @@ class KnownNode:
         return sum(node not in self._values for node in self._order)
 
     def compute(self) -> None:
-        """Computes the values of all nodes that are small enough; keeps those needed later."""
+        """Computes the values of all nodes that are small enough. Keeps the values needed later."""
         values = self._values
         last_reader = {read: n for n in self._order for read in n.all_input_nodes}
         needed, large = {self._end}, set[fx.Node]()

@@ -35,7 +35,7 @@ def attributes_restored(
     Lists and dictionaries that are attributes get their old items back.
 
     Args:
-        homes: dictionaries of attributes.
+        homes: the dictionaries that hold the attributes, such as an object's `__dict__`.
         contains_fake: a predicate: True for a fake, and for a container that holds one.
 
     Yields:
@@ -79,7 +79,10 @@ def find_keys_with_fakes(home: dict[str, Any], contains_fake: Callable[[Any], bo
 def is_list_of_parameters(value: Any, before: Any) -> bool:
     """True if a list of parameters, or of weak references to them, replaces an equal list.
 
-    nn.GRU makes such a list whenever its parameters are replaced.
+    nn.GRU makes a new list whenever its parameters are replaced.
+
+    Args:
+        value, before: the new list, and the list that it replaces.
     """
     if type(value) is not type(before) or not issubclass(type(value), (list, tuple)):
         return False
@@ -93,10 +96,13 @@ def is_list_of_parameters(value: Any, before: Any) -> bool:
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Removes fakes that the `with` block has stored in modules, then raises an error.
+    """Removes fakes that the `with` block has stored in modules, and raises an error.
+
+    Args:
+        modules: the modules. Their submodules are searched, too.
 
     Raises:
-        CaptureError: there were such attributes, and the block itself has raised nothing.
+        CaptureError: fakes were removed, and the block itself has raised nothing.
     """
     named = [
         (f"{prefix}." if prefix else "", home)

@@ -61,10 +61,13 @@ foreach, because the compiler fuses its kernels."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
-    """Create the state of torch's optimizers before capture, as their first step would do.
+    """Creates the state of torch's optimizers before capture, as their first step would do.
 
     So the first step has the same program as later ones. Private torch: `_init_group`, which every
     optimizer of torch.optim has, makes the state of each parameter with a gradient.
+
+    Args:
+        optimizers: the optimizers, by name.
 
     Returns:
         (optimizer, parameter) for each new state, for `drop_unused_state`.
@@ -196,7 +199,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete state that `make_optimizer_state` has created and the step does not use.
+    """Deletes state that `make_optimizer_state` has created and the step does not use.
 
     Args:
         made_state: the result of `make_optimizer_state`.
@@ -274,7 +277,11 @@ class CapturedOptimizers:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)
 
         def begin_rest(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            """Widen the counts, unless partita's own hook has updated the blocks before."""
+            """Widens the counts, unless partita's own hook has updated the blocks before.
+
+            Args:
+                optimizer, args, kwargs: what torch passes to a hook before `optimizer.step`.
+            """
             if HERE.trace is recorder and updates.has_blocks and optimizer not in self._stepped:
                 self._counts += widen_counts(optimizer.state.values(), self._kept)
 
@@ -414,6 +421,10 @@ def find_equal_counts(
 
     Counts on a device are left out, because each call would have to wait for their values. Counts
     of a user's optimizer are left out, because they may be equal on some ranks only.
+
+    Args:
+        inputs: the inputs of the graph.
+        optimizers: the optimizers of the step.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)
@@ -432,7 +443,12 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns, for each group of equal step counts, their positions among the graph's inputs."""
+    """Returns, for each group of equal step counts, their positions among the graph's inputs.
+
+    Args:
+        inputs: the inputs of the graph.
+        equal: the result of `find_equal_counts`.
+    """
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 

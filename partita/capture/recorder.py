@@ -188,8 +188,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         exact: while an optimizer of torch steps, the ids of the scalars that eager code keeps in
             float32 (see `with_exact_numbers`); otherwise None.
         regions_begun: the number of remat regions that have begun.
-        regions_that_read_again: those of them that eager runs again with the values that exist in
-            backward, as torch's checkpoint does.
+        regions_that_read_again: the numbers of the regions that eager code runs again with the
+            values that exist in backward. Torch's checkpoint does so.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
         note_read: a function that gets each number that is read from a tensor, and the tensor.
@@ -324,7 +324,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return out
 
     def finish(self) -> None:
-        """Write the layouts of tensors into the nodes' notes, at the end of the trace.
+        """Writes the layouts of tensors into the nodes' notes, at the end of the trace.
 
         A tensor gets its layout only after the call that makes it.
         """
@@ -339,6 +339,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """Returns a context manager. Notes of nodes that are added inside name a redistribution.
 
         Args:
+            wire: the wire (connection to the ranks) that makes the redistribution.
             move: the redistribution.
             itemsize: bytes per element.
             op, reason: the op that needs it, and why, for the ledger.
@@ -363,6 +364,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """Returns a context manager. Nodes that are added inside belong to a new remat region.
 
         Within nested regions, they belong to the outermost one.
+
+        Args:
+            reads_again: True if eager code runs the region again with the values that exist in
+                backward, as torch's checkpoint does.
         """
         if not self._within.region:
             self.regions_begun += 1
@@ -371,9 +376,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raise CaptureError, because a remat region with a budget of its own cannot be captured.
+        """Raises CaptureError, because a remat region with a budget of its own cannot be captured.
 
-        Only the whole step has a budget.
+        Only the whole step has a budget. Inside another region, nothing is raised.
+
+        Args:
+            nbytes: the region's budget in bytes.
+            title: the region's name in the error.
         """
         if HERE.watcher is not None:  # inside another region, whose policy applies
             return
@@ -395,7 +404,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def keep(self, x: torch.Tensor) -> None:
         """Marks the nodes that computed the memory of `x`: their values are saved for backward.
 
-        A remat region then does not recompute them.
+        A remat region does not recompute them.
         """
         with local_ops():
             wanted = x.untyped_storage()._cdata
@@ -404,7 +413,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into `x` in place, where eager code would assign `x.data`.
+        """Writes `value` into `x` in place, where eager code would assign `x.data`.
 
         An input gets other memory, as in eager code: views that were made of it before the step
         keep their values.
@@ -420,7 +429,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self.assign_data(x, value)
 
     def assign_data(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Make later reads of `x` use `value`, as after `x.data = value` in eager code."""
+        """Makes later reads of `x` use `value`, as after `x.data = value` in eager code."""
         mode = get_proxy_mode()
         assert mode is not None
         old, new = node_of(x), node_of(value)
@@ -480,7 +489,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._note
 
     def note_made(self, *nodes: fx.Node) -> None:
-        """Write notes (user's line, phase) on nodes that were added without a traced call."""
+        """Writes notes (user's line, phase) on nodes that were added without a traced call."""
         self._note_nodes(nodes, unprofiled(self._make_note))
         self._note_new_nodes()
 
@@ -492,9 +501,10 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._last = self.newest_node()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Write notes on nodes that are copies of an earlier trace.
+        """Writes notes on nodes that are copies of an earlier trace.
 
         Args:
+            nodes: the copies.
             made: the node whose value is `out`.
         """
         self.note_made(*nodes)
@@ -597,6 +607,7 @@ class RepeatedMoves:
         """Returns `x` redistributed by `move`: traced, or copied from an equal redistribution.
 
         Args:
+            wire: the wire (connection to the ranks) that makes the redistribution.
             run: traces the redistribution. It is called if there was no equal one.
         """
         given = node_of(x) if isinstance(x, FakeTensor) else None

@@ -187,7 +187,12 @@ def _capture(
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
-    """Returns a slot for each parameter, buffer and tensor of an optimizer's state."""
+    """Returns a slot for each parameter, buffer and tensor of an optimizer's state.
+
+    Args:
+        modules: the modules, with their submodules, that have the parameters and buffers.
+        optimizers: the optimizers.
+    """
     found = []
     for i, module in enumerate(modules):
         for prefix, part in module.named_modules():
@@ -322,7 +327,7 @@ class Tracer:
     def tracing(
         self, number: Callable[..., Any], copy_attributes: Callable[..., None]
     ) -> Iterator[None]:
-        """Within the `with` statement, fake tensors replace the state, and calls become nodes.
+        """Replaces the state by fake tensors, and makes calls nodes, inside the `with` block.
 
         Only calls of this thread become nodes of the graph.
 
@@ -361,7 +366,8 @@ class Tracer:
         """Intercepts the torch functions that the step calls, inside the `with` block.
 
         Args:
-            reads_values: the same as for `StepFunctionMode`.
+            reads_values: True if `.item()` may return a value, computed from the data of the call
+                alone.
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own
@@ -379,7 +385,7 @@ class Tracer:
     # -- collecting results ------------------------------------------------------------------------
 
     def collect_state(self) -> None:
-        """Add the values that the state has after the run to the graph's outputs.
+        """Adds the values that the state has after the run to the graph's outputs.
 
         Raises:
             CaptureError: a slot no longer holds a tensor.
@@ -419,7 +425,11 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raises CaptureError if the graph would not do what the run did. Drops unused nodes."""
+        """Raises CaptureError if the graph would not do what the run did. Drops unused nodes.
+
+        Args:
+            made: the module with the traced graph.
+        """
         _check_constants(made.graph)
         _check_operators(made.graph)
         if regions := self.recorder.regions_that_read_again:
@@ -428,10 +438,14 @@ class Tracer:
         drop_unused(made.graph)
 
     def fold(self, made: fx.GraphModule, flat: str = "") -> StepBlocks:
-        """Replace equal blocks of the graph by calls of one subgraph.
+        """Replaces equal blocks of the graph by calls of one subgraph.
 
         Args:
+            made: the module with the traced graph.
             flat: a reason to leave all blocks flat; "" for none.
+
+        Returns:
+            The blocks that were found, whether they were folded or not.
         """
         nodes, least = made.graph.find_nodes(op="placeholder"), self.blocks.section_threshold
         pairs = zip(nodes, self.inputs.all, strict=True)
@@ -453,9 +467,13 @@ class Tracer:
         return blocks
 
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
-        """Replace the calls of folded blocks by the blocks' nodes again.
+        """Replaces the calls of folded blocks by the blocks' nodes again.
 
         This is needed if functionalization cannot handle the graph with the calls.
+
+        Args:
+            made: the module with the graph.
+            blocks: the result of `fold`. Its report then says that no block is folded.
         """
         inline_subgraphs(made.graph)
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
@@ -464,6 +482,9 @@ class Tracer:
         """Returns the inputs that nodes of the graph read.
 
         First, the gradients of results become inputs, too.
+
+        Args:
+            made: the module with the traced graph. Its unused nodes are dropped.
         """
         make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
@@ -472,6 +493,9 @@ class Tracer:
 
     def functionalize(self, made: fx.GraphModule) -> fx.GraphModule:
         """Returns the graph without in-place writes, except `copy_` into inputs at its end.
+
+        Args:
+            made: the module with the traced graph.
 
         Raises:
             UnsureOfWrites: calls of folded blocks in the graph must be inlined first.
@@ -484,6 +508,9 @@ class Tracer:
 
     def make_program(self, made: fx.GraphModule) -> tuple[Program, list[Any]]:
         """Makes the program of a traced graph. Also returns the values that ranks must compare.
+
+        Args:
+            made: the module with the traced graph.
 
         Raises:
             UnsureOfWrites: calls of folded blocks in the graph must be inlined first.
@@ -499,7 +526,7 @@ class Tracer:
         return program, admitted
 
     def forget(self) -> None:
-        """Free plans and other data of the wires that existed only during a capture."""
+        """Frees plans and other data of the wires that existed only during a capture."""
         forget_plans_on(set(self.wires.values()))
         for wire in self.wires.values():
             wire.forget()

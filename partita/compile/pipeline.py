@@ -41,6 +41,10 @@ from .region import region_of
 def make_program(request: CaptureRequest, options: StepOptions) -> CapturedProgram:
     """Captures a step and returns the program for this call. All ranks must call it.
 
+    Args:
+        request: the step, the arguments of the call, and what is known about it.
+        options: the options of `pt.compile`.
+
     Raises:
         CaptureError: the step cannot be captured on some rank.
         LayoutError: the ranks' programs differ.
@@ -104,7 +108,7 @@ class OldObjects:
     """Objects in the oldest generation when `moved` was 0. To count them takes milliseconds."""
 
     def count_moved(self, count: int) -> None:
-        """Adds to the count of moved objects. A full collection has set it back to 0."""
+        """Adds `count` to the number of moved objects, which is 0 after a full collection."""
         done = gc.get_stats()[2]["collections"]
         if done != self.collections:
             self.moved, self.collections, self.total = 0, done, len(gc.get_objects(2))
@@ -125,12 +129,16 @@ def compile_within_budget(
 ) -> CapturedProgram:
     """Compiles a program. If it needs more memory than its budget, changes it until it fits.
 
-    All ranks must call it. Compiled code may take more memory than the graph, because a fused
-    kernel has the results of all of its calls at once. A changed program recomputes more.
+    All ranks must call it. Compiled code may take more memory than the graph: a fused kernel has
+    the results of all of its calls at once. A changed program recomputes more.
 
     Args:
+        program: the program.
         prepare: a function that compiles a program.
         tensors: the leaves (tensors and numbers) of the call for which the program was made.
+
+    Returns:
+        The compiled program.
 
     Raises:
         CaptureError: the budget is too small; the error names the smallest budget that suffices.

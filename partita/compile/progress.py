@@ -41,7 +41,11 @@ def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Calls the functions that `phase_listener` has registered, when a phase begins."""
+    """Calls the functions that `phase_listener` has registered, when a phase begins.
+
+    Args:
+        name: the name of the phase, such as "capture".
+    """
     for tell in _listeners:
         tell(name)
 
@@ -103,7 +107,7 @@ class _Line:
         self._phase, self.detail = name, ""
 
     def set_result(self, built: Any) -> None:
-        """Note that the call has its program, for the last line.
+        """Notes that the call has its program, for the last line.
 
         Args:
             built: the compiled code, whose text says how long it took; None if there is none.
@@ -112,7 +116,7 @@ class _Line:
         self._result = f"captured in {seconds:.1f} s" + (f", {built}" if built else "")
 
     def end(self) -> None:
-        """Stop updating the progress line, and clear it on a terminal."""
+        """Stops updating the progress line, and clears it on a terminal."""
         self._ended.set()
         self._thread.join()
 

@@ -124,7 +124,7 @@ class _BackwardPart:
     def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Runs this part. Returns the gradients of `ancestors`, then those of leaves (`graded`).
+        """Runs this part. Returns the gradients of `ancestors`, followed by those of `graded`.
 
         Args:
             cotangents: the gradients of its results, by number.
@@ -318,11 +318,11 @@ class ForwardBackwardPair:
     """The two halves of a region as programs: the forward, and the parts of the backward.
 
     Attributes:
-        forward: the program that returns the region's outputs except gradients, then the values
-            that it saves.
+        forward: the program that returns the region's outputs except gradients, followed by the
+            values that it saves.
         backwards: the parts of the backward by number, in the order in which they run. The inputs
-            of a part are the values of `saved` that it reads (`Input.index` is the position in
-            `saved`), then gradients of results.
+            of a part are the values of `saved` that it reads, followed by gradients of results.
+            `Input.index` of a value is its position in `saved`.
         saved: for each value that backward reads: its index among the leaves (tensors) of a call,
             or -1 if forward saves it. Those with -1 are in the order in which forward returns them.
     """
@@ -336,9 +336,9 @@ def split_program(program: Program) -> ForwardBackwardPair:
     """Splits a region's program into forward and backward. Changes its graph.
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
-    passes added to recompute values. To save less from forward, backward makes views again from
-    their base, and casts of an input from the input. So forward saves a parameter's shard, not the
-    gathered parameter, which can be freed in between.
+    passes added to recompute values. Forward does not save a view of a whole tensor, or a cast of
+    an input. Backward makes it again, from the base or the input. A parameter that backward gathers
+    again is saved as a shard. Its gathered value can be freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))

@@ -100,7 +100,7 @@ def compile(
     sections: bool | None = None,
     cuda_graphs: bool | None = None,
 ) -> Any:
-    """Capture a training step (forward, loss, backward, update) into one compiled graph.
+    """Captures a training step (forward, loss, backward, update) into one compiled graph.
 
     A region is a part of a model that otherwise runs eagerly. It is captured as two graphs, forward
     and backward. A region is a module, which is compiled in place, or a function that runs no
@@ -202,7 +202,11 @@ class _StepCall:
         return signature_of(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def describe(self, leaves: Sequence[Any]) -> Any:
-        """Returns a description of the call, from which `CaptureHistory` explains a new capture."""
+        """Returns a description of the call, from which `CaptureHistory` explains a new capture.
+
+        Args:
+            leaves: the leaves (tensors and numbers) of the call.
+        """
         return describe_call(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def _list_names(self) -> list[str]:
@@ -332,10 +336,10 @@ class CompiledStep:
         return explain_passes(captured)
 
     def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
-        """Write an HTML page about the program that ran last; it needs no network. Requires plotly.
+        """Writes an HTML page about the program that ran last; it needs no network. Needs plotly.
 
-        It shows memory over the step by class, the buffers at the peak, bytes sent by source line,
-        the bytes that each pass saved, and layouts.
+        It shows memory over the step by class, and the buffers at the peak. It also shows bytes
+        sent by source line, the bytes that each pass saved, and layouts.
 
         Args:
             path: the file to write.
@@ -670,6 +674,10 @@ class CompiledStep:
         """Compiles a program with the chosen backend, and returns the function that runs it.
 
         The function records the kernels as a CUDA graph if the options allow it and it is possible.
+
+        Args:
+            program: the program.
+            wires: the wires (connections to the ranks) of the program's meshes.
         """
         compile_part = functools.partial(self._compile, wires=wires)
         is_required = bool(self.options.cuda_graphs)

@@ -54,7 +54,7 @@ class RefusedCall:
         self.tries, self.why = tries, why
 
     def holds(self) -> bool:
-        """True if nothing that the step read has changed. Another capture would then fail, too."""
+        """True if nothing that the step read has changed: another capture would fail, too."""
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
@@ -72,6 +72,7 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
     Args:
         fact: what the step does.
         reason: why a graph cannot express it.
+        fixes: the fixes that the error proposes.
         place: a "file:line". None: the user's current line.
     """
     return CaptureError(
@@ -83,7 +84,11 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
 
 
 def make_data_dependent_shape_error(op: str, *, place: str | None = None) -> CaptureError:
-    """Returns the error to raise if the output shape of `op` ("aten::nonzero") depends on data."""
+    """Returns the error to raise if the output shape of `op` ("aten::nonzero") depends on data.
+
+    Args:
+        place: a "file:line". None: the user's current line.
+    """
     return not_captured(
         f"the shape of {op.removeprefix('aten::')} depends on data",
         "all shapes in a graph must be known before it runs",
@@ -111,7 +116,11 @@ def make_anomaly_mode_error() -> CaptureError:
 
 
 def make_dispatch_mode_error(mode: Any) -> CaptureError:
-    """Returns the error to raise if a compiled step is called within a user's dispatch mode."""
+    """Returns the error to raise if a compiled step is called within a user's dispatch mode.
+
+    Args:
+        mode: the mode.
+    """
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
         "compiled code makes none of the calls that the mode intercepts",
@@ -130,7 +139,12 @@ def make_recording_error(error: Exception) -> CaptureError:
 
 
 def make_budget_too_small_error(budget: int, least: int) -> CaptureError:
-    """Returns the error for a memory budget that a step cannot keep. `least` bytes suffice."""
+    """Returns the error for a memory budget that a step cannot keep.
+
+    Args:
+        budget: the budget in bytes.
+        least: the least number of bytes that suffices.
+    """
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",
@@ -288,7 +302,12 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error for a step that uses a tensor which was not found."""
+    """Returns the error for a step that uses a tensor which was not found.
+
+    Args:
+        place: the user's line, a "file:line".
+        more: a text to append to the reason.
+    """
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(

@@ -34,7 +34,10 @@ def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
 
 
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
-    """Returns the mode of the first fake tensor in nested lists and dictionaries, or None."""
+    """Returns the mode of the first fake tensor in `values`, or None.
+
+    Nested lists, tuples and dictionaries are searched.
+    """
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode  # type: ignore[no-any-return]
@@ -48,6 +51,11 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
     """Returns `FakeTensor(mode, meta, device)`, but takes a third of the time.
 
     Private torch: most of that constructor handles arguments that are never passed.
+
+    Args:
+        mode: the mode of the fake tensor.
+        meta: a meta tensor with the metadata.
+        device: the device that the fake tensor has.
     """
     is_unsure = device.index is None and device not in (HOST, _META)  # torch uses the current one
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
@@ -65,7 +73,7 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
 
 
 def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """Returns a fake tensor with the metadata of `t` and a new storage."""
+    """Returns a fake tensor of `mode` with the metadata of `t` and a new storage."""
     with building_fakes():
         return make_fake(mode, make_empty_meta(t), t.device)
 
@@ -77,7 +85,7 @@ def make_distinct(value: Any, known: set[int]) -> Any:
     so two inputs must not share one.
 
     Args:
-        known: identifiers of the storages of earlier inputs. That of this input is added.
+        known: identifiers of the storages of earlier inputs. The storage of this input is added.
     """
     if isinstance(value, FakeTensor) and value.layout is torch.strided:
         if value.untyped_storage()._cdata in known:
@@ -96,7 +104,7 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Disable all torch modes inside the `with` block, because they could intercept new fakes."""
+    """Disables all torch modes inside the `with` block, because they could intercept new fakes."""
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         yield
 
@@ -107,7 +115,7 @@ def make_empty_meta(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallResult:
-    """The fake result of a call, with the storage of each tensor: new, or that of an operand.
+    """The fake result of a call, with the storage of each tensor: new, or an operand's.
 
     Attributes:
         value: the fake value that the call returns.
@@ -127,7 +135,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     Equal calls share one cached result.
 
     Args:
-        like: a value of the same fake mode, for calls without a tensor operand; for a call of a
+        target, args, kwargs: the op or function of the call, and its arguments.
+        like: a value of the same fake mode, for calls without a tensor operand. For a call of a
             `Subgraph`, the call's result.
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
@@ -211,7 +220,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
-    """Returns the tensors in nested lists, tuples and dictionaries, in order."""
+    """Returns the tensors in `value` (nested lists, tuples and dictionaries), in order."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if value is None or isinstance(value, (int, float, str)):
@@ -267,7 +276,10 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
 def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
     """Returns a key that is equal for calls whose results have equal metadata.
 
-    None if the metadata depend on more than the operands' metadata.
+    Returns None if the metadata depend on more than the operands' metadata.
+
+    Args:
+        target, args, kwargs: the op or function of the call, and its arguments.
     """
     try:
         key = (

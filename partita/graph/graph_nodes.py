@@ -113,7 +113,12 @@ _set_kwargs: Callable[[fx.Node, Any], None] = fx.Node.kwargs.__set__  # type: ig
 def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
-    """Add a call at the graph's insertion point, like `fx.Graph.call_function`, and return it."""
+    """Adds a call at the graph's insertion point, like `fx.Graph.call_function`, and returns it.
+
+    Args:
+        target, args, kwargs: the op or function of the call, and its arguments.
+        name: the name of the node; None for a name made from `target`.
+    """
     node = graph.create_node("call_function", target, name=name or name_of_call(target))
     _set_args(node, args)
     if kwargs:
@@ -122,7 +127,7 @@ def add_call(
 
 
 def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Add an input with this name at the graph's insertion point, like `fx.Graph.placeholder`."""
+    """Adds an input with this name at the graph's insertion point, like `fx.Graph.placeholder`."""
     return graph.create_node("placeholder", name, name=name)  # without `name`, fx derives one
 
 
@@ -136,11 +141,11 @@ def name_of_call(target: Any) -> str:
 def copy_node(
     graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any], name: str | None = None
 ) -> fx.Node:
-    """Add a copy of a node to `graph`, like `fx.Graph.node_copy`, and return it.
+    """Adds a copy of a node to `graph`, like `fx.Graph.node_copy`, and returns it.
 
     Args:
         of: a function that returns the copy of an operand.
-        name: the name of the copy, to which fx appends a number; by default that of the node.
+        name: the name of the copy, to which fx appends a number; by default the name of the node.
     """
     made = graph.create_node(node.op, node.target, name=name or node.name, type_expr=node.type)
     _set_args(made, fx.node.map_arg(node.args, of))
@@ -177,8 +182,11 @@ def extract_graph(
 def key_of_operands(value: Any) -> Any:
     """Returns a hashable key of a call's operands, to find equal calls.
 
-    1, 1.0 and True have different keys; floats and complex numbers are compared by their bits, so
+    1, 1.0 and True have different keys. Floats and complex numbers are compared by their bits, so
     0.0 and -0.0 differ.
+
+    Args:
+        value: an operand, or nested lists, tuples and dictionaries of operands.
     """
     if isinstance(value, fx.Node):
         return value
@@ -195,7 +203,7 @@ def key_of_operands(value: Any) -> Any:
 
 
 def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """Like `fx.GraphModule(root, graph)`, but generates its Python code only when called."""
+    """Returns `fx.GraphModule(root, graph)`, but generates its Python code only when called."""
     # Private torch: its own class for this, which Inductor and Dynamo use.
     made: fx.GraphModule = _lazy_graph_module._LazyGraphModule(root, graph)
     return made
@@ -218,7 +226,7 @@ def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the operands that a `copy_` or a call of a subgraph writes."""
+    """Yields the operands that `node` writes, if it is a `copy_` or a call of a subgraph."""
     if node.target is _COPY:
         yield node.args[0]  # type: ignore[misc]
     elif (part := subgraph_of(node)) is not None and part.written:
@@ -236,7 +244,10 @@ def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erase calls whose value is not used, including collectives, unless they have an effect."""
+    """Erases calls in `graph` whose value is not used, unless they have an effect.
+
+    Collectives are erased, too.
+    """
     for node in reversed(graph.nodes):  # fx's own method first checks the whole graph
         if not node.users and not has_effect(node):
             graph.erase_node(node)
@@ -245,7 +256,7 @@ def drop_unused(graph: fx.Graph) -> None:
 def has_effect(node: fx.Node) -> bool:
     """True if a node must stay in the graph even if its value is unused.
 
-    Such a node writes memory, draws random numbers or checks a value.
+    These nodes write memory, draw random numbers or check a value.
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -417,7 +428,7 @@ class Subgraph:
         return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """Returns the operands of a node that calls this subgraph, one for each of its inputs."""
+        """Returns the operands of `call`, a node that calls this subgraph: one for each input."""
         given: Any = call.args[-1]
         return given  # type: ignore[no-any-return]
 
@@ -444,7 +455,7 @@ class Subgraph:
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of a block's backward: by phase, or because they depend on such nodes."""
+        """The nodes of a block's backward: by phase, or because they depend on a backward node."""
         if self.forward_input_count is None:
             return set()
         late = set(self.inputs_of(True))
@@ -464,7 +475,7 @@ class Subgraph:
     def has_effect(self) -> bool:
         """True if a call of the subgraph must stay even if its results are unused.
 
-        Such a subgraph writes memory, draws random numbers or checks a value.
+        This holds if the subgraph writes memory, draws random numbers or checks a value.
         """
         calls = self.graph.graph.nodes
         return any(n.op == "call_function" and has_effect(n) for n in calls)
@@ -484,7 +495,7 @@ class Subgraph:
 def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
     """Marks a node as a call of a subgraph (for a block: of its forward). It is never executed.
 
-    It is the `target` of such nodes in an FX graph.
+    It is the `target` of the marked nodes in an FX graph.
 
     Args:
         part: the subgraph.
@@ -497,7 +508,7 @@ def call_subgraph(part: Subgraph, takes: Sequence[Any]) -> Any:
 def call_backward(part: Subgraph, forward: Any, takes: Sequence[Any]) -> Any:
     """Marks a node as a call of a block's backward. It is never executed.
 
-    It is the `target` of such nodes in an FX graph.
+    It is the `target` of the marked nodes in an FX graph.
 
     Args:
         part: the block's subgraph.

@@ -143,7 +143,7 @@ def canonical_lines(program: Program) -> list[str]:
     """Returns a program as lines of text, which are equal on all ranks if their programs are equal.
 
     They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
-    are first, one for each node, then the lines of each section once.
+    are first, one for each node. The lines of each section follow once.
     """
     number: dict[fx.Node, str] = {}
     lines = []
@@ -178,7 +178,10 @@ def _format_layout(spec: Spec) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """Yields a line of text for each node. Graphs that compute the same have equal lines."""
+    """Yields a line of text for each node of `graph`.
+
+    Graphs that compute the same have equal lines.
+    """
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
         number[node] = f"%{len(number)}"
@@ -318,7 +321,7 @@ def agree_on_program(
     """Checks that all ranks of `wire` have the same program. Otherwise raises an error on all.
 
     Args:
-        lines: the program of this rank.
+        lines: the program of this rank, as lines of text.
         where: for each line of the program's text, the user's line that it comes from.
         stages: a function that returns, for capture and each pass, its name and a digest of the
             program after it. It is called on all ranks if they differ, to find the first stage that

@@ -315,6 +315,9 @@ def _schedule_of_section(section: Subgraph) -> SectionSchedule:
 def scheduled(program: Program) -> Memory:
     """Returns the memory schedule of the code that will run: Inductor's code, or the graph.
 
+    Args:
+        program: the program, after the passes.
+
     Raises:
         ValueError: the memory of the generated code is unknown.
     """
@@ -351,7 +354,10 @@ def memory_of(program: Program) -> Memory:
 
 
 def peak_of(program: Program) -> int:
-    """Returns the peak of `memory_of` in bytes, but faster: each section is analysed only once."""
+    """Returns the peak of `memory_of(program)` in bytes, but faster.
+
+    The memory of each section is computed only once.
+    """
     storages = storages_of(program)
     live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
     for node in program.graph.graph.nodes:
@@ -389,7 +395,7 @@ def _peak_of_call(
 
 
 def held_inputs(program: Program) -> Iterator[HeldInput]:
-    """Yields the inputs whose memory exists between calls, such as parameters, with bytes.
+    """Yields the inputs of `program` whose memory exists between calls, such as parameters.
 
     A shared storage counts once.
     """
@@ -409,6 +415,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
     call ends.
 
     Args:
+        program: the program that is called.
         places: the number of nodes (or lines of code) of the schedule.
     """
     examples = program.example()
@@ -435,6 +442,8 @@ def make_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -
     """Makes a `Buffer` with the source, phase, layout and reason from a node's note.
 
     Args:
+        note: the note.
+        name, made_by, nbytes: attributes of the buffer.
         more: other attributes of the buffer.
     """
     more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
@@ -450,6 +459,7 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
     """Returns the bytes that a CPU kernel allocates and frees while it runs; 0 if unknown.
 
     Args:
+        target: the op that is called.
         args: the operands of the call, with fake tensors.
         made: the result of the call.
     """
@@ -572,7 +582,9 @@ def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compile
     """Returns the bytes of the temporary buffers that a backend allocates to run a collective.
 
     Args:
+        target: the collective's op. The result is 0 for other ops.
         args, made: the operands and the result of the call, with fake tensors.
+        groups: maps the name of each process group in the graph to its wire and axes.
         compiled: True if it runs as torch's functional collective, False if through a wire.
     """
     if not args or args[-1] not in groups:

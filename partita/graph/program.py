@@ -275,8 +275,8 @@ class ResultPlace:
     """Where a tensor in a step's result comes from: from the graph, or from the call's own tensors.
 
     Attributes:
-        source: "result": an output of the graph; "input": a tensor of the call itself;
-            "gradient": the object that was the `.grad` of such a tensor before the call.
+        source: "result": an output of the graph; "input": a tensor of the call itself; "gradient":
+            the object that was the `.grad` of a tensor of the call before the call.
         index: the index among the graph's "result" outputs, or among the leaves (tensors and
             numbers) of the call.
     """
@@ -461,7 +461,7 @@ class Program:
         return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        """Compile the program, so that it can run.
+        """Compiles the program, so that it can run.
 
         Args:
             call_of: a function that compiles a program and returns the function that runs it.
@@ -475,7 +475,8 @@ class Program:
 
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
-            inputs: the local values of `taken`, if the caller already has them.
+            inputs: the local values of `taken`, if the caller already has them; None reads them
+                from `tensors`.
         """
         assert self.call is not None
         locals_ = [i.local_value(tensors) for i in self.inputs] if inputs is None else inputs
@@ -528,6 +529,9 @@ def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
 
     If none of these gradients exists, autograd passes None, not zeros. So passes must not combine
     nodes that depend on different results.
+
+    Args:
+        program: the program that has the nodes.
     """
     graph = program.graph.graph
     inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
@@ -626,6 +630,9 @@ class PaddingBoundary:
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
         """Returns the traffic of padding: ranks with an empty shard get values from other ranks.
 
+        Args:
+            itemsize: bytes per element.
+
         Returns:
             For each collective: its axes, and the bytes that a rank sends.
         """
@@ -636,7 +643,7 @@ class PaddingBoundary:
         return found
 
     def unpad_output(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns an output of the graph without its padding, as a tensor with its own storage."""
+        """Returns `value`, an output of the graph, without its padding, in a storage of its own."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):

@@ -35,6 +35,9 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
 
     Nodes with the same number share memory. Each input has its own memory, as in torch's
     functionalization.
+
+    Args:
+        graph: the graph, before functionalization.
     """
     shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()
@@ -143,7 +146,7 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def operands_written(node: fx.Node) -> list[fx.Node]:
-    """Returns the operands that a call writes in place, in a graph before functionalization."""
+    """Returns the operands that `node` writes in place, in a graph before functionalization."""
     if node.op != "call_function":
         return []
     if subgraph_of(node) is not None:
@@ -160,13 +163,17 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of_storage(t: torch.Tensor) -> Any:
-    """Returns the part of its storage that a tensor covers: shape, strides, offset, dtype."""
+    """Returns the part of its storage that the tensor `t` covers: shape, strides, offset, dtype."""
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
 
 def have_same_memory_format(a: Any, b: Any) -> bool:
-    """True if two tensors (or lists of tensors) have equal shapes, strides and dtypes."""
+    """True if two values have equal shapes, strides and dtypes.
+
+    Args:
+        a, b: tensors, or lists of tensors. They may also both be None.
+    """
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(have_same_memory_format, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -182,6 +189,12 @@ def overlapping_results(graph: fx.Graph) -> Pairs:
     """Returns the pairs of outputs that share elements, or of an output and its input.
 
     An output and an input are a pair if the output is a view of the input.
+
+    Args:
+        graph: the graph that has the outputs.
+
+    Returns:
+        Pairs of positions. A negative number is an input: -1 - i for the i-th one.
     """
     return frozenset(_find_overlapping_pairs(graph))
 
@@ -219,6 +232,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
     """Copies outputs that only share memory because of a pass.
 
     Args:
+        graph: the graph after the pass. It is changed in place.
         before: the result of `overlapping_results` before the pass.
     """
     (end,) = graph.find_nodes(op="output")

@@ -92,7 +92,7 @@ class CapturedForms:
 
         Args:
             form: the form; None for the chosen one, `self.form`.
-            recorded: the same as for `_lower_blocks`.
+            recorded: a list to append what passes did to each structure; None to record nothing.
         """
         form = form or self.form
         program, self._unchanged = self._unchanged or self.rebuild(), None
@@ -126,7 +126,7 @@ class FormSearch:
     """Searches for a form (variant) of a captured step whose peak memory is within a limit.
 
     Forms are tried in a fixed order. The first ones call the blocks, with more and more
-    recomputation inside and around them. If none of these fits, blocks are inlined, so that
+    recomputation inside and around them. If no form with calls fits, blocks are inlined, so that
     recomputation may span several blocks. A larger limit never results in a later form.
     """
 

@@ -40,6 +40,9 @@ _SHOWN_OF_PASS = ("name", "promise", "did", "collectives", "sent")
 def facts_of_graph(step: Any) -> dict[str, Any]:
     """Returns data about a step's last program for a report: memory, and what each pass changed.
 
+    Args:
+        step: a `CompiledStep`.
+
     Raises:
         ValueError: nothing was captured yet.
     """
@@ -100,7 +103,7 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
 
 
 def facts_of_layouts(program: Program) -> list[list[Any]]:
-    """Returns data for a report: `facts_of_parameter` for each DTensor parameter."""
+    """Returns data for a report: `facts_of_parameter` for each DTensor parameter of `program`."""
     return [
         facts_of_parameter(given.name, given.tensor)
         for given in program.inputs
@@ -109,7 +112,12 @@ def facts_of_layouts(program: Program) -> list[list[Any]]:
 
 
 def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
-    """Returns `[name, layout, mesh, bytes on a rank]` of a parameter; layout and mesh as text."""
+    """Returns `[name, layout, mesh, bytes on a rank]` of a parameter; layout and mesh as text.
+
+    Args:
+        name: the name of the parameter.
+        p: the parameter.
+    """
     mesh = p._spec.wire.mesh
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
     nbytes = math.prod(p._spec.local_shape) * p.element_size()
@@ -120,7 +128,11 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 
 
 def explain_passes(captured: CapturedForms) -> str:
-    """Returns a text that shows what each pass changed and how many bytes it saves."""
+    """Returns a text that shows what each pass changed and how many bytes it saves.
+
+    Args:
+        captured: the captured program before the passes.
+    """
     program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
@@ -158,7 +170,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
     """Runs the passes again on a captured program, and yields what each of them changed.
 
-    If the step calls blocks, the first change is that of all passes within the blocks.
+    If the step calls blocks, the first change has the changes of all passes within the blocks.
     """
     return (change for _, change in _run_and_record(captured))
 

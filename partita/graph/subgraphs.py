@@ -40,9 +40,10 @@ from .shared_memory import have_same_memory_format
 def inline_subgraphs(
     graph: fx.Graph, find_subgraph: Callable[[fx.Node], Any] = lambda call: call.args[0]
 ) -> None:
-    """Replace each call of a subgraph by copies of the subgraph's nodes.
+    """Replaces each call of a subgraph by copies of the subgraph's nodes.
 
     Args:
+        graph: the graph with the calls. It is changed in place.
         find_subgraph: a function from a call node to the graph to copy; by default the subgraph
             that it calls.
     """

@@ -39,13 +39,13 @@ class IllegalGraph(LayoutError):
 def verifies_each_pass() -> bool:
     """True if PARTITA_VERIFY is set: the graph is then checked after each pass.
 
-    An error then names the pass.
+    An error names the pass.
     """
     return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 
 def verify(program: Program, after: str) -> None:
-    """Raise IllegalGraph if the program's graph breaks a rule of the grammar (see the module).
+    """Raises IllegalGraph if the program's graph breaks a rule of the grammar (see the module).
 
     Args:
         after: the name of the last pass, for the error.

@@ -56,8 +56,8 @@ class PlainNumbers:
 
     Attributes:
         why: the reason if no float can be an input; "" otherwise.
-        named: maps the name of such a float to the user's line. These are zeros that the step reads
-            or compares, and floats that code may compare by `is`.
+        named: maps the name of each constant float to the user's line. These are zeros that the
+            step reads or compares, and floats that code may compare by `is`.
     """
 
     why: str = ""
@@ -106,8 +106,10 @@ class CapturedNumbers:
     def make_read_zeros_constant(self) -> bool:
         """Makes float inputs that are zero constants, if the step has read or compared them.
 
-        The reason: code often tests `if weight_decay != 0`. Returns True if there are such floats:
-        the step must then run again, without them as inputs.
+        The reason: code often tests `if weight_decay != 0`.
+
+        Returns:
+            True if the step has read or compared a zero. It must run again, without these inputs.
         """
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
@@ -119,9 +121,13 @@ class CapturedNumbers:
         return bool(found)
 
     def make_constants(self, numbers: Sequence[Input]) -> bool:
-        """Makes these floats constants of the program, from the next run of the step on.
+        """Makes floats constants of the program, from the next run of the step on.
 
-        Returns True if one of them is a graph input in this run, so that another run is needed.
+        Args:
+            numbers: the inputs for these floats.
+
+        Returns:
+            True if one of them is a graph input in this run, so that another run is needed.
         """
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
@@ -251,7 +257,11 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Converts a node of torch's shape environment to a `torch.SymInt` or similar number."""
+    """Converts a node of torch's shape environment to a symbolic number, such as `torch.SymInt`.
+
+    Args:
+        question: the node. Its `pytype` is bool, int or float.
+    """
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
@@ -276,10 +286,13 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """Returns guesses in which one answer is changed; None if all combinations were tried.
+        """Returns guesses in which one of `answers` is changed; None if all ways were tried.
 
         Use it if the step has raised an error during capture. A wrong guess may have led to a
         branch that the real call does not take.
+
+        Args:
+            answers: the answers that the failed run has assumed, in the order of the branches.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
             if i not in self.turned and isinstance(answers[i], bool):
@@ -297,8 +310,8 @@ class OtherAnswers:
 
     Attributes:
         answers: the answers that the graph computed.
-        certain: the number of answers that are true for the call. Those after the first difference
-            were computed on a branch that the call does not take.
+        certain: the number of answers that are true for the call. Answers after the first
+            difference were computed on a branch that the call does not take.
         line: the user's line of the first difference.
         before: the answer that the program assumes there.
     """
@@ -342,9 +355,10 @@ class Answers:
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Like `compare`, but for the answers that are numbers. A small graph has computed them.
+        """Compares the answers that are numbers. Returns None if they are right, else what was
+        computed.
 
-        They are compared before the program runs, because they decide shapes.
+        A small graph computes them before the program runs, because they decide shapes.
 
         Args:
             found: the computed numbers.
@@ -463,9 +477,9 @@ class AskedQuestions:
         return found
 
     def other_way(self) -> Guesses | None:
-        """Returns guesses with another answer, to capture again after the step raised an error.
+        """Returns guesses in which one answer of this run is changed; None if all were tried.
 
-        None if all were tried.
+        Use them to capture again after the step has raised an error.
         """
         return self._guesses.try_other_way(self._answers)
 
@@ -478,7 +492,10 @@ class AskedQuestions:
 def guess_by_kind(node: fx.Node) -> bool | None:
     """Guesses the result of a check on a tensor from its op, without values; None if unsure.
 
-    Most such checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
+    Most checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
+
+    Args:
+        node: the node that computes the result of the check.
     """
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
     operands = [a for a in node.args if isinstance(a, fx.Node)]

@@ -44,6 +44,7 @@ def flatten_call(
     It is like `pytree.tree_flatten`, but also flattens objects such as dataclasses.
 
     Args:
+        call: the arguments, usually (args, kwargs), or the results.
         stays: a predicate: True for an object that is kept as a leaf.
     """
     leaves, structure = pytree.tree_flatten(call)
@@ -107,7 +108,7 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
 
     Args:
         call: the original arguments.
-        made: the arguments that `unflatten_call` made of them.
+        made: the arguments that `unflatten_call` has rebuilt.
         known: maps the id of each container of the call to the rebuilt container.
     """
     if pytree.tree_is_leaf(call):
@@ -129,20 +130,28 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
 
 
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
-    """Returns the classes of the objects in arguments that `flatten_call` has flattened."""
+    """Returns the classes of the objects in arguments that `flatten_call` has flattened.
+
+    Args:
+        structure: the structure that `flatten_call` has returned.
+    """
     within = [kind for child in structure.children() for kind in classes_of_call(child)]
     return [structure.context[0], *within] if structure.type is _Parts else within
 
 
 def is_flattened(value: Any) -> bool:
-    """True if `flatten_call` flattens this object into its tensors and values."""
+    """True if `flatten_call` splits the object `value` into its tensors and plain values."""
     return _ObjectFlattener().open(value) is not value
 
 
 def refuse_unflattenable(name: str, leaf: Any) -> None:
-    """Raise CaptureError if an argument is an object that holds tensors but cannot be flattened.
+    """Raises CaptureError if an argument is an object that holds tensors but cannot be flattened.
 
     Its tensors could not become inputs of the graph.
+
+    Args:
+        name: the argument's name in the error.
+        leaf: the argument, a leaf of `flatten_call`.
     """
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return
@@ -196,9 +205,12 @@ class _ObjectFlattener:
         self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and its parts
 
     def open(self, value: Any, depth: int = 0) -> Any:
-        """Returns the flattened parts of an object that holds tensors and plain data.
+        """Returns the flattened parts of `value` if it is an object with tensors and plain data.
 
         Other values are returned unchanged.
+
+        Args:
+            depth: the number of objects around `value`. Objects at the depth `_DEPTH` stay whole.
         """
         if isinstance(value, (*_DATA, *_LIVE)):
             return value
@@ -311,7 +323,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) -> T:
-    """Pad `x` at the end of dimension `dim`, to the smallest of `lengths` that is long enough.
+    """Pads `x` at the end of dimension `dim`, to the smallest of `lengths` that is long enough.
 
         lengths = (64, 128, 256)
         tokens = pt.pad_to_bucket(tokens, lengths, value=0)

@@ -227,7 +227,8 @@ def may_read_any_name(code: CodeType) -> bool:
 
     `getattr` with a constant name does not count. The name is constant if the instruction that
     pushes the second argument loads a constant. A call pushes the function, an empty stack entry
-    and then the arguments, so the depth of the stack shows which instruction that is.
+    and the arguments, in this order. So the depth of the stack shows which instruction pushes the
+    second argument.
     """
     if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
         return True

@@ -47,7 +47,7 @@ class CallGuard:
     Attributes:
         usable: True if later calls can be compared with this one. It is False if one tensor is
             passed as two arguments. It is also False if a module holds a tensor with an autograd
-            history, such as a gathered parameter, because a guard must not keep it alive.
+            history, such as a gathered parameter. A guard must not keep this tensor alive.
     """
 
     def __init__(
@@ -117,7 +117,10 @@ class CallGuard:
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
         """Returns the leaves (tensors and plain values) of a new call if it is like the last one.
 
-        Otherwise returns None, and the slower checks must decide.
+        Otherwise returns None, and the slower `Guards` must decide.
+
+        Args:
+            args, kwargs: the arguments of the new call.
         """
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):

@@ -205,7 +205,7 @@ class Calls:
 
     @contextmanager
     def listening(self, enabled: bool) -> Iterator[None]:
-        """Watches this thread's function calls inside the `with` block, if `enabled`."""
+        """Watches this thread's function calls inside the `with` block, if `enabled` is True."""
         if not enabled:
             yield
             return
@@ -368,10 +368,13 @@ def is_random_generator(value: Any) -> bool:
 
 
 def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
-    """Raise CaptureError if `value` is a random generator, or an object that uses one.
+    """Raises CaptureError if `value` is a random generator, or an object that uses one.
 
-    Such an object may be called from C code, unseen by the profile function, so no guard can cover
-    it.
+    C code may call the generator unseen by the profile function, so no guard can cover it.
+
+    Args:
+        record: the record that raises the error.
+        name: the name of `value` in the error.
     """
     if has_type(value, torch._C.Generator):
         record.refuse(
@@ -454,9 +457,10 @@ def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
 
 
 def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
-    """Record the environment variables that a step may read, so that guards compare them.
+    """Records the environment variables that a step may read, so that guards compare them.
 
     Args:
+        record: the record to which they are added.
         names: the string constants in the step's code. Those in capital letters count as names of
             variables.
     """
@@ -485,10 +489,11 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
-    """Record settings that functions of a module use without an argument, such as the locale.
+    """Records settings that functions of a module use without an argument, such as the locale.
 
     Args:
-        module: the module's name.
+        record: the record to which the settings are added.
+        module: the module's name; None records nothing.
     """
     for name, function in _AMBIENT.get(module or "", ()):
         record.read_place(place_of_answer(name, function), shallow=True)
@@ -583,7 +588,7 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def is_called_by_user(frame: FrameType | None) -> bool:
-    """True if a frame of Python's standard library runs because the user's code has called it."""
+    """True if `frame`, of Python's standard library, runs because the user's code has called it."""
     while frame is not None and not is_recorded_file(frame.f_code.co_filename):
         if frame.f_code is not _DIR and not _is_stdlib_file(frame.f_code.co_filename):
             return False

@@ -121,7 +121,7 @@ class CaptureRequest:
         step, args, kwargs: the step, and the arguments of the call.
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on tensor values.
-        values: known values of the call's tensors, from which such answers are computed.
+        values: known values of the call's tensors, from which answers are computed.
         blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
         counts_apart: True if the parameters of one optimizer may have different step counts.
     """
@@ -152,8 +152,8 @@ def capture_step(request: CaptureRequest) -> CapturedProgram:
         NewStateFound: a run has read tensors, modules or optimizers that `request.state` lacks.
             Capture again with the error's `state`.
         StepRaises: the step raises an error of its own, such as a ValueError. If partita can
-            explain that error by a CaptureError, it raises the CaptureError instead, unless some
-            results of branches on values are known for this call (`Guesses.certain`).
+            explain the step's error by a CaptureError, it raises the CaptureError instead. It does
+            not if results of branches on values are known for this call (`Guesses.certain`).
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
@@ -317,7 +317,7 @@ class CaptureRun:
         """Runs the step, and returns its program.
 
         Returns None if the step has read the `.grad` of a tensor that has no gradient
-        (`read_marks`). Then another run is needed.
+        (`read_marks`). The caller must then start another run.
         """
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
@@ -640,7 +640,7 @@ class CaptureRun:
             return self.record.make_guards(inputs, places, call)
 
     def check_other_tensors(self) -> None:
-        """Raise CaptureError if the step may compare an input with `is`, and get a wrong result.
+        """Raises CaptureError if the step may compare an input with `is`, and get a wrong result.
 
         That happens if one side of the comparison is the fake, and the other side the real tensor.
         An object may hold the real tensor in a place where capture cannot put the fake.
@@ -689,7 +689,7 @@ class CaptureRun:
                     yield t, name
 
     def undo(self) -> None:
-        """Restore the Python objects that the step has changed during the run."""
+        """Restores the Python objects that the step has changed during the run."""
         for write in reversed(self.writes):
             write.undo()
 
@@ -732,7 +732,11 @@ class CaptureRun:
         return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
-        """Returns the error for a change of a Python object that later calls could not repeat."""
+        """Returns the error for a change of a Python object that later calls could not repeat.
+
+        Args:
+            write: the change.
+        """
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
@@ -797,7 +801,7 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
 
 
 def check_arguments(call: Any, record: ReadRecord) -> None:
-    """Raise CaptureError if the step may compare an argument with an object by `is`.
+    """Raises CaptureError if the step may compare an argument with an object by `is`.
 
     Capture rebuilds containers and objects among the arguments, so the comparison would be wrong.
 

@@ -110,7 +110,7 @@ class CapturedProgram(Program):
         self.holds_writes = False
 
     def compare(self, tensors: Sequence[Any]) -> None:
-        """Raise on all ranks if values that must be equal on all ranks differ.
+        """Raises on all ranks if values that must be equal on all ranks differ.
 
         These are Python numbers, and plain tensors that are used with DTensors.
 
@@ -127,8 +127,11 @@ class CapturedProgram(Program):
     def note_call(self, tensors: Sequence[Any]) -> None:
         """Notes the Python numbers among the inputs of a call. Ranks compare them in some calls.
 
-        `compare` has compared those of the first call. A learning rate may differ in later calls
-        only, as by a scheduler that reads local values.
+        `compare` compares the numbers of the first call. A number may first differ in a later call.
+        An example is a learning rate that a scheduler computes from local values.
+
+        Args:
+            tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
         if self._numbers:
             numbers = self._read_numbers(tensors)
@@ -158,6 +161,9 @@ class CapturedProgram(Program):
         """Adapts the program to the storages of the state. Call it after a storage has changed.
 
         Uneven shards get room for their padding, and `overlap_check` records the new storages.
+
+        Args:
+            tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -191,11 +197,13 @@ class CapturedProgram(Program):
         """Runs the program in a call, and stores its outputs where the step would store them.
 
         Args:
-            inputs: the same as for `run_graph`.
+            tensors: the call's leaves: tensors and numbers of the state and the arguments.
+            inputs: the graph's inputs, as for `run_graph`; None reads them from `tensors`.
 
         Returns:
             The step's result. If the program has assumed wrong results of branches: an
-            `OtherAnswers`. Then nothing has changed, not even the state of random generators.
+            `OtherAnswers`. In that case nothing has changed, not even the state of random
+            generators.
         """
         reads = tensors
         if self.view_copies:
@@ -310,8 +318,8 @@ class PrecomputeGraph:
 class ReplicatedInputCheck:
     """The check that plain tensors which a step mixes with DTensors are equal on all ranks.
 
-    In eager, ranks compare such a value when a line first uses it. During capture there are no
-    values, so the calls that compute it are copied into a separate graph.
+    In eager code, ranks compare a mixed tensor when a line first uses it. During capture there are
+    no values, so the calls that compute the tensor are copied into a separate graph.
 
     Attributes:
         precompute: the graph that computes the values.
@@ -324,7 +332,7 @@ class ReplicatedInputCheck:
     wires: list[Wire]
 
     def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
-        """Raise on all ranks if a plain tensor that is used with DTensors differs on a rank.
+        """Raises on all ranks if a plain tensor that is used with DTensors differs on a rank.
 
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
@@ -369,6 +377,7 @@ def extract_compared(
     The check has a copy of the nodes that compute these values.
 
     Args:
+        made: the module with the graph.
         given: the graph's inputs, by node.
         values: (node, wire) of each value; erased nodes are skipped.
         line: the user's line, for values that are inputs.
@@ -454,7 +463,7 @@ def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
 
 
 def record_moves(program: Program) -> None:
-    """Add the redistributions of a program to the open ledgers, because it is going to run.
+    """Adds the redistributions of a program to the open ledgers, because it is going to run.
 
     Raises:
         LayoutError: a redistribution is implicit, and `strict()` forbids it.
@@ -475,7 +484,7 @@ def record_moves(program: Program) -> None:
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
     """Reports that a program is about to run: to ledgers, `strict()` and `check_ranks()`.
 
-    These get the same records as from an eager step.
+    They get the same records as from an eager step.
 
     Args:
         title: the name of the step in errors.

@@ -84,7 +84,7 @@ _read_bases = vars(type)["__bases__"].__get__
 class Guards:
     """Checks that the Python values which a step has read at capture are still the same.
 
-    Only then may the captured program run again.
+    The captured program may run again only if they are.
 
     A *place* is an attribute, a global or an item that the step has read. Its value may contain
     *parts*: containers and other objects that may change in place. A value is compared by a
@@ -186,7 +186,7 @@ class Guards:
     def holds_no_arguments(self, count: int) -> bool:
         """True if no argument of a call is also read from a Python object, such as a global.
 
-        So this is True if all tensors that were read from Python objects are in the state.
+        In other words: all tensors that were read from Python objects are in the state.
 
         Args:
             count: the number of leaves that are the state. The leaves after them are the arguments.
@@ -352,8 +352,8 @@ class Guards:
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
         """True if none of these tensors is also in a guarded place, such as a global.
 
-        `CallGuard` uses it for the tensors among a call's arguments. A tensor that is in such a
-        place needs the full check.
+        `CallGuard` uses it for the tensors among a call's arguments. A tensor in a guarded place
+        needs the full check.
 
         Args:
             tensors: the ids of the tensors.
@@ -519,7 +519,7 @@ class ReadInputs:
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
-    """Maps the id of each tensor in a call to the index of the first leaf that is this tensor."""
+    """Maps the id of each tensor in `leaves` to the index of the first leaf that is this tensor."""
     last_first = reversed([*enumerate(leaves)])
     return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 
@@ -691,6 +691,9 @@ def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
     """Returns a comparison key for each dictionary key in a call's arguments, except strings.
 
     `flatten_call` compares keys by `==`, which does not distinguish 1 from True.
+
+    Args:
+        structure: the structure that `flatten_call` has returned.
     """
     found, waiting = [], [structure]
     while waiting:
@@ -710,6 +713,7 @@ def signature_of(
     The signature is a tuple with an entry (name, value, ...) for each property.
 
     Args:
+        state: the modules, optimizers and tensors that the step reaches.
         tensors, names: the leaves (tensors and numbers) of the call, and their names, such as
             "batch['x']".
         call: the (args, kwargs) of the call.
@@ -754,7 +758,7 @@ def enters_padded(t: torch.Tensor) -> bool:
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """Returns the properties of a tensor on which a program depends, except strides, as a key.
+    """Returns the properties of tensor `t` on which a program depends, except strides, as a key.
 
     These are shape, layout, dtype, device, class, attributes and hooks.
     """

@@ -72,7 +72,7 @@ class State:
     Attributes:
         modules, optimizers: each module and optimizer, by the first name under which it was found.
         slots: the slots of modules' tensors, and of tensors in variables, lists and dictionaries.
-            Those of optimizers, whose state comes and goes, are in `optimizer_slots`.
+            The slots of optimizers, whose state comes and goes, are in `optimizer_slots`.
         values: the slots of Python floats.
         by_path: the slots that this search has found, and earlier ones to which a program refers.
         parts: each module, with all modules inside it.
@@ -82,8 +82,8 @@ class State:
         lists: (container, length) of lists and dictionaries that were searched.
         reached: places with state that the search did not find, but that a run of the step has
             read.
-        search: a function that repeats the search, with more such places.
-        searches: the number of such searches for one call.
+        search: a function that repeats the search, and also searches the places that it gets.
+        searches: the number of searches for one call that a run of the step has made necessary.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -102,7 +102,11 @@ class State:
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
         """Looks for new modules, optimizers and tensors in the places that a run has read.
 
-        Returns the exception with which the capture starts again, if there are any; otherwise None.
+        Args:
+            places: these places.
+
+        Returns:
+            If there are any, the exception with which the capture starts again; otherwise None.
         """
         if self.search is None or self.searches >= _SEARCHES:
             return None
@@ -139,6 +143,9 @@ class State:
         """True if a call's arguments contain the modules and optimizers of this state.
 
         Otherwise the search for the step's state must be repeated.
+
+        Args:
+            args, kwargs: the arguments of the call.
         """
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
@@ -195,7 +202,7 @@ class State:
         return any("parametrizations" in part._modules for part in self.parts)
 
     def refuse_cached_values(self) -> None:
-        """Raise CaptureError if the call is inside `parametrize.cached()`."""
+        """Raises CaptureError if the call is inside `parametrize.cached()`."""
         if self.has_parametrizations() and parametrize._cache_enabled:
             raise not_captured(
                 "the step runs within parametrize.cached()",
@@ -224,9 +231,13 @@ def _modules_among(args: Any, kwargs: Any) -> list[Any]:
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
-    """Returns the leaves of a call: the values of the state's slots, then of the arguments.
+    """Returns the leaves of a call: the values of the state's slots, followed by the arguments.
 
     Leaves are tensors and numbers. Inputs of a graph refer to them by index.
+
+    Args:
+        slots: the slots of the state.
+        args, kwargs: the arguments of the call.
     """
     found: list[Any] = []
     for slot in slots:
@@ -239,7 +250,12 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
 
 
 def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
-    """Returns `(name, kind)` for each leaf of a call, in the order of `tensors_of_call`."""
+    """Returns `(name, kind)` for each leaf of a call, in the order of `tensors_of_call`.
+
+    Args:
+        slots: the slots of the state.
+        args, kwargs: the arguments of the call.
+    """
     found = []
     for slot in slots:
         count = len(pytree.tree_leaves(slot.value, is_leaf=is_no_tuple))
@@ -273,6 +289,7 @@ def find_state(
 
     Args:
         given: the objects that the user has passed as `state=`.
+        args, kwargs: the arguments of the call.
         reached: places (attributes, globals, items) that runs of the step have read.
         before: the result of an earlier search. The new result uses the same slot objects, updated
             to where their tensors are stored now.
@@ -393,7 +410,7 @@ class _Search:
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
-        """Search places that the step has read in a run, if they may hold tensors.
+        """Searches places that the step has read in a run, if they may hold tensors.
 
         Values of cells, globals, class attributes, context variables, enums and `threading.local`
         are always searched. Other values are searched only if they are or contain tensors, modules
@@ -431,7 +448,7 @@ class _Search:
                 self.state.reached.append(place)
 
     def name_parameters_of_optimizers(self) -> None:
-        """Move optimizers' slots to the end, so that parameters are named by their modules."""
+        """Moves optimizers' slots to the end, so that parameters are named by their modules."""
         slots = self._of_optimizers
         self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
 
@@ -457,7 +474,11 @@ class _Search:
                 self.value(prefix + key, v, self._slot(prefix + key, "value", home, key))
 
     def given(self, name: str, value: Any) -> None:
-        """Search an object that the user passes as `state=`.
+        """Searches an object that the user passes as `state=`.
+
+        Args:
+            name: the object's name, such as "state[0]".
+            value: the object.
 
         Raises:
             ValueError: it is a tensor, whose place is unknown.
@@ -470,7 +491,7 @@ class _Search:
             self._search_object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
-        """Search a value for tensors, modules and optimizers.
+        """Searches a value for tensors, modules and optimizers.
 
         Args:
             name: the name of the value, for messages.

@@ -108,7 +108,8 @@ class ModuleAttributes:
             known: the identities of the slots that are inputs.
 
         Raises:
-            CaptureError: the step stores a tensor in a list, dictionary or variable that held none.
+            CaptureError: the step stores a tensor in a list, dictionary or variable that held no
+                tensor.
         """
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
@@ -138,9 +139,10 @@ class InputAttributes:
         self._before: list[tuple[Input, torch.Tensor, dict[str, Any], Any]] = []
 
     def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
-        """Copy the user's attributes of an input tensor to the fake that replaces it.
+        """Copies the user's attributes of an input tensor to the fake that replaces it.
 
         Args:
+            given: the input.
             stand_in: a function that returns the fake of a tensor.
         """
         held = given.tensor.__dict__
@@ -151,7 +153,7 @@ class InputAttributes:
         self._before.append((given, fake, before, user_hooks_of(fake)))
 
     def check_unchanged(self) -> None:
-        """Raise CaptureError if the step has set an attribute or a hook of an input tensor."""
+        """Raises CaptureError if the step has set an attribute or a hook of an input tensor."""
         for given, fake, before, hooks in self._before:
             if user_hooks_of(fake) != hooks:
                 raise not_captured(
@@ -174,10 +176,12 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raise CaptureError if an object in a result contains a tensor, or text made from one.
+    """Raises CaptureError if a leaf of the result contains a fake tensor, or text made from one.
 
     Args:
-        known: the same as for `contains_new_fake`.
+        value: the leaf.
+        known: the ids of objects that existed before the step. Fakes in them do not count, unless
+            the leaf is or contains the fake itself.
     """
     if is_text_of_unknown(value):
         raise not_captured(
@@ -198,9 +202,9 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 
 def has_only_known_fakes(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """True for a container whose fake tensors are all in places that are graph inputs.
+    """True if `value` is a container whose fake tensors are all in places that are graph inputs.
 
-    The program already writes such places.
+    The program already writes these places.
 
     Args:
         known: the identities of the places (slots).
@@ -238,6 +242,7 @@ def contains_new_fake(value: Any, known: Container[int]) -> bool:
     """True if an object that the step created contains a fake tensor, or a string printed from one.
 
     Args:
+        value: the object at which the search begins.
         known: the ids of objects that existed before the step. They hold fakes during capture.
     """
 
@@ -326,6 +331,7 @@ def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> Ca
     """Returns the error for a change of a Python object that a program cannot repeat.
 
     Args:
+        write: the change.
         codes: the code of the functions that ran.
         step: the step. Its line is used if the line of the write is unknown.
     """

@@ -66,6 +66,8 @@ def gather_small_integers(
     Args:
         inputs: the inputs of the graph.
         tensors: the call's leaves: tensors and numbers of the state and the arguments.
+        wires: the wires (connections to the ranks) of the inputs. Unless there is exactly one,
+            nothing is gathered, and the result is empty.
     """
     among = [*wires]
     if len(among) != 1:
@@ -124,7 +126,7 @@ class PredictedValues:
         self._read_of: dict[fx.Node, float] = {}  # computed values, by the node that is read
 
     def note_read(self, node: fx.Node, place: int) -> None:
-        """Record that the step reads a number from a tensor (`x.item()`).
+        """Records that the step reads a number from a tensor (`x.item()`).
 
         Args:
             node: the node of the number.

@@ -233,7 +233,7 @@ class ReadRecord(PlaceRecord):
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if the step has reached this object: reads of its attributes must be recorded."""
+        """True if the step has reached the object `value`, so that attribute reads count."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
@@ -248,8 +248,8 @@ class ReadRecord(PlaceRecord):
     def sees_calls(self) -> bool:
         """True if functions are recorded when they run, not as soon as they may be called.
 
-        It is False if another profiler was active when the recording began. Then partita cannot
-        watch calls.
+        It is False if another profiler was active when the recording began, because partita cannot
+        watch calls in this case.
         """
         return not self._reads_ahead
 
@@ -272,7 +272,7 @@ class ReadRecord(PlaceRecord):
         Args:
             inputs: the values that are inputs of the graph.
             extra: more places to guard.
-            call: as for `Guards`.
+            call: the (args, kwargs) of the captured call; None if the step has no program.
         """
         spaces = [(o, name) for o, name in self._namespaces.values() if not has_type(o, type)]
         asked = frozenset(self._names_asked | {"__getattr__"})
@@ -319,7 +319,12 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Copies rebuilt arguments of the call, to find what the step writes to them."""
+        """Copies rebuilt arguments of the call, to find what the step writes to them.
+
+        Args:
+            value: the arguments, or a list of an optimizer's groups.
+            name: its name in messages.
+        """
         before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
         self._made_anew |= self._reached.keys() - before
@@ -327,7 +332,10 @@ class ReadRecord(PlaceRecord):
     # -- attributes --------------------------------------------------------------------------------
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that an attribute was read. Later reads of it are not recorded again."""
+        """Records that the attribute `name` of `owner` was read. Later reads are not recorded.
+
+        Does nothing if `owner` was not reached and is no module.
+        """
         if self._is_paused:
             return
         if id(owner) not in self._objects:
@@ -391,7 +399,7 @@ class ReadRecord(PlaceRecord):
             _read_all_names(self, module, name)
 
     def find_modules(self) -> None:
-        """Make all of the user's Python modules record reads of their attributes.
+        """Makes all of the user's Python modules record reads of their attributes.
 
         Code may get a module by its name, from `sys.modules`.
         """
@@ -424,7 +432,7 @@ class ReadRecord(PlaceRecord):
                     self.read_place(Place(called, home, name), MISSING)
 
     def read_all_attributes(self, owner: Any) -> None:
-        """Record that the step may read every attribute of `owner`, for example by `vars(owner)`.
+        """Records that the step may read every attribute of `owner`, for example by `vars(owner)`.
 
         Does nothing if the object was not reached.
         """
@@ -433,7 +441,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_dict(known.name, owner))
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
-        """Record that the step reads the attribute `name` of the class `kind`.
+        """Records that the step reads the attribute `name` of the class `kind`.
 
         Returns:
             The attribute's value. If the class lacks it, or if it is a special name that is not in
@@ -466,9 +474,12 @@ class ReadRecord(PlaceRecord):
         super().reach_value(value, name)
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record, according to the type of a value, the places that code can reach from it.
+        """Records, according to the type of a value, the places that code can reach from it.
 
         Called when the value is read for the first time.
+
+        Args:
+            name: the value's name in messages.
 
         Raises:
             CaptureError: no guard can cover the value: an iterator, shared memory, a generator.
@@ -561,7 +572,12 @@ class ReadRecord(PlaceRecord):
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
-        """Make the class of a user's object record reads of the object's attributes from now on."""
+        """Makes the class of a user's object record reads of the object's attributes from now on.
+
+        Args:
+            value: the object.
+            name: its name in messages.
+        """
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
@@ -600,7 +616,12 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Registers a function, so that the names in its code are recorded when it runs."""
+        """Registers a function, so that the names in its code are recorded when it runs.
+
+        Args:
+            f: the function.
+            name: its name in messages.
+        """
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
             self._unread_methods[id(f)] = f
@@ -629,7 +650,12 @@ class ReadRecord(PlaceRecord):
             self._waiting.setdefault(id(f.__code__), []).append((f, name))
 
     def reach_methods(self, kind: type, name: str) -> None:
-        """Register the methods of a class. When one runs, the names in its code are recorded."""
+        """Registers the methods of a class. When one runs, the names in its code are recorded.
+
+        Args:
+            kind: the class.
+            name: its name in messages.
+        """
         self._classes[id(kind)] = kind
         if is_user_module(kind.__module__):
             self._describe(kind, kind.__name__)
@@ -673,14 +699,23 @@ class ReadRecord(PlaceRecord):
             self._enter_function(*waiting)
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
-        """Record all globals of a module, because the step calls `globals()`."""
+        """Records all globals of a module, because the step calls `globals()`.
+
+        Args:
+            variables: the module's globals.
+        """
         with self.without_recording():
             self.snapshots.snapshot_namespace(variables, "globals()")
             self.reach_namespace(variables, "globals()")
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Record the variables of a module, class or function that are named in code that runs."""
+        """Records the variables of a namespace that are named in code that runs.
+
+        Args:
+            space: a module, class or function, or a dictionary of variables.
+            name: its name in messages.
+        """
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)
@@ -688,14 +723,22 @@ class ReadRecord(PlaceRecord):
                 self._read_whole_namespace(space, name)
 
     def reach_class(self, kind: type) -> None:
-        """Record those attributes of a user's class whose names occur in code that runs."""
+        """Records those attributes of a class whose names occur in code that runs.
+
+        Args:
+            kind: the class. Nothing is recorded if it is not a user's.
+        """
         if is_user_module(kind.__module__):
             self.reach_namespace(kind, kind.__name__)
 
     # -- what runs ---------------------------------------------------------------------------------
 
     def enter_frame(self, frame: FrameType) -> None:
-        """Record the globals, cells and attributes that a function names, when it first runs."""
+        """Records the globals, cells and attributes that a function names, when it first runs.
+
+        Args:
+            frame: the stack frame of the function's call.
+        """
         code = frame.f_code
         back = frame.f_back
         if code.co_name == "<module>" and back and "importlib" in back.f_code.co_filename:
@@ -764,9 +807,11 @@ class ReadRecord(PlaceRecord):
         self.record_attribute_names(attribute_names_in(code))
 
     def record_attribute_names(self, names: set[str]) -> None:
-        """Record the attributes with these names of all objects and classes that are reached.
+        """Records the attributes with these names of all objects and classes that are reached.
 
-        These names occur in code that ran. From which object the code reads them is unknown.
+        Args:
+            names: attribute names in code that ran. From which object the code reads them is
+                unknown.
         """
         new = names - self._names_asked
         self._names_asked |= new

@@ -43,7 +43,8 @@ def describe_call(
     """Returns a readable description of a call; `CaptureHistory` compares two to say what changed.
 
     Args:
-        tensors, names: the tensors and values of the call, and their names.
+        state: the modules, optimizers and tensors that the step reaches.
+        tensors, names: the leaves (tensors and numbers) of the call, and their names.
         call: the (args, kwargs) of the call.
     """
     found: Description = {}
@@ -192,12 +193,13 @@ class CaptureHistory:
         numbers: int,
         keep: int,
     ) -> None:
-        """Record that the step was captured, and why. Warns if this happens too often.
+        """Records that the step was captured, and why. Warns if this happens too often.
 
         Args:
             reason: the reason of the capture.
             key: a pair of the call's signature and the number of the capture.
             description: the description of the call.
+            guards: the guards of the new program; None if there are none.
             numbers: the result of `Conditions.identify_numbers`.
             keep: the most programs that the step keeps.
         """
@@ -212,7 +214,7 @@ class CaptureHistory:
         del self.reasons[:-_REMEMBERED]
 
     def note_reuse(self) -> None:
-        """Record that a call has run an existing program; this resets the count for the warning."""
+        """Records that a call has run an existing program, and resets the count for the warning."""
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
@@ -247,7 +249,11 @@ class CaptureHistory:
         )
 
     def note_drop(self, key: Any) -> None:
-        """Record that the step no longer keeps a program."""
+        """Records that the step no longer keeps a program.
+
+        Args:
+            key: the key that `note_capture` got for the program.
+        """
         self._described.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()

@@ -106,7 +106,7 @@ class PlaceRecord:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Stop the recording of attribute reads inside the `with` block."""
+        """Stops the recording of attribute reads inside the `with` block."""
         # Not by `attribute_set`: the profile function would see its calls.
         before, self._is_paused = self._is_paused, True
         try:
@@ -117,13 +117,13 @@ class PlaceRecord:
     def reaching_by_name(self) -> AbstractContextManager[None]:
         """Returns a context manager. Values recorded inside count as "reached only by name".
 
-        Code contains the names of such values, but may never read them. So they raise no error,
+        Code contains the names of these values, but may never read them. So they raise no error,
         even if no guard can cover them.
         """
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
-        """Exclude `value` from the record: nothing that it contains is recorded."""
+        """Excludes `value` from the record: nothing that it contains is recorded."""
         self._reached[id(value)] = value
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
@@ -133,14 +133,15 @@ class PlaceRecord:
 
         Args:
             fact, reason: what the step reads, and why it cannot be captured.
-            name: the name of the value in the fix.
+            name: the name of the value in the default fix.
+            fix: the fix that the error proposes; None for the default one.
         """
         usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
         self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
 
     def read_place(self, place: Place, *before: Any, shallow: bool = False) -> Any:
-        """Record that the step reads a place, and the places that can be reached from its value.
+        """Records that the step reads a place, and the places that can be reached from its value.
 
         Args:
             before: the value before the step. By default it is the current value.
@@ -169,9 +170,12 @@ class PlaceRecord:
         return value
 
     def reach_value(self, value: Any, name: str) -> None:
-        """Record the places that can be reached from a value, such as the items of a list.
+        """Records the places that can be reached from a value, such as the items of a list.
 
-        The value existed before the step.
+        The value must have existed before the step.
+
+        Args:
+            name: the value's name in messages.
         """
         if type(value) in PLAIN or id(value) in self._reached:
             return
@@ -221,17 +225,20 @@ class PlaceRecord:
         )
 
     def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that the step reads an attribute of an object."""
+        """Records that the step reads the attribute `name` of the object `owner`."""
         raise NotImplementedError
 
     def read_all_attributes(self, owner: Any) -> None:
-        """Record that the step reads all attributes of an object."""
+        """Records that the step reads all attributes of the object `owner`."""
         raise NotImplementedError
 
     def reach_by_kind(self, value: Any, name: str) -> None:
-        """Record, according to the type of a value, the places that code can reach from it.
+        """Records, according to the type of a value, the places that code can reach from it.
 
         Called when the value is read for the first time.
+
+        Args:
+            name: the value's name in messages.
         """
         raise NotImplementedError
 
@@ -270,8 +277,8 @@ class Write:
         before, after: the value before the step, and the value now.
         is_repeatable: True if a later call can make the same change; False if order or length
             change.
-        is_of_library: True if a library has made the change, for example to its own counters. Such
-            a change matters only if a tensor is stored.
+        is_of_library: True if a library has made the change, for example to its own counters. A
+            library's change matters only if a tensor is stored.
         is_attribute: True if the place is a variable, or an attribute of a user's object.
     """
 
@@ -283,7 +290,7 @@ class Write:
     is_of_library: bool = False
 
     def undo(self) -> None:
-        """Restore the value that the place had before the step."""
+        """Restores the value that the place had before the step."""
         self.place.write(self.before)
 
     def redo(self) -> None:
@@ -375,11 +382,16 @@ class Snapshots:
         self._raw: list[tuple[Place, Any]] = []
 
     def snapshot_place(self, place: Place, value: Any) -> None:
-        """Store the value that a place has now, to find out later if it was replaced."""
+        """Stores the value that a place has now, to find out later if it was replaced."""
         self._places.setdefault(place.identity, (place, value))
 
     def snapshot_object(self, value: Any, name: str) -> None:
-        """Copy the attributes of an object: its `__dict__`, and its slots."""
+        """Copies the attributes of an object: its `__dict__`, and its slots.
+
+        Args:
+            value: the object.
+            name: its name in messages.
+        """
         held = dict_of(value)
         if held is not None:  # which may have been reached before, as `vars(value)`
             copied = self._containers.get(id(held))
@@ -393,16 +405,23 @@ class Snapshots:
             self.snapshot_place(place, place.value)
 
     def snapshot_namespace(self, value: Any, name: str) -> None:
-        """Copy the own attributes of a class, module or function, or a dictionary of variables."""
+        """Copies the own attributes of a class, module or function, or a dictionary of variables.
+
+        Args:
+            value: the class, module, function or dictionary.
+            name: its name in messages.
+        """
         held = variables_of(value)
         of = id(value if has_type(value, type) else held)
         if of not in self._containers:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
     def snapshot_cache(self, cache: Any, name: str) -> None:
-        """Store which results a cache has now, to detect that the step adds some.
+        """Stores which results a cache has now, to detect that the step adds some.
 
-        A cache is an `lru_cache` function or a weak dictionary.
+        Args:
+            cache: an `lru_cache` function or a weak dictionary.
+            name: its name in messages.
         """
         before = {id(v): v for v in _list_held(cache)}
 
@@ -427,7 +446,13 @@ class Snapshots:
         return (home if copied is None else copied.before).get(key, MISSING)
 
     def snapshot_container(self, value: Any, name: str, is_ordered: bool = True) -> None:
-        """Copy the items of a container, if it is mutable."""
+        """Copies the items of a container, if it is mutable.
+
+        Args:
+            value: the container.
+            name: its name in messages.
+            is_ordered: True if the order of a dictionary's entries matters.
+        """
         if has_type(value, types.SimpleNamespace):
             self.snapshot_object(value, name)
         elif has_type(value, _MUTABLE):
@@ -435,9 +460,11 @@ class Snapshots:
             self._containers.setdefault(id(value), copied)
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
-        """Copy an argument that capture has rebuilt, with everything in it, to find writes to it.
+        """Copies an argument that capture has rebuilt, with everything in it, to find writes to it.
 
         Args:
+            value: the argument.
+            name: its name in messages.
             known: objects that are not copied, by id. Copied containers are added.
         """
         if id(value) in known:
@@ -454,7 +481,12 @@ class Snapshots:
                 self.snapshot_new(v, f"{name}[{key!r}]", known)
 
     def snapshot_raw(self, value: Any, name: str) -> None:
-        """Copy the content of an array, a buffer or a similar object, to detect changes."""
+        """Copies the content of an array, a buffer or a similar object, to detect changes.
+
+        Args:
+            value: the object.
+            name: its name in messages.
+        """
         copy = copy_raw_content(value)
         place = Place(name, value, None, None, lambda _: restore_raw_content(value, copy))
         self._raw.append((place, read_raw_content(value)))
@@ -612,7 +644,9 @@ _PATIENCE = 5.0  # seconds to wait for threads that are reading an attribute
 
 
 def instrument_class(kind: type) -> bool:
-    """Make a class record reads of its instances' attributes, until `uninstrument_classes`.
+    """Makes the class `kind` record reads of its instances' attributes.
+
+    `uninstrument_classes` undoes it.
 
     Returns:
         True if that is possible. It is impossible for classes implemented in C.
@@ -629,7 +663,7 @@ def instrument_class(kind: type) -> bool:
 
 
 def uninstrument_classes(kinds: Iterable[type]) -> None:
-    """Undo one call of `instrument_class` for each of these classes."""
+    """Undoes one call of `instrument_class` for each of the classes `kinds`."""
     with _LOCK:
         for kind in kinds:
             _INSTALLED[kind] -= 1
@@ -673,7 +707,7 @@ _INSTALLED_IN: collections.Counter[int] = collections.Counter()  # captures by i
 
 
 def instrument_module(module: types.ModuleType) -> bool:
-    """Make a module record reads of its attributes, until `uninstrument_module`.
+    """Makes a module record reads of its attributes, until `uninstrument_module`.
 
     Returns:
         True if that is possible. It is impossible for modules whose class is not the standard one.
@@ -687,7 +721,7 @@ def instrument_module(module: types.ModuleType) -> bool:
 
 
 def uninstrument_module(module: types.ModuleType) -> None:
-    """Undo one call of `instrument_module`."""
+    """Undoes one call of `instrument_module(module)`."""
     with _LOCK:
         _INSTALLED_IN[id(module)] -= 1
         if not _INSTALLED_IN[id(module)]:
@@ -696,16 +730,19 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """Returns the number of attributes of a class, except partita's, to detect new ones."""
+    """Returns the number of attributes of the class `kind`, partita's not included.
+
+    The number shows if attributes were added.
+    """
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added - sum(key.startswith(KEPT_IN_CLASS) for key in held)
 
 
 def has_own_getattribute(kind: type) -> bool:
-    """True if a class or one of its bases defines `__getattribute__` in Python.
+    """True if the class `kind` or one of its bases defines `__getattribute__` in Python.
 
-    Then reading an attribute runs code of the user.
+    If so, reading an attribute runs code of the user.
     """
     usual = kind.__getattribute__
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
@@ -721,10 +758,13 @@ def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
 
 @contextmanager
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
-    """Makes other threads wait if they read attributes of these modules, inside the `with` block.
+    """Makes other threads wait if they read attributes of some modules, inside the `with` block.
 
     Other threads that capture a step of these modules wait, too. Inside the `with` block, fakes
     replace the modules' parameters, which other threads must not see.
+
+    Args:
+        objects: the modules.
     """
     ids = [id(o) for o in objects]
     with _FREED:

@@ -172,7 +172,8 @@ def key_of_member(key: Any, is_whole: bool = False) -> Any:
     """Returns the comparison key of a dictionary's key or a set's member; calls no `__eq__`.
 
     Args:
-        is_whole: the same as for `ContentWalk`.
+        key: the dictionary's key, or the set's member.
+        is_whole: True compares dataclasses by their fields, and tensors by identity.
     """
     if type(key) in PLAIN:
         return content_key(key)
@@ -207,6 +208,9 @@ def argument_key(value: Any) -> Any:
     """Returns the comparison key of a non-tensor argument. For a float it is only the type.
 
     Floats are inputs of the graph, so their values do not matter.
+
+    Args:
+        value: the argument.
     """
     if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
@@ -214,12 +218,12 @@ def argument_key(value: Any) -> Any:
 
 
 def whole_key(value: Any) -> Any:
-    """Returns the comparison key of a value in which dataclasses are compared by their fields."""
+    """Returns the comparison key of `value`: dataclasses by their fields, tensors by identity."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """Returns a hashable key of a value, to compare it later with the one at capture.
+    """Returns a hashable key of `value`, to compare it later with the key at capture.
 
     Keys are equal if a program cannot distinguish the values.
 
@@ -243,14 +247,14 @@ class ContentWalk:
 
     Attributes:
         is_whole: True for a stricter comparison: dataclasses by their fields, tensors by identity.
-            Two equal objects then differ from one object that occurs twice.
+            Two equal objects also differ from one object that occurs twice.
         numbers: maps the identity of a number's place to the number's index as a graph input.
         leaves: maps the id of each tensor to its first index among the leaves (tensors and numbers)
             of the call.
         huge: maps the ids of containers whose entries are compared by identity to the containers.
         written: the ids of containers that the program writes. They are compared by identity, too.
         changeable: (object, key) for each visit of an object that may change in place.
-        shared: the ids of such objects that were visited more than once.
+        shared: the ids of changeable objects that were visited more than once.
         others: the ids of visited tensors that are not leaves.
         compared: the ids of all visited values, except number inputs; None if not compared.
     """
@@ -320,10 +324,10 @@ class ContentWalk:
         return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
-        """Returns the comparison key of a value that is inside another one.
+        """Returns the comparison key of `value`, which is inside another value.
 
         Args:
-            home, key: the container, and the key or index of the value in it.
+            home, key: the container, and the key or index of `value` in it.
         """
         number = self.numbers.get((id(home), key)) if self.numbers else None
         if number is not None:
@@ -368,7 +372,7 @@ class ContentWalk:
 
 
 def read_field(value: Any, key: str) -> Any:
-    """Returns an attribute of an object without calling a user's `__getattr__`.
+    """Returns the attribute `key` of the object `value` without calling a user's `__getattr__`.
 
     Returns MISSING if the object does not have it.
     """
@@ -382,7 +386,7 @@ _MET = "met before"
 
 
 def forget_leaves(key: Any) -> Any:
-    """Returns a comparison key in which all tensors count as equal."""
+    """Returns a copy of the comparison key `key` in which all tensors count as equal."""
     if isinstance(key, LeafKey):
         return torch.Tensor
     if isinstance(key, ContainerKey):
@@ -391,7 +395,11 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index of a leaf (tensor of the call) in a comparison key; else -1."""
+    """Returns the highest index of a leaf (tensor of the call) in a comparison key; else -1.
+
+    Args:
+        key: the comparison key.
+    """
     if isinstance(key, LeafKey):
         return key.number
     return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
@@ -408,21 +416,34 @@ def is_deeply_immutable(value: Any) -> bool:
 
 
 def has_type(value: Any, kinds: Any) -> bool:
-    """Like `isinstance`, which may run code of the user: a `__class__` property."""
+    """True if the class of `value` is or inherits from a class in `kinds`.
+
+    Unlike `isinstance`, it runs no code of the user (a `__class__` property).
+
+    Args:
+        kinds: a class or a tuple of classes.
+    """
     return issubclass(type(value), kinds)
 
 
 def base_of_container(value: Any) -> Any:
     """Returns the builtin class, such as dict, from which a container's class is derived.
 
-    `base.__getitem__(x, key)` then runs no override of the user, which could have side effects.
+    `base.__getitem__(x, key)` runs no override of the user, which could have side effects.
+
+    Args:
+        value: the container.
     """
     kind: type = type(value)
     return _find_base(kind)[0]
 
 
 def reads_like_base(value: Any) -> bool:
-    """True if a container's class reads items as its builtin base (such as dict) does."""
+    """True if the class of a container reads items as its builtin base (such as dict) does.
+
+    Args:
+        value: the container.
+    """
     kind: type = type(value)
     return _find_base(kind)[1]
 
@@ -435,9 +456,9 @@ def _find_base(kind: type) -> tuple[Any, bool]:
 
 
 def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
-    """Returns the keys and the values of a container, as two lists.
+    """Returns the keys and the values of the container `value`, as two lists.
 
-    The keys are None for lists and similar; a set has keys and no values.
+    The keys are None for lists and similar containers. A set has keys and no values.
     """
     base = base_of_container(value)
     if base is types.MappingProxyType:
@@ -484,7 +505,7 @@ def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def count_items(value: Any) -> int:
-    """Returns the number of items of a container; 0 if it has no length (a namespace)."""
+    """Returns the number of items of the container `value`; 0 if it has no length (a namespace)."""
     base = base_of_container(value)
     return int(base.__len__(value)) if hasattr(base, "__len__") else 0
 
@@ -523,6 +544,9 @@ def _sort_of_type(kind: type) -> str:
 
 def find_difference(was: Any, now: Any) -> tuple[str, str, str] | None:
     """Returns the first difference between two comparison keys, or None if they are equal.
+
+    Args:
+        was, now: the key at capture, and the key now.
 
     Returns:
         The path to the difference, such as "['k'][0]", and the text of both values.
@@ -585,7 +609,7 @@ def _text_of_key(key: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Returns the text of a value for messages, in at most 60 characters."""
+    """Returns the text of `value` for messages, in at most 60 characters."""
     if value is MISSING:
         return "nothing"
     kind: type = type(value)
@@ -601,12 +625,12 @@ def brief(value: Any) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """Returns a text of at most 60 characters: a longer text loses its middle."""
+    """Returns `text` in at most 60 characters: a longer text loses its middle."""
     return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
 def text_of(value: Any) -> str:
-    """Returns the text of an argument, to be shown in messages."""
+    """Returns the text of `value`, an argument of the step, for messages."""
     if isinstance(value, str):
         return repr(value)
     # `str` of objects that refer to one another grows with the number of paths between them.
@@ -662,7 +686,11 @@ def _is_shared_memory(kind: type) -> bool:
 
 
 def read_raw_content(value: Any) -> Any:
-    """Returns the content of an array, buffer or similar object, to be compared by `==` later."""
+    """Returns the content of an array, buffer or similar object, to be compared by `==` later.
+
+    Args:
+        value: an object for which `has_raw_content` is True.
+    """
     if isinstance(value, _FILES):
         return "closed" if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, decimal.Context):
@@ -680,6 +708,9 @@ def copy_raw_content(value: Any) -> Any:
     """Returns a copy of the content of an array, buffer or similar object; None for a closed file.
 
     `restore_raw_content` writes it back.
+
+    Args:
+        value: an object for which `has_raw_content` is True.
     """
     if isinstance(value, _FILES):
         return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
@@ -689,7 +720,11 @@ def copy_raw_content(value: Any) -> Any:
 
 
 def restore_raw_content(value: Any, copy: Any) -> None:
-    """Write content back that `copy_raw_content` has copied."""
+    """Writes content back into `value`.
+
+    Args:
+        copy: the result of `copy_raw_content(value)`.
+    """
     if isinstance(value, _FILES):
         if copy is not None and not value.closed:  # it cannot be opened again
             value.__setstate__(copy)  # type: ignore[union-attr]
@@ -754,7 +789,7 @@ class Place:
         return id(self.home), self.key
 
     def write(self, value: Any) -> None:
-        """Write `value` into this place; MISSING deletes the current value."""
+        """Writes `value` into this place; MISSING deletes the current value."""
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
@@ -777,7 +812,12 @@ def _write_attribute(owner: Any, key: str, value: Any) -> None:
 
 
 def place_of_cell(name: str, where: types.CellType) -> Place:
-    """Returns the `Place` of the variable in a closure cell."""
+    """Returns the `Place` of the variable in a closure cell.
+
+    Args:
+        name: the variable's name in messages.
+        where: the cell.
+    """
     at = where, "cell_contents"
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(name, where, 0, partial(cell_content, where, MISSING), put)
@@ -787,6 +827,8 @@ def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
     """Returns the `Place` of an attribute that is stored in `__slots__`.
 
     Args:
+        name: the attribute's name in messages.
+        owner: the object that has the attribute.
         descriptor: the descriptor of the attribute, from the class.
     """
 
@@ -801,7 +843,7 @@ def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
 
 
 def place_of_class_attribute(kind: type, key: str) -> Place:
-    """Returns the `Place` of an attribute of a class or its bases.
+    """Returns the `Place` of the attribute `key` of the class `kind` or its bases.
 
     Descriptors (such as a property) are read themselves and not called.
     """
@@ -838,26 +880,42 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 
 def place_of_tensor_attribute(key: str) -> Place:
-    """Returns the `Place` of an attribute of the class torch.Tensor, which users may replace."""
+    """Returns the `Place` of the attribute `key` of torch.Tensor, which users may replace."""
     at = torch.Tensor, key
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
 
 
 def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
-    """Returns the `Place` of a special attribute of a function or class, such as `__code__`."""
+    """Returns the `Place` of a special attribute of a function or class, such as `__code__`.
+
+    Args:
+        name: the attribute's name in messages.
+        owner: the function or class.
+        key: the attribute's name in `owner`.
+    """
     put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
     return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 
 
 def place_of_dict(name: str, owner: Any) -> Place:
-    """Returns the `Place` of an object's `__dict__`, for code that reads all attributes."""
+    """Returns the `Place` of an object's `__dict__`, for code that reads all attributes.
+
+    Args:
+        name: the dictionary's name in messages.
+        owner: the object.
+    """
     put = partial(object.__setattr__, owner, "__dict__")
     return Place(name, owner, "__dict__", partial(dict_of, owner), put)
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    """Returns the `Place` of the value of a `contextvars.ContextVar`."""
+    """Returns the `Place` of the value of a `contextvars.ContextVar`.
+
+    Args:
+        name: the variable's name in messages.
+        variable: the variable.
+    """
 
     def get_context_variable() -> Any:
         try:
@@ -872,6 +930,8 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
     """Returns the `Place` of a setting whose value is the result of a function.
 
     Args:
+        name: the setting's name in messages.
+        function: the function.
         about: an object that identifies the place. By default the function identifies it.
     """
     return Place(name, function if about is None else about, "()", function)
@@ -882,7 +942,7 @@ class CacheEpoch:
 
     Call it to get the count, which a guard compares. A result is lost if it is dropped or replaced.
     Call it before the step and after it. From the second call on, it watches the results that the
-    step may have used. If a full cache drops a result that the step itself has stored, that does
+    step may have used. A full cache may drop a result that the step itself has stored. This does
     not count, unless `cache_clear()` was called.
     """
 
@@ -963,6 +1023,9 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
     """Returns the `Place` of a logger's effective level.
 
     It depends on the levels of the logger, its parents and the logging module.
+
+    Args:
+        name: the logger's name in messages.
     """
 
     def get_logger_level() -> tuple[int, bool, int]:
@@ -974,8 +1037,12 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
     """Returns the `Place` of a global that does not exist now, and would hide a builtin.
 
-    So a guard fails if the program defines such a global later. The replacements that capture
-    itself puts there (`Substitutes`) do not count.
+    A guard fails if the program defines the global later. The replacements that capture itself puts
+    there (`Substitutes`) do not count.
+
+    Args:
+        variables: the globals of a module.
+        name: the name of the builtin.
     """
 
     def get_hiding_variable() -> Any:
@@ -1002,7 +1069,7 @@ INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 
 def names_of_class(kind: type) -> frozenset[str]:
-    """Returns the names of all attributes that a class and its bases define now."""
+    """Returns the names of all attributes that the class `kind` and its bases define now."""
     counts = [len(vars(base)) for base in kind.__mro__]
     known: Any = _NAMES_OF_CLASSES.get(kind, ([], None))
     if known[0] != counts:
@@ -1015,7 +1082,7 @@ _NAMES_OF_CLASSES = weakref.WeakKeyDictionary[type, tuple[list[int], frozenset[s
 
 
 def functions_of_descriptor(value: Any) -> list[Any]:
-    """Returns the functions that a descriptor, such as a property, calls; [] for others."""
+    """Returns the functions that the descriptor `value` (such as a property) calls; else []."""
     for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
         if has_type(value, kind):
             return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
@@ -1033,12 +1100,16 @@ _FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
 
 
 def variables_of(space: Any) -> dict[str, Any]:
-    """Returns the variables of a namespace: a dictionary itself, or the `__dict__` of an object."""
+    """Returns the variables of a namespace.
+
+    Args:
+        space: a dictionary, which is returned itself, or an object, whose `__dict__` is returned.
+    """
     return space if type(space) is dict else dict_of(space)
 
 
 def dict_of(value: Any) -> Any:
-    """Returns an object's `__dict__`, or None, without calling a user's `__getattribute__`."""
+    """Returns the `__dict__` of `value`, or None, without calling a user's `__getattribute__`."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a `threading.local` has one dictionary for each thread
@@ -1046,9 +1117,12 @@ def dict_of(value: Any) -> Any:
 
 
 def find_module_dict(owner: Any, name: str) -> Any:
-    """Returns the dictionary of an nn.Module in which it stores the attribute `name`, or None.
+    """Returns the dictionary in which an nn.Module stores the attribute `name`, or None.
 
-    It is its dictionary of parameters, buffers or submodules.
+    It is the module's dictionary of parameters, buffers or submodules.
+
+    Args:
+        owner: an object. The result is None if it is not an nn.Module.
     """
     if has_type(owner, nn.Module):
         held = dict_of(owner)
@@ -1059,7 +1133,7 @@ def find_module_dict(owner: Any, name: str) -> Any:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """Returns the descriptors of the `__slots__` of a class, by name."""
+    """Returns the descriptors of the `__slots__` of the class `kind`, by name."""
     return {
         key: value
         for base in reversed(kind.__mro__)
@@ -1080,7 +1154,7 @@ def may_be_hidden(name: str, found: Any) -> bool:
 
 
 def has_settings(kind: type) -> bool:
-    """True if guards compare the attributes of this class's instances."""
+    """True if guards compare the attributes of instances of the class `kind`."""
     if issubclass(kind, _OF_TORCH):
         return True
     root = kind.__module__.split(".")[0]
@@ -1104,7 +1178,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
-    """Returns the content of a closure cell; `otherwise` if nothing was assigned to it yet."""
+    """Returns the content of the closure cell `where`; `otherwise` if it is not assigned yet."""
     try:
         return where.cell_contents
     except ValueError:

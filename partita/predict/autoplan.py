@@ -242,7 +242,7 @@ def read_bytes(text: float | str) -> float:
     """Returns a number of bytes for a positive number or a text such as "80GB" or "64 GiB".
 
     Raises:
-        StrategyError: it is not an amount of memory.
+        StrategyError: `text` is not an amount of memory.
     """
     is_number = isinstance(text, Real) and not isinstance(text, bool)
     allowed = "bytes as a number, or text such as '80GB'"
@@ -279,7 +279,7 @@ class PlannedWay:
 
     Attributes:
         way: the mesh and the strategy.
-        seconds: the duration of a step.
+        seconds: the duration of a step, in seconds.
         peak: the most bytes that a rank holds.
         times: the seconds of computing, and of waiting for each set of axes.
         simulation: the simulation of its step. If the micro-batches have more than 128 blocks
@@ -294,7 +294,13 @@ class PlannedWay:
 
 
 class WayCost(NamedTuple):
-    """What a step costs in a way: seconds, peak bytes, and seconds by what they are spent on."""
+    """What a step costs in a way of training.
+
+    Attributes:
+        seconds: the duration of a step, in seconds.
+        peak: the most bytes that a rank holds.
+        times: the seconds of computing, and of waiting for each set of axes.
+    """
 
     seconds: float
     peak: int
@@ -305,6 +311,7 @@ class WayCost(NamedTuple):
 
         Args:
             before: the cost without the last part.
+            more: the number of parts that are added.
         """
 
         def extend(last: float, first: float) -> float:
@@ -524,7 +531,8 @@ class _ModelNeeds:
         """Extrapolates the needs of `layers` blocks from the needs of one block and of two.
 
         Args:
-            two: the needs of the model with two blocks. `self` has those with one.
+            two: the needs of the model with two blocks. `self` has the needs with one block.
+            layers: the number of blocks.
         """
 
         def extend(a: float, b: float) -> float:
@@ -541,7 +549,12 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a lower bound of a way's peak bytes: weights, and AdamW's state of trained ones."""
+    """Returns a lower bound of a way's peak bytes: weights, and AdamW's state of trained ones.
+
+    Args:
+        shape: the model.
+        way: the mesh and the strategy.
+    """
     of, needs = way.strategy, _needs_of(shape, way)
     weights = needs.weights / way.tp / (way.dp if of.zero == 3 else 1)
     return weights + needs.state / way.tp / (way.dp if of.zero else 1)
@@ -553,6 +566,11 @@ def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     A rank must compute its part of the model's matrix products. Over dp, each gradient is summed
     once per step. Stage 3 also gathers each weight once per micro-batch. Over tp, each block sums
     its results once per micro-batch, in forward.
+
+    Args:
+        shape: the model.
+        way: the mesh and the strategy.
+        machine: the hardware of a rank.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     compute = of.micro_batches * _least_compute(needs, way, machine)
@@ -608,6 +626,11 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     """Estimates the seconds of a step roughly, to decide what to simulate first.
 
     It adds matrix products, other kernels, and waiting for links.
+
+    Args:
+        shape: the model.
+        way: the mesh and the strategy.
+        machine: the hardware of a rank.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     n, again = of.micro_batches, 4 / 3 if of.remat else 1.0
@@ -623,6 +646,10 @@ def guess_bytes(shape: ModelShape, way: Way) -> float:
     """Estimates a rank's peak bytes roughly, to decide what to simulate first.
 
     It adds what a rank holds between steps, gradients, and activations saved for backward.
+
+    Args:
+        shape: the model.
+        way: the mesh and the strategy.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     layers = of.layers or shape.layers

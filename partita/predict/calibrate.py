@@ -40,8 +40,8 @@ _TIMEOUT = 120.0
 def calibrate(ranks: int) -> Machine:
     """Measures this machine and returns its description, for `pt.simulate` and `pt.autoplan`.
 
-    Starts `ranks` processes with one thread each, which work at once. Takes about 25 seconds, plus
-    the start of the processes.
+    Starts `ranks` processes with one thread each, which work at the same time. Takes about 25
+    seconds, plus the start of the processes.
 
     Raises:
         RuntimeError: a rank ended without a result. The message contains its output.
@@ -243,7 +243,7 @@ class _TimedCollective:
 
 
 def main() -> None:
-    """Run the measurements as one of the ranks, and print them as a line of JSON."""
+    """Runs the measurements as one of the ranks, and prints them as a line of JSON."""
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
@@ -413,8 +413,11 @@ def make_deck() -> list[DeckCall]:
 def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
     """Returns the order in which to time the calls, as indices into `deck`.
 
-    The small calls come first, then the large ones. Each group is shuffled. A small call is
+    The small calls come first, followed by the large ones. Each group is shuffled. A small call is
     repeated in a row, as when an optimizer updates many small parameters.
+
+    Args:
+        draw: the random generator that shuffles them.
     """
     found: list[int] = []
     for is_large in (False, True):

@@ -79,6 +79,10 @@ def make_gpu_machine(figures: DeviceFigures, name: str) -> Machine:
 
     Products have a measured curve. All other kernels are priced by their operations and bytes, with
     peaks that are the best measured rates.
+
+    Args:
+        figures: what was measured on the device.
+        name: the device's name, such as "NVIDIA H200". It selects the data sheet.
     """
     like = next((m for m in shipped_machines() if m.lower() in name.lower()), None)
     sheet = None if like is None else load_machine(like)
@@ -112,7 +116,11 @@ def _find_best_rate(points: Sequence[Point]) -> float:
 
 
 def measure_device(device: Device, sizes: DeckSizes) -> DeviceFigures:
-    """Measures the current device of a kind."""
+    """Measures the current device of the kind `device`.
+
+    Args:
+        sizes: the sizes of what is measured.
+    """
     sizes_of = {
         torch.bfloat16: sizes.products,
         torch.float16: sizes.products[-2:],

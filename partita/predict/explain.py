@@ -46,7 +46,7 @@ _REWRITTEN = "(written as the calls below)"
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Plan the call `fn(*args, **kwargs)` without running it: nothing is sent or computed.
+    """Plans the call `fn(*args, **kwargs)` without running it: nothing is sent or computed.
 
         print(pt.explain(F.linear, x, weight))
         print(pt.explain(model, x))
@@ -169,14 +169,18 @@ class Explainer:
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Store the names of modules and submodules, to show calls with their modules."""
+        """Stores the names of modules and submodules, to show calls with their modules.
+
+        Args:
+            modules: the modules, by name.
+        """
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside the `with` block, record this thread's calls on DTensors."""
+        """Records this thread's calls on DTensors inside the `with` block."""
         before, HERE.explainer = HERE.explainer, self
         entered = register_module_forward_pre_hook(self._enter_module)
         left = register_module_forward_hook(self._leave_module, always_call=True)
@@ -198,7 +202,15 @@ class Explainer:
     # -- called by dispatch ------------------------------------------------------------------------
 
     def explain_call(self, call: OpCall, has_rule: bool = True) -> Any:
-        """Plan a call of an op, run it on fake tensors, and record the plan and the layouts."""
+        """Plans a call of an op, runs it on fake tensors, and records the plan and the layouts.
+
+        Args:
+            call: the call.
+            has_rule: False for an op without a rule, whose operands are gathered.
+
+        Returns:
+            The result of the call.
+        """
         name = call.form.name
         operands = _layouts_of((call.args, call.kwargs))
         noted = _Call(name)
@@ -235,10 +247,11 @@ class Explainer:
     def record_rows(
         self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser
     ) -> None:
-        """Record the rows (placements) that dispatch has priced for the running call.
+        """Records the rows (placements) that dispatch has priced for the running call.
 
         Args:
             places: the position of each operand in the call, and the names of its parameters.
+            chooser: the search that has priced them.
         """
         names = [_name_of(path, parameters) for path, parameters in places]
         rows = (_describe_row(names, chooser, one) for one in chooser.considered or ())
@@ -248,7 +261,14 @@ class Explainer:
     def record_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
     ) -> None:
-        """Records a move of the running call, or one that the program has requested."""
+        """Records a move of the running call, or one that the program has requested.
+
+        Args:
+            mesh, move: the mesh, and the move over its axes.
+            x: the local tensor that is moved.
+            op, reason: the op that needs the move, and why.
+            graded: True if `x` has a gradient, so that backward has a move, too.
+        """
         call = self.calls[-1]
         graded = call.graded and (graded or reason == "gather")
         explained = _explained_move(mesh, move, x, reason, graded)
@@ -386,9 +406,9 @@ class ConsideredRow:
         seconds: its price, forward and backward together. It uses round figures for a node of GPUs
             (see `partita.redistribute.move`), to compare rows, not to predict a time.
         chosen: True for the row that is used: the cheapest.
-        needs: the moves of operands that it needs ("x all_gather 1.5 KiB"), and work that the ranks
-            of the axis would repeat.
-        nbytes: bytes that a rank sends in those moves, in forward.
+        needs: the moves of operands that it needs ("x all_gather 1.5 KiB"). Also the work that the
+            ranks of the axis would repeat.
+        nbytes: bytes that a rank sends in the moves of `needs`, in forward.
     """
 
     axis: str
@@ -454,11 +474,18 @@ class ExplainedOp:
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row (placements) that the op uses on a mesh axis; None without a rule."""
+        """Returns the row (placements) that the op uses on the mesh axis `axis`, or None.
+
+        It is None if the op has no rule.
+        """
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
-        """Returns the second-best row (placements) on a mesh axis; None if there is only one."""
+        """Returns the second-best row (placements) on a mesh axis; None if there is only one.
+
+        Args:
+            axis: the name of the mesh axis.
+        """
         others = [row for row in self.rows if row.axis == axis and not row.chosen]
         return min(others, key=lambda row: row.seconds, default=None)
 
@@ -507,7 +534,7 @@ class Explanation:
         title: the name of what was explained.
         mesh: the meshes of its tensors, such as "dp=2 tp=4".
         ops: calls on DTensors and redistributions, in order.
-        goes_backward: True if the function ran backward. Then `ops` also contain the moves of
+        goes_backward: True if the function ran backward. If so, `ops` also contain the moves of
             gradients, with the reason "gradient".
     """
 
@@ -518,7 +545,7 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves, in order. Those of backward are included only if the function runs it."""
+        """All moves, in order. The moves of backward are included only if the function runs it."""
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property

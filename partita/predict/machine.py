@@ -44,7 +44,7 @@ class MachineError(ValueError):
 
 
 def is_number(value: Any) -> bool:
-    """True for a number that a float can hold. A bool is not a number here."""
+    """True if `value` is a number that a float can hold. A bool is not a number here."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
@@ -67,7 +67,11 @@ class Kind:
     has: Callable[[Any], bool]
 
     def check(self, name: str, value: Any, error: type[ValueError]) -> None:
-        """Raise `error`, with the value and what is allowed, unless `value` is of this kind."""
+        """Raises `error`, with the value and what is allowed, unless `value` is of this kind.
+
+        Args:
+            name: the name of the argument in the error.
+        """
         if not self.has(value):
             raise error(f"{name} is {describe_value(value)}: {self.allowed}")
 
@@ -92,6 +96,7 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
     """Raises `error` for the first attribute of `of` that has a value which is not allowed.
 
     Args:
+        error: the class of the error.
         kinds: the kind of each attribute, or of several, whose names are separated by blanks.
     """
     for names, kind in kinds.items():
@@ -224,11 +229,15 @@ class Machine:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
-        """Returns the peak operations per second for a dtype; the slowest peak if unknown."""
+        """Returns the peak operations per second for a dtype; the slowest peak if unknown.
+
+        Args:
+            dtype: its name, such as "bfloat16".
+        """
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """Returns the name of the kernel that this machine runs for a kernel in a graph.
+        """Returns the name of the kernel that this machine runs for the kernel `name` of a graph.
 
         If torch had no GPU during the capture, the graph contains the CPU's fused attention. The
         GPU's kernel has the same operands and results.
@@ -247,6 +256,10 @@ class Machine:
 
         They are the figures of a link in `links`, or a fraction (`efficiency`) of the slowest
         link's.
+
+        Args:
+            axes: the axes of the collective.
+            mesh: the size of each axis, outermost first.
         """
         given = self.given_link(axes)
         if given is not None:
@@ -280,6 +293,10 @@ class Machine:
         """True if no two ranks of a collective over these axes share a host.
 
         Axes with a given link return False.
+
+        Args:
+            axes: the axes of the collective.
+            mesh: the size of each axis, outermost first.
         """
         if self.given_link(axes) is not None or self._is_within_hosts(axes, mesh):
             return False
@@ -470,7 +487,14 @@ def _read_row(key: str, found: Any) -> tuple[float, ...]:
 
 
 def read_amount(what: str) -> _Read:
-    """Returns a function that reads a positive amount of "bytes", "seconds" or another unit."""
+    """Returns a function that reads a positive amount of "bytes", "seconds" or another unit.
+
+    The function takes the key in the machine file and its value. It raises a MachineError if it
+    cannot read the value.
+
+    Args:
+        what: the name of the unit, a key of `_UNITS`.
+    """
     units = _UNITS[what]
 
     def read(key: str, value: Any) -> float:
@@ -538,6 +562,7 @@ def messages_of(kind: str, ranks: int) -> int:
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
+        ranks: the number of ranks of the collective.
 
     Raises:
         ValueError: a kind that is not known.
@@ -554,9 +579,11 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
     """Returns the bytes that one rank sends in a collective on a ring.
 
     Args:
-        whole: bytes of the unsharded tensor. This is the result of an all-gather, the input of a
-            reduce-scatter or all-reduce, or what a rank has before an all-to-all. For other kinds
-            it is the tensor that is sent.
+        kind: the kind of the collective, as for `messages_of`.
+        ranks: the number of ranks of the collective.
+        whole: bytes of the unsharded tensor. This is the result of an all-gather, or the input of a
+            reduce-scatter or all-reduce. For an all-to-all it is what a rank has before. For other
+            kinds it is the tensor that is sent.
 
     Raises:
         ValueError: a kind that is not known.
@@ -587,7 +614,10 @@ def collective_seconds(
     fifth of one for each rank, and three quarters of the bandwidth.
 
     Args:
+        kind: the kind of the collective, as for `messages_of`.
+        ranks: the number of ranks of the collective.
         nbytes: the bytes that one rank of a ring sends, as from `collective_bytes` or a ledger.
+        link: the latency and bandwidth between the ranks.
         each_on_its_host: True if no two of the ranks share a host.
 
     Raises:

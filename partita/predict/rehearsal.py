@@ -74,6 +74,7 @@ def run_on_fakes(
     """Yields a function that runs `fn` on tensors without memory. Restores everything at the end.
 
     Args:
+        fn, args, kwargs: the function and its arguments.
         make_wire: a function that makes the replacement for the wire of a mesh.
 
     Yields:
@@ -181,6 +182,7 @@ def make_refusal(
     Args:
         fact: what is impossible.
         fixes: the fixes; each is the code to write, or a tuple of the code and an explanation.
+        reason: why it is impossible; "" leaves the reason out.
         place: the file and line. None: the user's line.
     """
     listed = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
@@ -210,7 +212,7 @@ def read_mesh(text: str) -> dict[str, int]:
     """Reads a mesh from a text: "dp=2,tp=4" gives `{"dp": 2, "tp": 4}`.
 
     Raises:
-        LayoutError: names the part that is wrong.
+        LayoutError: the text cannot be read. The error names the part that is wrong.
     """
     axes: dict[str, int] = {}
     for part in text.split(","):
@@ -238,10 +240,10 @@ def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any],
         text: a function of torch ("F.linear", "torch.matmul", "Tensor.sum") or of yours
             ("module:function"), and its arguments in parentheses if they are not in `arguments`.
         arguments: the arguments without parentheses; the comma after a tensor may be omitted.
-        mesh: the mesh of the tensors, which have no memory. Floating-point ones require grad.
+        mesh: the mesh of the tensors, which have no memory. Floating-point tensors require grad.
 
     Raises:
-        LayoutError: there is no such function, or a part cannot be read; or a layout does not fit
+        LayoutError: the function does not exist, or a part cannot be read; or a layout does not fit
             the mesh.
     """
     match = _CALL.fullmatch(text)
@@ -281,6 +283,8 @@ def describe_raised(what: str, error: BaseException, *, is_user_s: bool) -> str:
     """Returns a text about an exception: what raised it, its message, and the user's line.
 
     Args:
+        what: a text that names what raised it.
+        error: the exception.
         is_user_s: True if the user's code raised it, or called the code that did.
     """
     said, _, _ = str(error).partition("\nException raised from")  # frames of C++
@@ -417,7 +421,11 @@ class _Schedule(MemoryCount):
         return any(own.get("step") is t for own in state.values())
 
     def begin_place(self, made_by: str) -> None:
-        """Begins the next place (point in time). Later changes of memory belong to it."""
+        """Begins the next place (point in time). Later changes of memory belong to it.
+
+        Args:
+            made_by: the name of the op that runs at this place.
+        """
         self._made_by, self._source = made_by, user_line()
         self._places.append(f"{made_by}_{len(self._places)} {made_by}")
 
@@ -435,7 +443,7 @@ class _Schedule(MemoryCount):
             self._buffers.append(self._make_buffer(held.nbytes, at))
 
     def add_workspace(self, nbytes: int) -> None:
-        """Record temporary memory that a kernel needs while it runs, in bytes."""
+        """Records temporary memory of `nbytes` bytes that a kernel needs while it runs."""
         at = len(self._places) - 1
         self._buffers.append(replace(self._make_buffer(nbytes, at), death=at + 1, passing=True))
 
@@ -446,7 +454,11 @@ class _Schedule(MemoryCount):
         return Buffer(f"{self._made_by}_{at}", nbytes, at, _NEVER, **about)
 
     def memory_with(self, held: tuple[HeldInput, ...]) -> Memory:
-        """Returns the memory schedule that was recorded so far. `held` are the step's inputs."""
+        """Returns the memory schedule that was recorded so far.
+
+        Args:
+            held: the step's inputs.
+        """
         end = len(self._places)
         buffers = (replace(b, death=min(b.death, end)) for b in self._buffers if b.nbytes)
         return Memory(tuple(self._places), tuple(buffers), held)

@@ -72,7 +72,7 @@ class Shown:
 
 
 def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None:
-    """Draw which rank holds which part of a tensor: colored text, or a picture in a notebook.
+    """Draws which rank holds which part of a tensor: colored text, or a picture in a notebook.
 
         pt.show(weight)
         pt.show(model)                                    # its parameters; equal pictures once

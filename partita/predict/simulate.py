@@ -88,7 +88,7 @@ def simulate(
     tokens: int | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> Simulation:
-    """Predict the time, memory and traffic of a training step without running it.
+    """Predicts the time, memory and traffic of a training step without running it.
 
         print(pt.simulate("llama3-8b", {"dp": 64, "tp": 8}, "h100"))
 
@@ -193,6 +193,11 @@ def _name_of_step(step: Any) -> str:
 def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str]) -> Machine:
     """Returns a copy of the machine in which `links` replace its own links.
 
+    Args:
+        machine: the machine.
+        links: the links, by the axes of a collective (separated by blanks).
+        axes: the axes of the mesh.
+
     Raises:
         MachineError: names a link whose axes are not all among `axes`.
     """
@@ -219,11 +224,16 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str
 def capture_model(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy
 ) -> tuple[Program, int, int]:
-    """Captures a training step of a model, which can then be simulated on any number of machines.
+    """Captures a training step of a model, which can be simulated on any number of machines.
+
+    Args:
+        model: a name in `partita.predict.MODELS`, or a `ModelShape`.
+        mesh: the sizes of "dp" and "tp".
+        strategy: how the model is distributed and trained.
 
     Returns:
-        The program, the tokens of a step on all ranks together, and the bytes of parameters and
-        buffers that a rank holds and the step does not read.
+        The program; the tokens of a step on all ranks together; unread bytes. These are parameters
+        and buffers that a rank holds, but the step does not read.
 
     Raises:
         StrategyError: an unknown model, or a mesh that does not divide it.
@@ -317,6 +327,9 @@ def simulate_program(
     """Simulates a captured program, and returns what `simulate` returns.
 
     Args:
+        program: the program.
+        mesh: the size of each axis, outermost first.
+        machine: the hardware of a rank.
         what: the name of the step.
         tokens: tokens per step, over all ranks; None if unknown.
         unread: bytes of parameters and buffers that a rank holds and the step does not read.
@@ -499,9 +512,11 @@ class SimulatedStep:
 def simulate_graph(
     program: Program, machine: Machine, mesh: Mapping[str, int] | None = None
 ) -> SimulatedStep:
-    """Simulate a program's graph: compute when each kernel and collective runs.
+    """Simulates a program's graph: computes when each kernel and collective runs.
 
     Args:
+        program: the program.
+        machine: the hardware of a rank.
         mesh: the sizes of the axes, outermost first, of the mesh that contains the program's
             meshes. It determines which links ranks use. None: the program's meshes are not part of
             a larger mesh.
@@ -941,7 +956,7 @@ class Simulation:
         return self.model_flops / (self.seconds * self.machine.peak_flops(self.dtype))
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the timeline as JSON that Perfetto (ui.perfetto.dev) opens."""
+        """Writes the timeline as JSON that Perfetto (ui.perfetto.dev) opens, to the file `path`."""
         save_trace(self.events, path)
 
     @property
@@ -955,7 +970,7 @@ class Simulation:
         return f"Simulated on {self.machine.name}: no host, no stragglers, no data loading"
 
     def report(self, path: str | Path, *others: Simulation) -> None:
-        """Write an HTML page about the step that works without a network. Needs plotly.
+        """Writes an HTML page about the step that works without a network. Needs plotly.
 
         It shows the timeline by stream, memory over the step by class, bytes by source line, and
         the layouts of parameters.

@@ -40,19 +40,27 @@ class StrategyError(ValueError):
 
 
 def refuse_if(is_wrong: object, message: str) -> None:
-    """Raise StrategyError with the text `message` if `is_wrong` is true."""
+    """Raises StrategyError with the text `message` if `is_wrong` is true."""
     if is_wrong:
         raise StrategyError(message)
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise StrategyError for an argument that is not an integer of at least 1."""
+    """Raises StrategyError for an argument that is not an integer of at least 1.
+
+    Args:
+        counts: the arguments, by name.
+    """
     for name, count in counts.items():
         COUNT.check(name, count, StrategyError)
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raise StrategyError, with the argument and what is `allowed`, unless `is_right`."""
+    """Raises StrategyError, with the argument and what is `allowed`, unless `is_right`.
+
+    Args:
+        name, value: the name and the value of the argument, for the error.
+    """
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
@@ -210,7 +218,9 @@ def make_step(
     """Returns a training step of a model that is distributed by a strategy.
 
     Args:
+        model: a name in `partita.predict.MODELS`, or a `ModelShape`.
         mesh: the sizes of "dp" and "tp".
+        strategy: how the model is distributed and trained.
         on: the mesh of these sizes on which the step will run. None: a dry mesh, with meta tensors.
 
     Returns:
@@ -356,6 +366,11 @@ def ways_of(
 
     Tensor parallelism stays within a host and divides the heads. Numbers of micro-batches are
     powers of two.
+
+    Args:
+        shape: the model.
+        machine: the hardware of a rank. It says how many ranks are on a host.
+        base: the strategy that has the fields which are not varied.
     """
     context = base.context or shape.context
     for tp in range(1, min(ranks, machine.ranks_per_host) + 1):
@@ -387,6 +402,10 @@ def write_code(shape: ModelShape, way: Way) -> str:
 
     Its step is the one that `make_step` makes. If the model is not one of partita's, the program
     uses a `ModelShape` named `shape`.
+
+    Args:
+        shape: the model.
+        way: the mesh and the strategy.
     """
     of = way.strategy
     own = not shape.code
@@ -458,6 +477,9 @@ def train_command(shape: ModelShape, way: Way) -> str:
     """Returns the `partita train` command for the mesh and strategy of `way`; "" if there is none.
 
     There is one for a GPT whose tokens are bytes, if it recomputes all blocks or none.
+
+    Args:
+        shape: the model.
     """
     of = way.strategy
     if not shape.code.startswith("GPT(") or shape.vocab != _BYTES or of.remat_every > 1:

@@ -73,7 +73,7 @@ class MemoryCount:
         return attribute_set(self, "_labels", (*self._labels, name))
 
     def note(self, value: Any, name: str | None = None) -> None:
-        """Count the storages of the tensors in `value` from now on, whatever created them.
+        """Counts the storages of the tensors in `value` from now on, whatever created them.
 
         Their sizes are read again at each op, because an owner may resize a storage. (For example,
         a size of 0 bytes frees it although views exist.)
@@ -112,7 +112,7 @@ class MemoryCount:
     # -- counting ------------------------------------------------------------------------------
 
     def after_op(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Count the storages that an op has created. Called after each op.
+        """Counts the storages that an op has created. Called after each op.
 
         Args:
             args, kwargs: the op's arguments.
@@ -166,7 +166,11 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Adds `more` bytes (maybe negative), after a storage was created, resized or freed."""
+        """Adds `more` bytes (maybe negative), after a storage was created, resized or freed.
+
+        Args:
+            held: the storage.
+        """
         self.live += more
         self._change_live_bytes(held.labels, more)
 
@@ -196,7 +200,7 @@ class MemoryCountMode(KernelMode):
 
 @contextmanager
 def count_memory() -> Iterator[MemoryCount]:
-    """Count the bytes of all tensors that are allocated inside the `with` block, on any device.
+    """Counts the bytes of all tensors that are allocated inside the `with` block, on any device.
 
         with pt.count_memory() as memory:
             loss = model(batch)
@@ -328,7 +332,7 @@ def open_reports() -> tuple[Report, ...]:
 
 @contextmanager
 def remat_report() -> Iterator[Report]:
-    """Report what is recomputed inside the `with` block, with its floating-point operations.
+    """Reports what is recomputed inside the `with` block, with its floating-point operations.
 
         with pt.remat_report() as report:
             loss = model(batch)

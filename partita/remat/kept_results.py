@@ -40,6 +40,9 @@ def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
     rest of the bytes it keeps those whose recomputation writes the most bytes. More room never
     leads to more recomputation. To guarantee this, the knapsack is solved exactly, in steps of
     bytes that do not depend on `room`. Of equal solutions the smallest is taken.
+
+    Args:
+        candidates: the results that could be kept. The returned indices refer to them.
     """
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]

@@ -99,7 +99,7 @@ class RematRegion(Wrapped):
 
 
 def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
-    """Recompute the intermediate results of `fn` in backward, instead of keeping them.
+    """Recomputes the intermediate results of `fn` in backward, instead of keeping them.
 
     The inputs are kept, and the results that the policy names. See docs/remat.md.
 
@@ -157,7 +157,7 @@ def _remat_module(module: nn.Module, policy: Policy, blocks: Blocks) -> nn.Modul
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Give `x` a name that policies can use, as `jax.ad_checkpoint.checkpoint_name` does.
+    """Gives `x` a name that policies can use, as `jax.ad_checkpoint.checkpoint_name` does.
 
     A policy that lists the name keeps `x`. If `x` is a view, it keeps the result that `x` is a view
     of. Outside of `pt.remat` this does nothing.
@@ -206,34 +206,55 @@ class _RegionMarker:
             return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run a call of a torch function, and mark its nodes in the captured graph."""
+        """Runs a call of a torch function, and marks its nodes in the captured graph.
+
+        Args:
+            kind: the function, and how regions treat its calls.
+            args, kwargs: the arguments of the call.
+        """
         keep = self._keeps(kind.func, args, kwargs, kind.op)
         return self._run_marked(keep, partial(kind.func, *args, **kwargs))
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run an `autograd.Function`, and mark its nodes in the captured graph."""
+        """Runs an `autograd.Function`, and marks its nodes in the captured graph.
+
+        Args:
+            function, args, kwargs: the function, and the arguments of the call.
+            run: makes the call and returns its result.
+        """
         return self._run_marked(function in self.policy.functions, run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """Run a function that `one_call` marked, and mark its nodes in the captured graph."""
+        """Runs a function that `one_call` marked, and marks its nodes in the captured graph.
+
+        Args:
+            function, args, kwargs: the function, and the arguments of the call.
+        """
         keep = self._keeps(function, args, kwargs, function.title)
         return self._run_marked(keep, partial(function.__wrapped__, *args, **kwargs))
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run a redistribution, and mark its nodes in the captured graph."""
+        """Runs a redistribution, and marks its nodes in the captured graph.
+
+        Args:
+            op, reason: the op that needs it, and why. They are not used here.
+            what: the redistribution: a plan of moves.
+            x: the local tensor that is redistributed.
+            run: does it and returns the result.
+        """
         keep = self.policy.keeps_redistribution(what, x, find_call_site())
         return self._run_marked(keep, run)
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Keep `x` for backward if the policy keeps results with this name (`checkpoint_name`)."""
+        """Keeps `x` for backward if the policy keeps results with this name (`checkpoint_name`)."""
         is_named = self.policy.test is None and name in self.policy.names
         if is_named or (self.policy.test and self._keeps(None, (x,), {}, "", name)):
             self.recorder.keep(x)
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Do nothing: a capture converts writes to new values."""
+        """Does nothing when `t` is written: a capture converts writes to new values."""
 
 
 # -- budgets in bytes ------------------------------------------------------------------------------
@@ -266,11 +287,22 @@ class _BudgetStep:
         return MemoryCountMode(self.count) if self.measures else nullcontext()
 
     def keeps(self, region: Any, event: RecordedCall) -> bool:
-        """True if the result of this call is kept instead of recomputed."""
+        """True if the result of a call is kept instead of recomputed.
+
+        Args:
+            region: the `RematRegion`.
+            event: the call in this region.
+        """
         return self._kept is not None and (id(region), event.key, event.ordinal) in self._kept
 
     def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
-        """Records how many bytes it would take to keep this call's result."""
+        """Records how many bytes it would take to keep a call's result.
+
+        Args:
+            region: the `RematRegion`.
+            event: the call in this region.
+            nbytes: bytes that are added for the call.
+        """
         one = self._candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
         one.nbytes += nbytes
 
@@ -280,9 +312,13 @@ class _BudgetStep:
         self._to_recompute += 1
 
     def note_recompute(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
-        """Record the operations of each call in a recomputation.
+        """Records the operations of each call in a recomputation.
 
-        After the last recomputation of the step, choose which results later steps keep.
+        After the last recomputation of the step, it chooses which results later steps keep.
+
+        Args:
+            forward: the forward that was recomputed.
+            flops_of: the floating-point operations of each call.
         """
         for event, flops in flops_of.items():
             one = self._candidates.get((id(forward.region), event.key, event.ordinal))
@@ -354,7 +390,12 @@ class Budget:
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
         """Returns the state of the budget for a training step with inputs of this kind.
 
-        In the first such step the memory is measured. In later steps it is known what to keep.
+        The first step with these inputs measures the memory. Later steps use the choice that
+        followed from it.
+
+        Args:
+            args, kwargs: the arguments of the module or function.
+            module: the module; None for a function.
         """
         key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)

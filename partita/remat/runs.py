@@ -224,7 +224,12 @@ class _RegionRun:
         return (what, find_call_site(), inputs), tensors
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Run and record a call of a torch function that `CallMode` intercepted."""
+        """Runs and records a call of a torch function that `CallMode` intercepted.
+
+        Args:
+            kind: the function, and how regions treat its calls.
+            args, kwargs: the arguments of the call.
+        """
         if self._event is not None:
             return self._run_within(kind, args, kwargs)
         key, tensors = self._make_key(kind.op, args, kwargs)
@@ -233,10 +238,14 @@ class _RegionRun:
         return self._note_outputs(event, out, tensors)
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run and record a call that is not a torch function.
+        """Runs and records a call that is not a torch function.
 
         It is an `autograd.Function` (such as a region of torch.compile), a compiled step, or a
         region within this one.
+
+        Args:
+            function, args, kwargs: what is called, and the arguments of the call.
+            run: makes the call and returns its result.
         """
         if self._event is not None or is_internal(function):
             return run()
@@ -244,10 +253,13 @@ class _RegionRun:
             return self._run_as_one(*self._make_key(function, args, kwargs), run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """Run a function marked by `one_call`.
+        """Runs a function marked by `one_call`.
 
         It counts as a single call if its result is kept. Otherwise the calls inside it are
         recorded.
+
+        Args:
+            function, args, kwargs: the function, and the arguments of the call.
         """
         run = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None:
@@ -461,7 +473,11 @@ class ForwardRecord(_RegionRun):
             self._kept[start] = kept
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Record that the program has named `x`, and keep it if the policy says so."""
+        """Records that the program has named `x`, and keeps it if the policy says so.
+
+        Args:
+            name: the name that `checkpoint_name` has given to `x`.
+        """
         if self._names is None or self._event is not None:
             return
         event = self._names.note_name(x, name)
@@ -476,9 +492,15 @@ class ForwardRecord(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Run a redistribution, and keep its result if the policy says so.
+        """Runs a redistribution, and keeps its result if the policy says so.
 
         The program or a call in the region requested it.
+
+        Args:
+            op, reason: the op that needs it, and why.
+            what: the redistribution: a plan of moves.
+            x: the local tensor that is redistributed.
+            run: does it and returns the result.
         """
         out = self._run_unwatched(run)
         if isinstance(self._kernels, KeepMode) and out is not x:
@@ -513,7 +535,11 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Copies a tensor before a call writes it, if recomputation needs its old value."""
+        """Copies a tensor before a call writes it, if recomputation needs its old value.
+
+        Args:
+            one: the tensor.
+        """
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
@@ -562,7 +588,7 @@ class ForwardRecord(_RegionRun):
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the first run, and free what only a running program needs."""
+        """Ends the first run, and frees what only a running program needs."""
         self._around = None
         self.producers.forget_freed()
         if self._names is not None:
@@ -584,7 +610,7 @@ class ForwardRecord(_RegionRun):
                 slot.value = None
 
     def free_kept_kernels(self) -> None:
-        """Free the kept results of kernels after recomputation has used them.
+        """Frees the kept results of kernels after recomputation has used them.
 
         Kept results of opaque calls (kept or run as a whole) stay, because autograd still has
         tensors saved inside them. If there is a third run, which is rare, it recomputes the freed
@@ -596,7 +622,7 @@ class ForwardRecord(_RegionRun):
         self.redistributed_results.clear()
 
     def check_unchanged(self) -> None:
-        """Raise RematError if a kept result was written in place after the forward."""
+        """Raises RematError if a kept result was written in place after the forward."""
         for event in self.order:
             if event.kept is not None and event.kept.changed():
                 raise RematError(
@@ -754,7 +780,14 @@ class Recomputation(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the kept result of a redistribution, or runs it again if there is none."""
+        """Returns the kept result of a redistribution, if there is one. Otherwise it is run again.
+
+        Args:
+            op, reason: the op that needs it, and why.
+            what: the redistribution: a plan of moves.
+            x: the local tensor that is redistributed.
+            run: runs the redistribution and returns the result.
+        """
         replaying = isinstance(self._kernels, ReplayMode)
         given = self._kernels.give_redistributed() if replaying else None  # type: ignore[union-attr]
         key = self._count_redistribution(op, what, x)
@@ -770,10 +803,10 @@ class Recomputation(_RegionRun):
         return out
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Do nothing: the first run has saved the old value."""
+        """Does nothing when `t` is written: the first run has saved the old value."""
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Do nothing: the first run has recorded the name."""
+        """Does nothing when `x` gets the name `name`: the first run has recorded it."""
 
     # -- what autograd saves -----------------------------------------------------------------------
 
@@ -897,7 +930,11 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """Returns the error for a call that backward needs, but the second run did not make."""
+        """Returns the error for a call that backward needs, but the second run did not make.
+
+        Args:
+            event: the call, as the first run recorded it.
+        """
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
             "leaves out a call whose saved tensors backward needs",

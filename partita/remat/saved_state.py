@@ -40,7 +40,7 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a call of the op `name` draws random numbers, given its arguments."""
+    """True if a call of the op `name` with the arguments `args`, `kwargs` draws random numbers."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
     return facts_of_function(name).draws or "generator" in kwargs
@@ -78,7 +78,7 @@ class _BufferWrites:
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def note(self, t: torch.Tensor) -> None:
-        """Save a copy of `t` before the run writes it for the first time."""
+        """Saves a copy of `t` before the run writes it for the first time."""
         if not self.has(t):
             with local_ops(), torch.no_grad():
                 self._before[id(t)] = (weakref.ref(t), t.detach().clone())
@@ -90,7 +90,7 @@ class _BufferWrites:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the buffers' values from before the first run, inside the `with` block."""
+        """Restores the buffers' values from before the first run, inside the `with` block."""
         found = [(ref(), before) for ref, before in self._before.values()]
         written = [(t, before) for t, before in found if t is not None]
         with local_ops(), torch.no_grad():
@@ -131,7 +131,7 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Set the recorded settings inside the `with` block. Yields the second run's context."""
+        """Sets the recorded settings inside the `with` block. Yields the second run's context."""
         self._touched = {}
         with ExitStack() as modes:
             modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
@@ -149,7 +149,7 @@ class AmbientState:
         They keep these states until the second run has ended.
 
         Args:
-            states: the states of the generators before that call.
+            states: the states of the generators before the call.
         """
         for generator, state in states:
             if generator not in self._touched:
@@ -214,6 +214,9 @@ class RegionInputs:
     def rebuild(self, producers: TensorProducers) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments for the second run: the same memory, without autograd history.
 
+        Args:
+            producers: the map of the second run. The inputs are added to it.
+
         Raises:
             RuntimeError: a tensor was changed in place after the first run.
         """
@@ -269,7 +272,7 @@ class _KeptResult:
         self.copied = False
 
     def copy(self) -> None:
-        """Copy the kept result, because the program is about to write the original in place."""
+        """Copies the kept result, because the program is about to write the original in place."""
         if not self.copied:
             with local_ops(), torch.no_grad():
                 self._replace_by_copies()
@@ -331,7 +334,7 @@ class KeepMode(KernelsOfCall):
     def kernels(self, out: Any) -> KeptKernels | None:
         """Returns the kernels' results from which the second run can make `out` again.
 
-        None if they cannot be kept.
+        Returns None if they cannot be kept.
         """
         wanted = {storage_id(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
@@ -349,7 +352,7 @@ class KeepMode(KernelsOfCall):
 class KeptKernels(_KeptResult):
     """The kept results of the kernels of one call of a torch function.
 
-    The second run makes the call again, with its casts, redistributions and views, so autograd
+    The second run makes the call again, with its casts, redistributions and views. So autograd
     builds the same nodes and saves the same tensors. Only the kernels are not run.
 
     Attributes:
@@ -511,9 +514,10 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedInOpaque:
-    """A tensor that autograd saved inside a kept opaque call, packed by outer hooks if any.
+    """A tensor that autograd saved inside a kept opaque call.
 
-    The outer hooks are those of a region around the call's own region.
+    If there are outer hooks, which belong to a region around the call's own region, they have
+    packed it.
     """
 
     __slots__ = ("hooks", "packed")
@@ -544,7 +548,7 @@ class OpaqueSaves:
         return None if i is None else (i, t.size(), t.stride(), t.storage_offset())
 
     def record_saved(self, t: torch.Tensor) -> bool:
-        """Records a tensor that autograd saves inside the call, unless it is a view of an input.
+        """Records `t`, which autograd saves inside the call, if the call's result is kept.
 
         Returns True if it was recorded.
         """
@@ -558,7 +562,11 @@ class OpaqueSaves:
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """Returns the bytes that it takes to keep the call: its result and its saved tensors."""
+        """Returns the bytes that it takes to keep the call: its result and its saved tensors.
+
+        Args:
+            out: the result.
+        """
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
@@ -611,26 +619,26 @@ class ResultsToName:
         self._offers: dict[Any, Any] = {}  # by call: what to keep, without its memory
 
     def name_of(self, event: Any) -> str | None:
-        """Returns the name that an earlier run gave to this call's result, or None."""
+        """Returns the name that an earlier run gave to the result of the call `event`, or None."""
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """True if no earlier run made this call. Then it is unknown if its result gets a name."""
+        """True if no earlier run made the call `event`, so that its result may still get a name."""
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:
-        """Record that the call `event` made the tensors in `out`."""
+        """Records that the call `event` made the tensors in `out`."""
         self._makers |= {storage_id(t): event for t in tensors_in(out)}
 
     def note_name(self, x: torch.Tensor, name: str) -> Any:
-        """Records that the program names `x`. Returns the call that made `x`, or None."""
+        """Records that the program names `x` by `name`. Returns the call that made `x`, or None."""
         event = self._makers.get(storage_id(x))
         if event is not None:
             self._names.named[event.key[:2]] = name
         return event
 
     def offer(self, event: Any, kept: KeptKernels, out: Any) -> None:
-        """Store how to keep the result of a call, in case the program names it later.
+        """Stores how to keep the result of a call, in case the program names it later.
 
         This does not keep the result alive: its tensors are stored as positions in their storage.
 
@@ -652,7 +660,11 @@ class ResultsToName:
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
         """Returns the kernel results that `offer` stored for a call, whose result is now named.
 
-        None if they are not all in the storage of `x`.
+        Returns None if they are not all in the storage of `x`.
+
+        Args:
+            event: the call.
+            x: the result.
         """
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
@@ -667,6 +679,10 @@ class ResultsToName:
             return KeptKernels(replace_instances(offer, _PlaceInStorage, view_storage), x)
 
     def close(self, events: Iterable[Any]) -> None:
-        """End the run: remember which calls have occurred, and drop results that were not named."""
+        """Ends the run: stores which calls have occurred, and drops results that were not named.
+
+        Args:
+            events: the calls of the run.
+        """
         self._names.seen.update(e.key[:2] for e in events)
         self._makers, self._offers = {}, {}

@@ -143,7 +143,7 @@ class CallMode(TorchFunctionMode):
 
 
 def is_internal(function: Any) -> bool:
-    """True for an `autograd.Function` of partita, which remat does not record by itself."""
+    """True if `function` is an `autograd.Function` of partita, which remat does not record."""
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
@@ -182,7 +182,11 @@ class KernelMode(TorchDispatchMode):
             return self.kernel(func, args, kwargs or {})
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the kernel `func`, or something in its place, and return the result."""
+        """Runs the kernel `func`, or something in its place, and returns the result.
+
+        Args:
+            args, kwargs: the arguments of the kernel.
+        """
         raise NotImplementedError
 
 
@@ -250,6 +254,9 @@ def line_of_site(where: tuple[int, ...]) -> str:
     """Returns the file and line of a call site, such as "model.py:12"; "" if it has no frame.
 
     The path is relative to the working directory.
+
+    Args:
+        where: the call site, as `find_call_site` returns it.
     """
     if not where:
         return ""
@@ -281,7 +288,12 @@ class TensorProducers:
         self._known[id(t)] = (weakref.ref(t), producer)
 
     def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
-        """Records that call `number` made the tensors in `out` that are not among its inputs."""
+        """Records that a call made the tensors in `out` that are not among its inputs.
+
+        Args:
+            number: the number of the call.
+            inputs: the tensors that the call reads.
+        """
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
                 if t is one:
@@ -296,7 +308,7 @@ class TensorProducers:
         return None if self._first is None else self._first.find(t)
 
     def forget_freed(self) -> None:
-        """Remove the entries of tensors that have been freed. Called after the run."""
+        """Removes the entries of tensors that have been freed. Called after the run."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
 
 
@@ -338,6 +350,8 @@ def make_inputs_key(
     """Returns a hashable key of a call's arguments, by which the second run finds the call again.
 
     Args:
+        args, kwargs: the arguments of the call.
+        producers: maps a tensor to the call that made it.
         tensors: a list to which the tensors among the arguments are appended.
     """
     return _make_argument_key(args, producers, tensors), _make_argument_key(
@@ -348,7 +362,13 @@ def make_inputs_key(
 def key_of_shape(
     what: Any, shape: Any, dtype: torch.dtype, site: tuple[int, ...] | None = None
 ) -> Key:
-    """Returns the key of a call with one tensor, which is described by its shape and dtype only."""
+    """Returns the key of a call with one tensor, which is described by its shape and dtype only.
+
+    Args:
+        what: the name of the op.
+        shape, dtype: the shape and the dtype of the tensor.
+        site: the call site; None for the current one.
+    """
     inputs = (((None, torch.Size(shape), dtype),), ())
     return what, find_call_site() if site is None else site, inputs
 
@@ -357,7 +377,11 @@ def key_of_shape(
 
 
 def describe_call(key: Key) -> str:
-    """Returns a text such as `matmul(f32[8, 16], f32[16, 16]) at model.py:12`."""
+    """Returns a text such as `matmul(f32[8, 16], f32[16, 16]) at model.py:12`.
+
+    Args:
+        key: the key of the call.
+    """
     what, where, (args, kwargs) = key
     each = [_format_key_part(a) for a in args] + [f"{k}={_format_key_part(v)}" for k, v in kwargs]
     name = what if isinstance(what, str) else _name_of_function(what)
@@ -404,7 +428,11 @@ class Wrapped:
 
     @classmethod
     def in_place_of_forward(cls, module: nn.Module, *args: Any) -> Any:
-        """Sets a module's attribute `forward` to a wrapper of it, and returns the wrapper."""
+        """Sets a module's attribute `forward` to a wrapper of it, and returns the wrapper.
+
+        Args:
+            args: further arguments of the wrapper's class.
+        """
         made = cls(module.__dict__.get("forward"), module, *args)
         object.__setattr__(module, "forward", made)
         return made
@@ -477,15 +505,18 @@ class Call:
 
 
 def keep_collectives(call: Call) -> bool:
-    """A policy for `pt.remat`, alone or in a list: keep the results of redistributions.
+    """Keeps the results of redistributions: a policy for `pt.remat`, alone or in a list.
 
-    Recomputing then repeats no collective.
+    If they are kept, recomputing repeats no collective.
+
+    Args:
+        call: a call in the region. The result is True for a redistribution that sends bytes.
     """
     return call.is_collective
 
 
 class OneCall(Wrapped):
-    """A function marked by `one_call`: a remat region can keep its results as of one op."""
+    """A function marked by `one_call`. A remat region can keep its results, as for a single op."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = current_watcher()
@@ -495,15 +526,18 @@ class OneCall(Wrapped):
 
 
 def one_call(fn: Any) -> Any:
-    """Mark a function of your own, so that a remat policy can name it and keep its results.
+    """Marks a function of your own, so that a remat policy can name it and keep its results.
 
-    `pt.remat(block, policy=[attention])` then keeps the results of calls of `attention`. Use this
-    for functions of your own and for compiled functions, because torch does not intercept their
-    calls. Modules in a policy need no mark. A kept call is not recomputed; the tensors that
+    `pt.remat(block, policy=[attention])` keeps the results of calls of a marked `attention`. Use
+    this for functions of your own and for compiled functions, because torch does not intercept
+    their calls. Modules in a policy need no mark. A kept call is not recomputed; the tensors that
     autograd saved inside it are kept, too. Outside of `pt.remat` the function behaves as before.
 
         @pt.one_call
         def attention(q, k, v): ...
+
+    Args:
+        fn: a function or a module.
 
     Returns:
         A function. For a module: the module itself, whose `forward` is marked.
@@ -591,9 +625,13 @@ class Policy:
         return bool(self.names) or self.test is not None
 
     def keeps(self, op: str, function: Any, key: Key, name: str | None, moves: bool) -> bool:
-        """True if the policy keeps the result of this call.
+        """True if the policy keeps the result of a call.
 
         Args:
+            op: the name of the op.
+            function: the function that is called; for a redistribution, its plan.
+            key: the key of the call.
+            name: the name of the result (`checkpoint_name`), if it is known.
             moves: True if it is a redistribution that sends bytes.
         """
         if self.test is not None:
@@ -606,6 +644,10 @@ class Policy:
         """True if the policy keeps the result of a redistribution of the local tensor `x`.
 
         A policy function gets the global shape, so it decides the same on every rank.
+
+        Args:
+            plan: the redistribution: a plan of moves.
+            site: the call site.
         """
         moves = [move for move in plan.moves if move.sends]
         if not moves:

@@ -25,7 +25,7 @@ from .sentence import Names
 def reduced(x: torch.Tensor) -> torch.Tensor:
     """Returns `x` with its Partial axes reduced, for a value that is used several times.
 
-    Otherwise each use would reduce it again.
+    Without it, each use would reduce the value again.
     """
     return x.view_as(x)
 
@@ -65,6 +65,9 @@ def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torc
     """Returns the maximum over this rank's shard, as a Partial max. It has no gradient.
 
     Args:
+        x: the local shard.
+        dim, keepdim: the dimensions to reduce, and True to keep them with size 1. None and () mean
+            all dimensions.
         sign: 1 for the maximum, -1 for the minimum.
     """
     x, dims = x.detach(), Names.of(x.ndim).dims(dim)
@@ -148,9 +151,12 @@ def _derive_is_at_place(x: Arg, at: Arg, dim: int) -> KernelRule:
 
 
 def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Computes torch.amax (`sign` -1: torch.amin) of a DTensor.
+    """Computes torch.amax (`sign` -1: torch.amin) of the DTensor `x`.
 
     Equal elements get equal parts of the gradient.
+
+    Args:
+        dim, keepdim: as for torch.amax; None means all dimensions.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return partial_max(x, dim, keepdim, sign)
@@ -161,7 +167,12 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Computes torch.argmax (`sign` -1: argmin) of a DTensor: the first index of equal values."""
+    """Computes torch.argmax (`sign` -1: argmin) of a DTensor: the first index of equal values.
+
+    Args:
+        x: the DTensor.
+        dim, keepdim: as for torch.argmax; None means the index in the flattened tensor.
+    """
     best = partial_max(x, dim, True, sign)
     at = first_index(x.detach(), best, dim)
     return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
@@ -171,6 +182,10 @@ def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
     """Computes torch.max (`sign` -1: torch.min) along `dim` of a DTensor: values and indices.
 
     Only the element at that index gets the gradient.
+
+    Args:
+        x: the DTensor.
+        keepdim: True keeps the dimension with size 1.
     """
     at = reduced(argmax(x, dim, True, sign))
     if x.requires_grad and torch.is_grad_enabled():
@@ -219,10 +234,12 @@ def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
 def moments(
     x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False
 ) -> tuple[Any, Any]:
-    """Returns the mean and the variance of a DTensor over `dim`.
+    """Returns the mean and the variance of the DTensor `x` over `dim`.
 
     Args:
+        dim: the dimensions; None means all.
         correction: the variance is the sum of squares divided by n - correction.
+        keepdim: True keeps the dimensions with size 1.
     """
     dims = Names.of(x.ndim).dims(dim)
     count = math.prod(x.shape[d] for d in dims)
@@ -240,7 +257,11 @@ def moments(
 
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
-    """Returns the sum of |x|^p over `dim`, as in norms. It is an op with its own rule."""
+    """Returns the sum of |x|^p over `dim`, as in norms. It is an op with its own rule.
+
+    Args:
+        keepdim: True keeps the dimensions with size 1.
+    """
     if p == 2:  # not by |x|, whose gradient at 0 is 0: the second derivative would be wrong
         powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
         return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
@@ -291,6 +312,7 @@ def root_of(total: Any, order: float = 2) -> Any:
     """Returns the root of a sum of powers, as in a norm. As in torch, its gradient at 0 is 0.
 
     Args:
+        total: the sum of powers.
         order: 2 for a square root, and so on.
     """
     total = reduced(total)
@@ -309,7 +331,12 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    """Computes F.layer_norm: (input - mean) / sqrt(variance + eps) over the last dimensions."""
+    """Computes F.layer_norm: (input - mean) / sqrt(variance + eps) over the last dimensions.
+
+    Args:
+        normalized_shape: the sizes of the last dimensions. Only their number is used.
+        weight, bias: a factor and an addend of the result, or None.
+    """
     dims = range(-len(normalized_shape), 0)
     x = widen(input)
     mean, variance = moments(x, tuple(dims), 0, keepdim=True)
@@ -321,7 +348,13 @@ def layer_norm(
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """Computes F.rms_norm: input / sqrt(mean of squares + eps) over the last dimensions."""
+    """Computes F.rms_norm: input / sqrt(mean of squares + eps) over the last dimensions.
+
+    Args:
+        normalized_shape: the sizes of the last dimensions. Only their number is used.
+        weight: a factor of the result, or None.
+        eps: None means the smallest step of the dtype at 1.
+    """
     x = widen(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-len(normalized_shape), 0))
@@ -341,7 +374,11 @@ def batch_norm(
 ) -> Any:
     """Computes F.batch_norm with statistics of the whole batch of all ranks, as on one device.
 
-    Running statistics are updated once, equally on all ranks.
+    Running statistics are updated once, equally on all ranks. The parameters have the same meaning
+    as in F.batch_norm, except `training`, which is not read.
+
+    Raises:
+        ValueError: there is only one value per channel.
     """
     x = widen(input)
     dims = [d for d in range(input.ndim) if d != 1]
@@ -370,7 +407,10 @@ def batch_norm(
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
     """Returns the divisor of a mean loss: the sum of the class weights of its targets.
 
-    Targets that are ignored do not count.
+    Args:
+        target: class indices.
+        weight: a weight for each class; None counts targets.
+        ignore_index: the class index of targets that do not count.
     """
     kept = target != ignore_index
     if weight is None:
@@ -395,8 +435,11 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 def make_mean_loss(loss: Any) -> Any:
     """Makes a function that computes the mean of a loss such as cross-entropy, on a sharded batch.
 
-    Each rank sums the losses of its samples by torch's kernel, and divides by the weight of the
+    Each rank sums the losses of its samples by torch's kernel. It divides by the weight of the
     samples of all ranks. Each rank must have all classes.
+
+    Args:
+        loss: torch's function of the loss, whose `reduction` is a number (2 for the sum).
     """
 
     def run_in_wide_dtype(
@@ -419,7 +462,15 @@ def make_mean_loss(loss: Any) -> Any:
 def nll(
     logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
 ) -> Any:
-    """Computes F.nll_loss. Classes are dimension 1 (0 without a batch)."""
+    """Computes F.nll_loss. Classes are dimension 1 (0 without a batch).
+
+    Args:
+        logp: the logarithms of probabilities.
+        target: class indices.
+        weight: a weight for each class, or None.
+        reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
+        ignore_index: the class index of targets that do not count.
+    """
     dim = 1 if logp.ndim > 1 else 0
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
@@ -441,9 +492,12 @@ def cross_entropy(
     """Computes F.cross_entropy of logits. Classes are dimension 1 (0 without a batch).
 
     Args:
+        x: the logits.
         target: class indices, or probabilities with the shape of the logits.
         weight: a weight for each class, or None.
         reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
+        ignore_index: the class index of targets that do not count.
+        label_smoothing: the part of a target's probability that is spread equally over all classes.
     """
     smoothing, dtype = label_smoothing, x.dtype
     dim = 1 if x.ndim > 1 else 0

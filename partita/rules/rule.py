@@ -95,7 +95,7 @@ class KernelRule:
         local: a function of the `KernelCall`. It returns a kernel on plain local tensors, with the
             signature of the called function. None runs the function itself.
         keeps: the name of a dimension. If an axis splits it in the first operand, the chosen row
-            (placements on that axis) splits it, too, even if another row costs less.
+            (placements on that axis) splits it, too. This holds even if another row costs less.
         beyond: True if a captured step may run the kernel on padding, as if the padding were the
             next elements.
         work: the matrix products of an op whose sentence does not show them, in the notation of
@@ -128,7 +128,7 @@ class LikeRule:
         shape: the global shape of the result. If it is the operand's, the result has the operand's
             layout, otherwise it is Replicate on all axes.
         pending: True if axes that are Partial in the operand stay Partial. This is for `new_empty`,
-            whose memory is overwritten at once. Otherwise they become Replicate, because a Partial
+            whose memory is overwritten at once. With False they become Replicate, because a Partial
             tensor of ones would sum to the number of ranks.
         local: a function of the `KernelCall` that returns the local kernel. The call's `pieces` are
             named a, b, c, ... by dimension. None runs the function itself.
@@ -145,7 +145,7 @@ class Rule:
 
     Attributes:
         must_fit: True raises an error for a call that the rule does not fit. False gathers the
-            operands of such a call.
+            operands of the call.
     """
 
     name: str
@@ -190,7 +190,7 @@ ON_NEW_RULE: list[Callable[[], None]] = []
 
 
 def store_rule(function: Callable[..., Any], rule: Rule) -> None:
-    """Register a rule for a function, and drop cached plans that were made without it."""
+    """Registers a rule for a function, and drops cached plans that were made without it."""
     RULES[function] = rule
     for forget in ON_NEW_RULE:
         forget()
@@ -203,7 +203,7 @@ def _name_of(function: Any) -> str:
 
 
 def rule(*what: Any) -> Any:
-    """Register how an op computes with sharded operands.
+    """Registers how an op computes with sharded operands.
 
     `pt.rule("... m k * ... k n -> ... m n", matmul)` gives one sentence to functions of torch, or
     to operators of `torch.library`. The terms of the sentence describe the first arguments, in
@@ -258,15 +258,19 @@ def _names_in(function: FunctionType) -> set[str]:
 
 
 def builtin_rule(*what: Any) -> Any:
-    """Registers a rule of partita itself, like `rule`, except for calls that it does not fit.
+    """Registers a rule of partita itself. It takes the same arguments as `rule`.
 
-    Operands of such calls are gathered; there is no error.
+    If a call does not fit the sentence, there is no error: its operands are gathered.
     """
     return _register_rule(what, must_fit=False)
 
 
 def read_signature(takes: str) -> inspect.Signature:
-    """Makes a signature from a text such as `"input dim=-1"` or `"*tensors indexing=None"`."""
+    """Makes a signature from a text such as `"input dim=-1"` or `"*tensors indexing=None"`.
+
+    Args:
+        takes: the text: names of parameters with their defaults, separated by blanks.
+    """
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = []
     for word in takes.split():
@@ -286,6 +290,7 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
     Args:
         takes: the parameters, such as "input dim=-1".
+        functions: the functions that get the rule.
     """
     signature = read_signature(takes)
 
@@ -316,7 +321,7 @@ def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
 
 
 def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None) -> None:
-    """Register a sentence for functions that work along a dimension argument `dim` or `dims`.
+    """Registers a sentence for functions that work along a dimension argument `dim` or `dims`.
 
         dim_rule("input dim=-1 keepdim=False", "{whole} -> {left}, {left}", torch.mode)
 
@@ -385,7 +390,7 @@ def _check_terms(sentence: Sentence, function: Any) -> None:
 
 
 def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function of partita an op with a rule of its own. A decorator."""
+    """Makes the function `run` an op with a rule of its own. A decorator."""
 
     @functools.wraps(run)
     def call_own_op(*args: Any, **kwargs: Any) -> Any:
@@ -442,6 +447,9 @@ def make_connected_shares(input: Any, shape: Sequence[int]) -> Any:
     """Returns a share of zeros for a Partial sum, connected to `input` in autograd.
 
     So `input` gets a gradient of zeros, not None.
+
+    Args:
+        shape: the shape of the share.
     """
     out = input.new_full(shape, NEUTRAL_SHARE)
     return out - input.flatten()[:0].sum() if input.requires_grad else out
@@ -465,7 +473,11 @@ def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
 
 
 def with_dummy_row(run: Kernel) -> Kernel:
-    """Wraps a kernel for an input without rows: runs it on one dummy row, drops the result."""
+    """Wraps a kernel for an input without rows: runs it on one dummy row, drops the result.
+
+    Args:
+        run: the kernel. Its first argument is the input.
+    """
 
     def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:
         one = torch.cat([input, input.new_zeros((1, *input.shape[1:]))])

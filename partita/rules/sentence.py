@@ -65,7 +65,7 @@ class Term:
     Attributes:
         reduce: how an output reduces the names that it lacks: "sum", "max" or "min".
         explicit: True if the sentence says how the output is reduced: it begins with `max`, `min`
-            or `sum`. Such an op need not be linear.
+            or `sum`. An op with an explicit reduction need not be linear.
         index: True if this operand must not be Partial.
     """
 
@@ -115,8 +115,11 @@ _TOKEN = re.compile(
 def parse(text: str) -> Sentence:
     """Parses a sentence.
 
+    Args:
+        text: the sentence, such as "... i * o i -> ... o".
+
     Raises:
-        SentenceError: shows the part that cannot be read.
+        SentenceError: the sentence cannot be read. The error shows the part.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -214,7 +217,7 @@ class Names(tuple[str, ...]):
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """Returns the names with `!` after those of `dim`, which keeps these dimensions whole."""
+        """Returns the names, with `!` after each name of `dim`. It keeps these dimensions whole."""
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
@@ -239,7 +242,7 @@ class Names(tuple[str, ...]):
 
 
 def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns a shape in which `-1` is replaced by the size that gives `numel` elements.
+    """Returns `shape` with `-1` replaced by the size that gives `numel` elements.
 
     Raises:
         ValueError: more than one -1, a size below -1, or sizes that do not give `numel`.
@@ -263,6 +266,9 @@ def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
         view_sentence((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
 
     The `+` says that a view is linear. `(a=3 b)` is the dimension of 12, as 3 x 4.
+
+    Args:
+        before, after: the shapes.
 
     Raises:
         ValueError: the shapes have different numbers of elements.
@@ -675,6 +681,7 @@ def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
     """Returns the flops of the matrix products in an op; empty if it has none.
 
     Args:
+        bound: the op's sentence, applied to the shapes of a call.
         said: for each product, a text with the names of its dimensions, and numbers: `"... q k d"`.
             The operations are the product of the sizes and numbers. A name in `[ ]` distributes the
             work, but is not a factor. If empty, the products in the sentence are used.

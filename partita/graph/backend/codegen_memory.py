@@ -144,7 +144,12 @@ class _FakeRun(TorchDispatchMode):
     def schedule_of(
         self, call: Callable[[Sequence[Any]], Any], constants: Sequence[torch.Tensor]
     ) -> Memory:
-        """Runs `call` over fake inputs and constants. Returns the memory schedule."""
+        """Runs `call` over fake inputs and constants. Returns the memory schedule.
+
+        Args:
+            call: a function of the inputs, followed by the constants.
+            constants: the constants of the graph.
+        """
         examples = self.program.example()
         mode = fake_mode_of(examples)
         inputs = [*examples, *map(mode.from_tensor, constants)]
@@ -186,7 +191,14 @@ class _FakeRun(TorchDispatchMode):
     def make_outer_call(
         self, sections: Sections, calls: Mapping[Any, SectionCall]
     ) -> Callable[[Sequence[Any]], Any]:
-        """Returns a function of inputs, then constants, that runs a graph which calls sections."""
+        """Returns a function that runs a graph which calls sections.
+
+        It takes the inputs, followed by the constants.
+
+        Args:
+            sections: the graph, cut into sections.
+            calls: the function of each section.
+        """
         names = names_of_constants(sections.outer)
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -233,7 +245,7 @@ class _FakeRun(TorchDispatchMode):
         return out
 
     def note_new_storages(self, value: Any, by: str) -> int:
-        """Record the storages in `value` that are new, and return their number.
+        """Records the storages in `value` that are new, and returns their number.
 
         Args:
             by: the name of the variable or kernel that allocated them.

@@ -104,6 +104,9 @@ class KernelCompiler:
     def libraries_of(self, names: Sequence[str]) -> Libraries:
         """Waits for the libraries of kernels and returns them.
 
+        Args:
+            names: the names of the kernels, from `collect`.
+
         Raises:
             Exception: the compiler's error.
         """
@@ -178,12 +181,17 @@ def _write_binding(argtypes: Sequence[str], name: str) -> str:
 
 
 def name_of_kernel(argtypes: Sequence[str], source: str) -> str:
-    """Returns a name that is equal for equal kernels, and for no others."""
+    """Returns a name that is equal for equal kernels, and for no others.
+
+    Args:
+        argtypes: the C++ types of the kernel's arguments.
+        source: the kernel's C++ code.
+    """
     return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
 
 
 def set_attribute(stack: ExitStack, owner: type, name: str, value: Any) -> None:
-    """Gives a class another attribute, until the stack is left."""
+    """Sets the attribute `name` of the class `owner` to `value`, until `stack` is closed."""
     stack.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
 
@@ -220,7 +228,11 @@ def _load_all(path: Path, count: int) -> Iterator[Callable[..., Any]]:
 
 
 def provide_kernels(stack: ExitStack, libraries: Libraries) -> None:
-    """Makes Inductor load these kernels instead of compiling them, until `stack` is closed."""
+    """Makes Inductor load kernels instead of compiling them, until `stack` is closed.
+
+    Args:
+        libraries: the libraries that have the kernels. Other kernels are compiled.
+    """
     from torch._inductor.async_compile import AsyncCompile
 
     kernels, compile = load_kernels(libraries), AsyncCompile.cpp_pybinding
@@ -241,10 +253,10 @@ _PREFIX = "partita-compiles-"
 def cleaning_up_libraries() -> Iterator[None]:
     """Deletes half-written libraries that killed compilations have left in torch's cache folder.
 
-    Torch would load such a library as if it were complete, which crashes the process. Compile
-    inside the `with` block. It holds a lock on a marker file during compilation. A marker without a
-    lock belongs to a killed process. Half-written libraries that are newer than such a marker are
-    deleted.
+    Torch would load a half-written library as if it were complete, which crashes the process.
+    Compile inside the `with` block. It holds a lock on a marker file during compilation. A marker
+    without a lock belongs to a killed process. Half-written libraries that are newer than an
+    unlocked marker are deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

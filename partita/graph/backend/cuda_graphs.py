@@ -93,7 +93,7 @@ def find_device(program: Program) -> torch.device:
 
 
 def is_of_host(value: torch.Tensor) -> bool:
-    """True if a tensor is on the CPU. The host then computes it, outside the CUDA graph."""
+    """True if the tensor `value` is on the CPU. The host computes it, outside the CUDA graph."""
     return value.device == HOST
 
 
@@ -117,7 +117,7 @@ class HostSplit:
             device.
         host_inputs: the positions of the host inputs among the program's inputs.
         crossing: the number of values that the host computes for the device.
-        is_callers: for each of them, True if the caller of the step has the memory, too.
+        is_callers: for each copied value, True if the caller of the step has the memory, too.
         device: a program whose inputs are the other inputs, followed by the values from the host.
         device_inputs: the positions of the other inputs.
         outputs: where each output of the program comes from, as a pair: ("host" or "device", the
@@ -487,7 +487,7 @@ class _ReplayResults:
         """Returns the results of the last replay as tensors with their own memory.
 
         Args:
-            given: the inputs of that call, for results that are inputs.
+            given: the inputs of the replayed call, for results that are inputs.
         """
         copies: dict[int, Any] = {}  # by address, of storages and of values
         found = []

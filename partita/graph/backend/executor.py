@@ -46,7 +46,9 @@ def make_graph_function(
     keeps no values alive.
 
     Args:
-        groups, calls: the same as for `GraphWriter`.
+        groups: maps the name of each process group in the graph to its wire and axes. None uses
+            torch's own collectives.
+        calls: the function of each compiled section; other sections become part of the code.
     """
     written = GraphWriter(graph, groups, calls)
     run = written.function()
@@ -133,7 +135,7 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """Returns the Python code that runs a node, and then deletes the values `dropped`.
+        """Returns the Python code that runs a node, and afterwards deletes the values `dropped`.
 
         Args:
             dropped: the nodes whose values no later node reads.
@@ -223,7 +225,11 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """Returns Python code for an operand: a variable, a literal, or a name from `bind`."""
+        """Returns Python code for an operand: a variable, a literal, or a name from `bind`.
+
+        Args:
+            value: the operand.
+        """
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):
@@ -234,7 +240,11 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Gives an object, such as a constant, a name in the generated code. Returns the name."""
+        """Gives an object, such as a constant, a name in the generated code. Returns the name.
+
+        Args:
+            value: the object.
+        """
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"

@@ -110,6 +110,10 @@ def cut_into_sections(program: Program, sections: bool | None) -> Sections | Non
     A graph that checks a value is always cut, with the check between two sections. A compiler might
     drop the check, or run it after the calls that it must prevent. If blocks are calls of sections,
     the graph is cut between these, too.
+
+    Args:
+        sections: True cuts it. False cuts it only if it checks a value. None cuts it if that pays
+            off.
     """
     nodes = program.graph.graph.nodes
     checks = any(map(checks_value, nodes))
@@ -164,11 +168,13 @@ def _describe_build(program: Program, what: str) -> dict[str, Any]:
 def build_together(
     wanted: Sequence[_BuildRequest], wires: Sequence[Wire], note_section: NoteSection
 ) -> list[Built]:
-    """Load or compile programs, on all ranks of the wires together.
+    """Loads or compiles programs, on all ranks of the wires together.
 
     Args:
         wanted: the programs to build, equal on all ranks and in the same order.
-        wires: the one with most ranks first.
+        wires: the wires of the programs' meshes, the one with most ranks first.
+        note_section: a function to call before a program is compiled, with its number from 1 and
+            the number of programs.
 
     Raises:
         LayoutError: something could not be compiled on some rank; the same on all.
@@ -286,7 +292,7 @@ class _BuildRequest:
                 self.error = error
 
     def load(self) -> None:
-        """Load the program from the store. Does nothing if it is not there or cannot be loaded."""
+        """Loads the program from the store. Does nothing if it is not there or cannot be loaded."""
         assert self.store is not None
         found = self.store.get(self.key)
         if found is None:
@@ -302,13 +308,13 @@ class _BuildRequest:
         self.built = Built(call, True, seconds, self.key, found.metadata)
 
     def lower(self, kernels: KernelCompiler) -> None:
-        """Generate the program's code with Inductor, while its kernels are compiled."""
+        """Generates the program's code with Inductor, while its kernels are compiled."""
         begin = time.perf_counter()
         self._lowered = lower_program(self.program, kernels)
         self._seconds = time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Wait for the kernels of a lowered program, and put the result into the store."""
+        """Waits for the kernels of a lowered program, and puts the result into the store."""
         assert self.store is not None and self._lowered is not None
         begin, code = time.perf_counter(), self._lowered.code
         call, payload = self._lowered.finish()
@@ -549,7 +555,7 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
 
     Args:
         is_boxed: True if the function takes its inputs in a list, which it empties to free them
-            early. Then Inductor's generated function is called directly (private torch). This skips
+            early. Inductor's generated function is then called directly (private torch). This skips
             torch's runtime for outputs that are views of inputs, and for written inputs. Sections
             have neither.
 
@@ -577,8 +583,11 @@ def load(payload: bytes, is_boxed: bool = False) -> Call:
 def digest_of_compiler(devices: set[torch.device]) -> str:
     """Returns a digest (16 hex digits) of all that affects generated code besides the program.
 
-    It covers the machine and its processor, versions, Inductor's settings, and a GPU's index, but
-    not the number of threads, paths or the host's name.
+    It covers the machine and its processor, versions, Inductor's settings, and a GPU's index. It
+    does not cover the number of threads, paths or the host's name.
+
+    Args:
+        devices: the devices of the program's tensors.
     """
     from torch._inductor import config
 
@@ -619,7 +628,7 @@ def _find_cpu_features() -> str:
 
 
 def use_private_cache() -> None:
-    """Make Inductor keep its files, which it executes, in a folder that only this user can write.
+    """Makes Inductor keep its files, which it executes, in a folder that only this user can write.
 
     The default is a folder with a known name in /tmp, which another user may have made.
     """
@@ -684,6 +693,12 @@ def remove_compiler_data(saved: bytes) -> bytes:
     Torch saves data to compile the result again, and generated code imports the compiler for a few
     names. These names are replaced (`_LINES`). This uses torch's private format. If a new torch
     writes a part differently, that part stays as it is.
+
+    Args:
+        saved: Inductor's pickled result.
+
+    Returns:
+        The changed result, pickled.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -700,10 +715,16 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Returns Inductor's pickled result without the checks of input shapes and strides in its code.
+    """Removes the checks of input shapes and strides from the code in a saved result of Inductor.
 
     They are not needed, because guards check the same. In a tiny step they take as long as the
     kernels.
+
+    Args:
+        saved: Inductor's pickled result.
+
+    Returns:
+        The changed result, pickled.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -776,7 +797,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(nbytes: Any) -> Any:
-    """Returns a size in bytes, rounded up as Inductor does for buffers in its memory pools."""
+    """Rounds `nbytes`, a size in bytes, up as Inductor does for buffers in its memory pools."""
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)

@@ -57,7 +57,7 @@ def mark_origin(node: fx.Node) -> None:
     """Marks where a node comes from, for `FusionChoices`, which decides what Inductor fuses.
 
     The mark is forward, recomputed, or the concatenation of a bucket. It is stored in the node's
-    `meta` as `custom`. This is the only entry for users that tracing copies.
+    `meta` as `custom`. Tracing copies no other entry of `meta` that users may set.
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
@@ -90,7 +90,13 @@ class FusionChoices(InductorChoices):
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if Inductor may fuse two kernels. Applies to dependent and to independent ones."""
+        """True if Inductor may fuse two kernels. Applies to dependent and to independent kernels.
+
+        Args:
+            scheduler: Inductor's scheduler.
+            node1, node2: the kernels, as nodes of the scheduler.
+            shared_data_score: Inductor's estimate of the bytes that both read or write.
+        """
         marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
         if not node1.is_gpu():
             marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]
@@ -100,7 +106,13 @@ class FusionChoices(InductorChoices):
 
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if Inductor may fuse the second kernel with the first, whose result it reads."""
+        """True if Inductor may fuse a kernel with an earlier one, whose result it reads.
+
+        Args:
+            scheduler: Inductor's scheduler.
+            node1, node2: the earlier and the later kernel, as nodes of the scheduler.
+            shared_data_score: Inductor's estimate of the bytes that both read or write.
+        """
         if node1.is_reduction():
             read = _count_bytes(scheduler, node1.read_writes.reads)
             written = _count_bytes(scheduler, node1.read_writes.writes)
@@ -110,7 +122,13 @@ class FusionChoices(InductorChoices):
 
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if Inductor may fuse two kernels that do not read each other's results."""
+        """True if Inductor may fuse two kernels that do not read each other's results.
+
+        Args:
+            scheduler: Inductor's scheduler.
+            node1, node2: the kernels, as nodes of the scheduler.
+            shared_data_score: Inductor's estimate of the bytes that both read or write.
+        """
         both = (node.read_writes for node in (node1, node2))
         least = min(_count_bytes(scheduler, (*one.reads, *one.writes)) for one in both)
         shared = shared_data_score

@@ -80,6 +80,7 @@ def sections_of_blocks(
     """Cuts a block's graph into sections at collectives, and between forward and backward.
 
     Args:
+        program: the block's graph, as a program.
         late: the nodes of backward, which no other node reads.
         packing: for each gather, the nodes that compute its operand from inputs. They become a
             separate section, so that the gather may begin before the rest of the block.
@@ -349,7 +350,7 @@ class _SectionGraph:
         return given
 
     def key(self) -> str:
-        """A hash of the section's text. Sections that compute the same have equal hashes."""
+        """Returns a hash of the section's text, equal for sections that compute the same."""
         number: dict[fx.Node, str] = {}
         lines = []
         for node in self.graph.nodes:

@@ -101,10 +101,14 @@ class Store:
         return artifact
 
     def put(self, key: str, artifact: Artifact) -> bool:
-        """Write a compiled program under a key, replacing an older one.
+        """Writes a compiled program under a key, replacing an older one.
 
         Returns False, with a warning, if that fails. Other processes see the complete file or no
         file.
+
+        Args:
+            key: the key, by which `get` finds the program.
+            artifact: the compiled program.
         """
         path = self.path(key)
         metadata = json.dumps(artifact.metadata).encode()
@@ -143,7 +147,7 @@ class Store:
         return sorted((e for e in found if e is not None), key=lambda e: -e.used)
 
     def clear(self) -> tuple[int, int]:
-        """Delete all files. Returns their number and bytes.
+        """Deletes all files. Returns their number and bytes.
 
         Raises:
             OSError: a file cannot be removed.
@@ -199,7 +203,9 @@ def default_store() -> Store:
 
 
 def read_limit(text: str) -> int:
-    """Parse a number of bytes, which may be followed by K, M, G or T (powers of 1024), and B or iB.
+    """Parses a number of bytes with an optional unit, such as "10G" or "512 MiB".
+
+    The units are K, M, G and T (powers of 1024), which may be followed by B or iB.
 
     Raises:
         ValueError: `text` is not a size.
@@ -330,10 +336,10 @@ def _open_trusted(path: Path) -> BinaryIO:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that only this user can write into a folder or replace it.
+    """Checks that only this user can write into a folder or replace it.
 
     Raises:
-        Untrusted: other users can.
+        Untrusted: other users can write into it or replace it.
         OSError: there is no such folder, or it cannot be read.
     """
     found = folder.stat()

@@ -123,7 +123,7 @@ class _Values:
     def find_free_calls(self, value: fx.Node) -> set[fx.Node]:
         """Returns the calls that backward repeats if `value` is not kept; none if it must be kept.
 
-        Ask for values in the order of the graph, because a decision depends on earlier ones.
+        Call it in the order of the graph, because a decision depends on earlier ones.
         """
         if value in self._kept or not _is_element_wise(value):
             return set()

@@ -75,6 +75,9 @@ OF_STEP_AND_UPDATES = ("lifetime",)
 def order_passes(options: StepOptions) -> dict[str, Pass]:
     """Returns the passes to run, partita's and the user's, in order and by name.
 
+    Args:
+        options: the options of the step: `passes` and `without`.
+
     Raises:
         ValueError: `without`, or a place, names an unknown pass; two passes have one name.
     """
@@ -100,7 +103,7 @@ def order_passes(options: StepOptions) -> dict[str, Pass]:
 
 
 def run_passes(program: Program) -> None:
-    """Run all passes on a program: partita's and the user's, as the options say.
+    """Runs all passes on a program: partita's and the user's, as the options say.
 
     Raises:
         ValueError: see `order_passes`.
@@ -111,7 +114,7 @@ def run_passes(program: Program) -> None:
 
 
 def record_changes(program: Program) -> Iterator[Change]:
-    """Runs all passes, one after the other, and yields what each of them has changed."""
+    """Runs all passes on `program`, one after the other. Yields what each of them has changed."""
     before = GraphFigures(program)
     for name, change, did in _run_one_by_one(program):
         now = GraphFigures(program)
@@ -202,9 +205,10 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raise IllegalGraph if a pass has changed a property that this contract fixes.
+        """Raises IllegalGraph if a pass has changed a property that this contract fixes.
 
         Args:
+            program: the program after the pass.
             name: the name of the pass, for the error.
         """
         now = PassContract.of_program(program)
@@ -345,6 +349,7 @@ def format_figure(what: str, value: float) -> str:
 
     Args:
         what: the name of the field of `Change`.
+        value: the figure.
     """
     if what in ("sent", "saved"):
         return "nothing" if not value else human(int(value))

@@ -165,11 +165,20 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run in which `user` reads a gathered parameter."""
+        """Returns the index of the run in which a node reads a gathered parameter.
+
+        Args:
+            one: the parameter.
+            user: the node.
+        """
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run that reads a gathered parameter; -1 if none does."""
+        """Returns the index of the first run that reads a gathered parameter; -1 if none does.
+
+        Args:
+            one: the parameter.
+        """
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:
@@ -177,7 +186,7 @@ class UseRuns:
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
-        """Returns the first node of the run with this index."""
+        """Returns the first node of the run with the index `number`."""
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
@@ -221,7 +230,8 @@ def find_moved(
     Args:
         place: the index of each node in the graph.
         moves: a predicate: True for a call that only views, copies or casts.
-        operands: a function that returns the operands which such a call views, copies or casts.
+        operands: a function from a call for which `moves` is True to the operands that it views,
+            copies or casts.
     """
     found = {start}
     waiting = [start]

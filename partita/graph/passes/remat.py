@@ -214,11 +214,11 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 
 
 def can_be_made_again(node: fx.Node) -> bool:
-    """True for a call of forward that backward can run again, with the same result.
+    """True if `node` is a call of forward that backward can run again, with the same result.
 
     It is False for a user's operator, whose cost is unknown, and which may draw random numbers. It
     is False for a call of a block, whose own graph says what is recomputed, and for a section. For
-    an item of a call's result, it is the same as for the call.
+    an item of a call's result, it is True if it is True for the call.
     """
     if node.target is operator.getitem:
         return can_be_made_again(node.args[0])  # type: ignore[arg-type]
@@ -234,15 +234,18 @@ def can_be_made_again(node: fx.Node) -> bool:
 
 
 def is_in_backward(node: fx.Node) -> bool:
-    """True for a call of backward."""
+    """True if `node` is a call of backward."""
     return node.op == "call_function" and note_of(node).phase == "backward"
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Add copies of `chosen` nodes to backward, so that their values are not kept from forward.
+    """Adds copies of `chosen` nodes to backward, so that their values are not kept from forward.
 
-    A copy is inserted before its first reader. Its operands are values that still exist then, or
+    A copy is inserted before its first reader. Its operands are values that exist at that time, or
     copies, too.
+
+    Args:
+        graph: the graph, which is changed in place.
 
     Returns:
         The copy of each node.

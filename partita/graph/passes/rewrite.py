@@ -22,6 +22,7 @@ def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
     """Returns a list of the call nodes of a graph that match. The graph may then be changed.
 
     Args:
+        program: the program that has the graph.
         targets: operators: `torch.ops.aten.mul.Tensor`, or `torch.ops.aten.mul` for all overloads;
             without targets, any call.
         fields: values of the notes' fields (`partita.graph.graph_nodes.Note`): `kind="all_gather"`,
@@ -42,9 +43,12 @@ def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
 
 
 def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
-    """Add a call of `target` to the graph before the node `before`, and return its node.
+    """Adds a call of `target` to the graph before the node `before`, and returns its node.
 
     The new node has the user's line and the phase of `before`.
+
+    Args:
+        args, kwargs: the arguments of the call.
     """
     with before.graph.inserting_before(before):
         note = note_of(before)
@@ -52,7 +56,7 @@ def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Make all users of the node `old` read `new`. Unused nodes are dropped after the pass.
+    """Makes all users of the node `old` read `new`. Unused nodes are dropped after the pass.
 
     Raises:
         IllegalGraph: their shapes or dtypes differ.

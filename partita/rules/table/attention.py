@@ -28,7 +28,10 @@ def attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Computes F.scaled_dot_product_attention without dropout. It has its own sharding rule."""
+    """Computes F.scaled_dot_product_attention without dropout. It has its own sharding rule.
+
+    The parameters have the same meaning as in F.scaled_dot_product_attention.
+    """
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -140,7 +140,7 @@ def interpolate(
 def resized(
     input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
 ) -> torch.Tensor:
-    """Computes F.interpolate. It has its own sharding rule.
+    """Computes F.interpolate of `input`. It has its own sharding rule.
 
     Args:
         after: the spatial shape of the result.

@@ -332,6 +332,7 @@ def make_pick_kernel(
     """Returns a kernel for `input[entries]` if an int indexes a sharded dimension; else None.
 
     Args:
+        call: the call: shapes, and this rank's shard.
         entries: an index for each dimension, and a None for each new one.
         names: the names of the dimensions.
         chosen: the index that an int selects, by the name of the dimension.

@@ -109,9 +109,14 @@ class PaddingFill:
 def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[PaddingFill] | None:
     """Finds the values with which operands' padding must be filled before an op reduces it.
 
+    Args:
+        rule: the op's rule.
+        bound: its sentence, applied to the shapes of the call.
+        padded: the names of the dimensions that are padded, because their pieces are uneven.
+
     Returns:
-        None if no value is known for a reduction of the op, or if an operand cannot hold the value
-        that it needs.
+        None if no value is known for a reduction of the op. None also if an operand cannot hold the
+        value that it needs.
     """
     found: list[PaddingFill] = []
     for name in padded:

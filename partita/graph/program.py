@@ -45,7 +45,7 @@ Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
 
 _BACKENDS = ("inductor", "graph")
 
-_OUTLINED_ABOVE = 2800
+OUTLINED_ABOVE = 2800
 """The nodes of a traced graph, inputs included, above which blocks are compiled as sections. A
 smaller graph compiles as fast in one piece."""
 
@@ -85,7 +85,7 @@ class StepOptions:
         """
         if self.sections is False or self.passes:
             return None
-        return 0 if self.sections else _OUTLINED_ABOVE
+        return 0 if self.sections else OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
         """Returns the options as lines of text, which become a part of the program's key.

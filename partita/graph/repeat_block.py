@@ -63,7 +63,7 @@ class _Read:
 
 
 @dataclass
-class _Copy:
+class _BlockCopy:
     """A copy of a block: its nodes by those of the block, and its own numbers in notes."""
 
     of: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class _Blocks:
         before, template, behind = (self.nodes[number + i] for i in (-1, 0, 1))
         at = {n: n for n in template}
         at |= dict(zip(before, template, strict=True)) | dict(zip(behind, template, strict=True))
-        copies = [_Copy() for _ in range(more)]
+        copies = [_BlockCopy() for _ in range(more)]
         chain = [dict(zip(template, template, strict=True)), *(copy.of for copy in copies)]
         chain.append(dict(zip(template, behind, strict=True)))
 
@@ -250,7 +250,7 @@ class _Blocks:
         self._return_copies(copies)
         self.program.__post_init__()
 
-    def _finish_copy(self, node: fx.Node, made: fx.Node, copy: _Copy, number: int) -> None:
+    def _finish_copy(self, node: fx.Node, made: fx.Node, copy: _BlockCopy, number: int) -> None:
         """Gives a copied node its own numbers, names and memory."""
         if node.op == "placeholder":
             fake = node.meta["val"]
@@ -282,7 +282,7 @@ class _Blocks:
         if labels := node.meta.get(LABELS):
             made.meta[LABELS] = tuple(map(rename, labels))
 
-    def _return_copies(self, copies: list[_Copy]) -> None:
+    def _return_copies(self, copies: list[_BlockCopy]) -> None:
         """Adds what the copies return to the outputs, behind what the block returns."""
         pairs = list(zip(self._end.args[0], self.program.outputs, strict=True))  # type: ignore[arg-type]
         own = [i for i, (node, _) in enumerate(pairs) if node in copies[0].of]

@@ -242,7 +242,7 @@ def capture_model(
     layers = strategy.layers or shape.layers
     recomputes_some = strategy.remat and strategy.remat_every > 1
     with own_lines_shown(strategy_file):
-        if layers > 2 * _FEW and not recomputes_some and _are_blocks_alike(shape, layers, strategy):
+        if layers > 2 * _FEW and not recomputes_some and are_blocks_alike(shape, layers, strategy):
             few = replace(strategy, layers=_FEW)
             if (found := _capture_deep(shape, mesh, few, layers)) is not None:
                 return found
@@ -292,7 +292,7 @@ def _count_nodes(program: Program) -> int:
 
 
 @lru_cache(maxsize=8)
-def _are_blocks_alike(shape: ModelShape, layers: int, strategy: Strategy) -> bool:
+def are_blocks_alike(shape: ModelShape, layers: int, strategy: Strategy) -> bool:
     """True if the blocks of a model differ in their numbers only, which they may store."""
     with torch.device("meta"):
         blocks = getattr(shape.make(layers, strategy.context or shape.context), "blocks", ())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.graph.backend.inductor import _with_triton_kernels, remove_input_checks
+from partita.graph.backend.inductor import add_triton_kernels, remove_input_checks
 from partita.graph.backend.store import default_store
 
 
@@ -101,9 +101,9 @@ def test_kernels_for_which_code_waits_late_are_saved_with_it_like_others(monkeyp
 
     code = SimpleNamespace(_triton_bundle=None)
     saved = pickle.dumps((SimpleNamespace(compiled_fw=SimpleNamespace(result=code)),))
-    assert kernels_of(_with_triton_kernels(saved, [lambda: None])) is None
-    once = _with_triton_kernels(saved, [wait("early")])
+    assert kernels_of(add_triton_kernels(saved, [lambda: None])) is None
+    once = add_triton_kernels(saved, [wait("early")])
     assert kernels_of(once) == [("early", b"early")]
-    twice = _with_triton_kernels(once, [wait("late")])
+    twice = add_triton_kernels(once, [wait("late")])
     assert sorted(kernels_of(twice)) == [("early", b"early"), ("late", b"late")]
     assert isinstance(pickle.loads(twice)[0].compiled_fw.result._triton_bundle, TritonBundle)

@@ -22,7 +22,7 @@ def collected(monkeypatch, tmp_path):
         from torch._inductor.async_compile import AsyncCompile
 
         made = []
-        monkeypatch.setattr(cpp_kernels, "_Library", lambda kernels: made.append([*kernels]))
+        monkeypatch.setattr(cpp_kernels, "KernelLibrary", lambda kernels: made.append([*kernels]))
         with KernelCompiler() as kernels:
             for values in programs:
                 with ExitStack() as stack:

@@ -129,11 +129,11 @@ DEEP = {
 @pytest.mark.slow  # it captures nine blocks, to compare with
 @pytest.mark.parametrize("name", DEEP)
 def test_a_deep_model_costs_what_a_capture_of_all_its_blocks_says(name, monkeypatch):
-    monkeypatch.setattr(graph_program, "_OUTLINED_ABOVE", 0)  # a small graph has blocks, too
+    monkeypatch.setattr(graph_program, "OUTLINED_ABOVE", 0)  # a small graph has blocks, too
     shape, strategy, machine = shape_of(name), pt.Strategy(layers=9, **DEEP[name]), "h100"
     deep = pt.simulate(shape, {"dp": 2}, machine, strategy=strategy)
     monkeypatch.setattr(simulations, "repeat_block", lambda *given: pytest.fail("not whole"))
-    monkeypatch.setattr(simulations, "_are_blocks_alike", lambda *given: False)
+    monkeypatch.setattr(simulations, "are_blocks_alike", lambda *given: False)
     whole = pt.simulate(shape, {"dp": 2}, machine, strategy=strategy)
     assert [b.nbytes for b in deep.holders] == [b.nbytes for b in whole.holders]
     assert replace(deep, holders=()) == replace(whole, holders=())  # which name other nodes
@@ -141,10 +141,10 @@ def test_a_deep_model_costs_what_a_capture_of_all_its_blocks_says(name, monkeypa
 
 def test_blocks_that_differ_are_all_captured():
     shape = shape_of("grouped heads")
-    assert simulations._are_blocks_alike(shape, 9, pt.Strategy())
+    assert simulations.are_blocks_alike(shape, 9, pt.Strategy())
     config = CONFIGS["grouped heads"]()
     config.layer_types = ["full_attention", "sliding_attention"] * 5
-    assert not simulations._are_blocks_alike(shape_of_config(config), 9, pt.Strategy())
+    assert not simulations.are_blocks_alike(shape_of_config(config), 9, pt.Strategy())
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_dynamo_static_input_type": _source_of("torch._dynamo.variables.builder"),
     "_is_accelerate_prepared _models": _source_of("accelerate.accelerator"),
     "_triton_bundle": _source_of("torch._inductor.output_code"),
+    "_load_library": _source_of("torch._inductor.codecache"),
 }
 """By the private attributes of torch's objects that the package reads, and that no test of
 tests/tensor/test_private_torch.py names, what has them: an object, or torch's source."""

@@ -55,7 +55,7 @@ class KernelCompiler:
         self._stack = ExitStack()
         self._is_open = False
         self._waiting: dict[str, tuple[Sequence[str], str]] = {}
-        self._library_of: dict[str, _Library] = {}
+        self._library_of: dict[str, KernelLibrary] = {}
 
     def __enter__(self) -> KernelCompiler:
         return self
@@ -97,7 +97,7 @@ class KernelCompiler:
     def begin(self) -> None:
         """Begins to compile the kernels that were collected since the last library."""
         if self._waiting:
-            library = _Library(self._waiting)
+            library = KernelLibrary(self._waiting)
             self._library_of |= dict.fromkeys(self._waiting, library)
             self._waiting = {}
 
@@ -127,7 +127,7 @@ class CollectedKernel:
         return load_kernels(self.compiler.libraries_of([self.name]))[self.name]
 
 
-class _Library:
+class KernelLibrary:
     """A library that a thread of Inductor's pool compiles.
 
     Each kernel stands in a namespace of its own, with torch's code to call it from Python.

@@ -482,7 +482,7 @@ class LoweredProgram:
                     wait()
                 return self.artifact, None
             result, runs_by_itself = self.saved
-            result = _with_triton_kernels(result, self.waits)
+            result = add_triton_kernels(result, self.waits)
         parts = _FORMAT, result, self.kernels.libraries_of(self.names), runs_by_itself
         return self.artifact, zlib.compress(pickle.dumps(parts), 1)
 
@@ -518,7 +518,7 @@ def _load_kernels_of_code(
     wait(compiler, scope)
 
 
-def _with_triton_kernels(saved: bytes, waits: Iterable[Callable[[], None]]) -> bytes:
+def add_triton_kernels(saved: bytes, waits: Iterable[Callable[[], None]]) -> bytes:
     """Returns a saved result with the Triton kernels for which it waits."""
     from torch._inductor.triton_bundler import TritonBundler
 

@@ -415,8 +415,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Writes `value` into `x` in place, where eager code would assign `x.data`.
 
-        An input gets other memory, as in eager code: views that were made of it before the step
-        keep their values.
+        If `x` is an input of the step, it gets new memory, as in eager code. So views of it that
+        are older than the step keep their values.
         """
         if id(x) in self._identities:
             self.replace_value(x, value.clone())

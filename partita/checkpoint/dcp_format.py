@@ -396,7 +396,7 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """A text that must be equal on all ranks that offer this tensor or value."""
+        """Describes the tensor or value. Ranks that offer it must have equal descriptions."""
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:

@@ -653,7 +653,7 @@ class DryWire(Wire):
 
     @classmethod
     def from_wire(cls, wire: Wire) -> Self:
-        """Makes a wire that sends nothing, like `wire`, without a ledger."""
+        """Makes a dry wire for the mesh of `wire`, without a ledger. It sends nothing."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:

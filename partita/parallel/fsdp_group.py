@@ -37,6 +37,7 @@ from partita.tensor.dtensor_gradients import (
 )
 from partita.tensor.origins import find_origin, is_beside_program
 from partita.tensor.tensor_state import (
+    HERE,
     CopiedView,
     Spec,
     ZeroLayouts,
@@ -694,7 +695,9 @@ class FsdpGroup:
             state.retyped = state.data = None
             one.release_shard()
             for slot in self.slots[one.number]:
-                slot.owner._parameters[slot.attr] = one.shard  # type: ignore[assignment]
+                held: Any = slot.owner._parameters.get(slot.attr)
+                if held is one.whole:  # the forward may have set another one
+                    slot.owner._parameters[slot.attr] = one.shard
 
 
 class SavedVersions:
@@ -731,6 +734,7 @@ class InstalledParameter(CopiedView):
         shard_spec: the spec of the shard outside of the forward.
         shard_writes: the write counts of the shard, counted by autograd and not counted, when it
             was last equal to its part of `whole`.
+        unseen: how often `whole` had been given other memory when the shard was last compared.
         writes: the write count of `whole` when it was installed.
         writes_in_shard: the write count of `whole` when the shard last had its values.
         attributes: the attributes that were copied to `whole`.
@@ -743,6 +747,7 @@ class InstalledParameter(CopiedView):
         "shard",
         "shard_spec",
         "shard_writes",
+        "unseen",
         "whole",
         "writes",
         "writes_in_shard",
@@ -765,12 +770,18 @@ class InstalledParameter(CopiedView):
         self.number, self.shard, self.whole, self.shard_spec = number, shard, whole, spec
         self.writes = self.source_writes = self.writes_in_shard = writes[0]
         self.shard_writes = writes[1:]
-        self.follows, self.attributes = False, copy_attributes(whole, shard)
+        self.follows, self.unseen, self.attributes = False, 0, copy_attributes(whole, shard)
 
     def connect_shard(self) -> None:
         """Make the shard a view copy of the gathered parameter."""
         self.follows = True
         own_state(self.shard).copied_view, self.shard._spec = self, self.shard_spec.as_copy
+
+    def take_again(self, copy: Any) -> Any:
+        unseen = state_of(self.whole).unseen_writes  # such as `module.weight.data = value`
+        if self.source is self.whole and unseen != self.unseen:
+            self.unseen, self.source_writes, self.retaken = unseen, -1, None
+        return super().take_again(copy)
 
     def note_new_values(self) -> None:
         if _dtype(self.whole) == _dtype(self.shard):
@@ -892,6 +903,7 @@ class BackwardPass:
         with_history: gradients that have an autograd graph of their own (`create_graph=True`).
         collected: the gradients of forwards whose tokens have run, until the last token runs.
         ended: the counts of the forwards whose tokens have run.
+        used_directly: the result of `ZeroState._find_direct_uses`; None before the first use.
         unwatched: the last forward whose backward has begun, if no gradient will show its end. That
             is so if the block is frozen, and the tensors that get gradients were not its arguments.
             The block is released when the backward of another block begins. If its own backward has
@@ -908,6 +920,7 @@ class BackwardPass:
     with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
     collected: dict[DTensor, torch.Tensor] = field(default_factory=dict)
     ended: set[CallCounts] = field(default_factory=set)
+    used_directly: set[Any] | None = None
     kept: set[DTensor] = field(default_factory=set)
     accumulates: dict[DTensor, bool] = field(default_factory=dict)
     switches: dict[DTensor, list[Any]] = field(default_factory=dict)
@@ -1077,7 +1090,7 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Records on each of `parameters` that its gradient and update are sharded like itself."""
+        """Records for each parameter that its gradient and update are sharded as the parameter."""
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
@@ -1489,35 +1502,68 @@ class ZeroState(ShardedState):
         if self._passes and in_backward():
             if self._adds:  # it reads gradients itself
                 return
-            if p is not None:
-                self._refuse_unfinished(p)
             self._adds = True
             try:
                 with local_ops(), counting_versions(), torch.no_grad():
                     self._add_complete_gradients()
             finally:
                 self._adds = False
+            if p is not None:
+                self._refuse_unfinished(p)
         elif self.holds_partial_gradients and not in_backward():
             self.holds_partial_gradients = False
             if any(group.held_gradients for group in self.groups):
                 self.finish()
 
+    def _find_direct_uses(self) -> set[Any]:
+        """Returns the tensors whose gradients this pass does not compute by tokens alone.
+
+        These are leaves that are also used outside of their block's forward, such as in a penalty.
+        """
+        here = self.current_pass()
+        if here.used_directly is None:
+            here.used_directly, seen = set(), set()
+            waiting = [t.grad_fn for roots in HERE.roots[-1:] for t in roots]
+            while waiting:
+                node = waiting.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                is_token = isinstance(node, _ShardsToToken._backward_cls)  # type: ignore[attr-defined]
+                for after, _ in node.next_functions:
+                    leaf = getattr(after, "variable", None)
+                    if leaf is None:
+                        waiting.append(after)
+                    elif not is_token:
+                        here.used_directly.add(leaf)
+        return here.used_directly
+
     def _refuse_unfinished(self, p: DTensor) -> None:
-        for (counts, group), came in self.current_pass().came.items():
-            if not isinstance(group, FsdpGroup) or came >= (made := counts.made[group]):
-                continue
-            is_between_calls = made > 1 and not group.calls_in_backward
-            if not is_between_calls and any(p is other for other in counts.shards[group]):
-                raise LayoutError(
-                    f"a hook uses the gradient of {self._name_of(p)} in the backward of this block",
-                    place=user_line(),
-                    reason="in one process it may be complete; stage 3 of ZeRO reduces it when "
-                    "the backward of the block ends",
-                    fixes=(
-                        Fix("p.register_post_accumulate_grad_hook(hook)", "on the parameter"),
-                        Fix("use it after loss.backward()"),
-                    ),
-                )
+        """Raise if the running backward pass computes the gradient of `p`, and has not added it."""
+        here, number = self.current_pass(), backward_pass()
+        began = [
+            (counts.made[group], came, group)
+            for (counts, group), came in here.came.items()
+            if isinstance(group, FsdpGroup) and p in {*counts.shards[group]}
+        ]
+        # Between two calls of a block, its gradient is complete in no process.
+        unfinished = any(
+            came < made and (made == 1 or g.calls_in_backward) for made, came, g in began
+        )
+        reducing: list[Any] = [one.places for one in self._under_way if one.backward_pass == number]
+        is_waiting = any(p in some for some in (here.collected, here.with_history, *reducing))
+        if unfinished or (is_waiting and not find_hooked([p])):
+            raise LayoutError(
+                f"a hook uses the gradient of {self._name_of(p)} before this backward pass has "
+                "added it",
+                place=user_line(),
+                reason="in one process it may be complete; stage 3 of ZeRO adds it when the "
+                "backward of the block ends, and of other uses of the parameter",
+                fixes=(
+                    Fix("p.register_post_accumulate_grad_hook(hook)", "on the parameter"),
+                    Fix("use it after loss.backward()"),
+                ),
+            )
 
     def _add_complete_gradients(self) -> None:
         """Add the gradients that the running backward pass has completed to `.grad`.
@@ -1538,8 +1584,8 @@ class ZeroState(ShardedState):
             return
         complete = [group for group in self.groups if group.has_all_gradients(here)]
         params = [p for group in complete for p in group.shards()]
-        hooked = {*find_hooked(params)}
-        params = [p for p in params if p not in hooked and self._are_added([p])]
+        left = {*find_hooked(params), *self._find_direct_uses()}
+        params = [p for p in params if p not in left and self._are_added([p])]
         self.add_gradients({p: here.collected.pop(p) for p in params if p in here.collected})
         for one in under_way:
             self.add_gradients(one.take(params))

@@ -80,7 +80,7 @@ class ModelPlan:
 
     @property
     def best(self) -> PlannedWay:
-        """The fastest way to train the model that fits into memory."""
+        """The fastest of the ways that fit into memory."""
         return self.choices[0]
 
     @property

@@ -89,8 +89,8 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
         In a notebook: the picture. Otherwise None.
 
     Raises:
-        LayoutError: `x` has another type; a `Layout` without a mesh that has its axes; a mesh for
-            something that has one; or `out` cannot be written to.
+        LayoutError: `x` has another type; the mesh of a `Layout` is missing or lacks an axis; a
+            mesh was passed for something that has one; or `out` cannot be written to.
     """
     if out is not None and (not hasattr(out, "write") or isinstance(out, _BYTE_STREAMS)):
         fix = 'with open("layouts.txt", "w") as out: pt.show(x, out=out)'

@@ -364,13 +364,13 @@ def ways_of(
 ) -> Iterator[Way]:
     """Yields all ways to train a model with `ranks` ranks and `batch` sequences per step in total.
 
-    Tensor parallelism stays within a host and divides the heads. Numbers of micro-batches are
-    powers of two.
+    Ranks of tensor parallelism are on one host, and their number divides that of the heads.
+    Numbers of micro-batches are powers of two.
 
     Args:
         shape: the model.
         machine: the hardware of a rank. It says how many ranks are on a host.
-        base: the strategy that has the fields which are not varied.
+        base: a strategy. Its other fields are those of each way.
     """
     context = base.context or shape.context
     for tp in range(1, min(ranks, machine.ranks_per_host) + 1):

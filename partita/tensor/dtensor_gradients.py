@@ -196,7 +196,7 @@ def _set_requires_grad(x: DTensor, requires_grad: bool = True) -> DTensor:
     state = state_of(x)
     phase = "" if state.zero_layouts is None else state.zero_layouts.owner.find_phase(x)
     is_gathered = state.gathered_from is not None
-    if is_gathered or phase == "backward" or (phase == "forward" and requires_grad):
+    if is_gathered or phase:
         phase = phase or "forward"
         raise make_layout_error(
             f"requires_grad = {requires_grad} for a parameter in the {phase} of its own block",
@@ -305,6 +305,7 @@ assert _plain_backward is not None
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """Run torch.autograd.backward with roots or inputs that are DTensors."""
     roots, seeds = _find_backward_seeds(tensors, grad_tensors)
+    HERE.roots.append(roots)
     try:
         _plain_backward(roots, seeds, *args, **kwargs)
     except BaseException:
@@ -312,6 +313,8 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
             for watcher in list(BROKEN_OFF.watchers):
                 watcher.reset_after_abort()
         raise
+    finally:
+        HERE.roots.pop()
 
 
 def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:

@@ -566,8 +566,11 @@ class CopiedView:
                 part.retain_grad()
         with DisableTorchFunction():
             is_trained = copy.requires_grad and copy.is_leaf
-        if is_trained:  # its gradient is its own, so it gets the values
+        layout = copy._spec.layout
+        if is_trained and part._spec.layout != layout:
             part = part.redistribute(placements=copy.placements)
+        # Placements do not say in which order several axes split one dimension.
+        if is_trained and part._spec.layout == layout:  # its gradient is its own: it gets values
             with local_ops(), torch.no_grad():
                 part = copy.copy_(part)
             self.note_new_values()
@@ -662,6 +665,11 @@ class _Here(threading.local):
         finally:
             while len(self.unfinished) > n:
                 self.unfinished.pop()()
+
+    @cached_property
+    def roots(self) -> list[list[torch.Tensor]]:
+        """The roots of each backward pass of DTensors that runs in this thread; innermost last."""
+        return []
 
 
 HERE = _Here()

@@ -75,6 +75,7 @@ def once(model, xs):
 
 
 def two_forwards(model, xs):
+    model.waits = 1  # until both forwards have given the later blocks their gradients
     (model(xs[0]).square().mean() + model(xs[1]).sin().mean()).backward()
 
 
@@ -111,7 +112,14 @@ def train(mesh, use, backward, order=(0, 1, 2), checkpoints=False, hooked=False)
     if hooked:
         model.head.weight.register_hook(lambda g: g * 2)
         model.layers[1].down.bias.register_post_accumulate_grad_hook(lambda p: seen.append(1))
-    model.layers[0].register_full_backward_hook(lambda *_: use(model, seen, optimizer) and None)
+
+    def hook(*_):
+        if model.waits == 0:
+            use(model, seen, optimizer)
+        model.waits = max(0, model.waits - 1)
+
+    model.waits = 0
+    model.layers[0].register_full_backward_hook(hook)
     found = []
     for _ in range(2):
         for x in xs:
@@ -147,6 +155,44 @@ def test_a_hook_uses_the_gradients_that_one_process_has_added(program, monkeypat
     with pt.ranks(dp=3) as world:
         for found in world.run(lambda mesh: train(mesh, **program)):
             torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+
+
+def in_a_penalty(model, x):
+    return model(x).sum() + sum(p.square().sum() for p in model.parameters())
+
+
+def in_a_second_forward(model, x):
+    return model(x).sum() + model(x * 2).sum()
+
+
+def in_a_gradient_penalty(model, x):
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+    return y.sum() + grad.square().sum()
+
+
+@pytest.mark.parametrize("use", [in_a_penalty, in_a_second_forward, in_a_gradient_penalty])
+def test_a_gradient_to_which_another_use_of_the_parameter_adds_is_refused(use):
+    def body(mesh):
+        layers = nn.Linear(4, 4), nn.Linear(4, 4)
+        model = pt.zero(nn.Sequential(*layers), mesh, stage=3)
+        x = pt.distribute_tensor(torch.ones(5, 4), mesh, [pt.Shard(0)]).requires_grad_()
+        loss = use(model, x)
+        seen = []
+        x.register_hook(lambda _: seen.append(layers[1].bias.grad))
+        try:
+            loss.backward()
+        except pt.LayoutError as error:
+            return str(error)
+        return [whole(g) for g in seen], whole(layers[1].bias.grad)
+
+    with pt.ranks(dp=3) as world:
+        found = world.run(body)
+    for one in found:
+        if isinstance(one, str):
+            assert "a hook uses the gradient of bias" in one and one == found[0]
+        else:  # complete at that time
+            assert one[0] and all(torch.equal(g, one[1]) for g in one[0])
 
 
 @pytest.mark.parametrize("use", ["read", "clear", "step"])

@@ -147,7 +147,16 @@ def register_hooks(model, refs, optimizer):
     model[2].before = before
 
 
+def give_other_memory(model, refs, optimizer):
+    def before(block):
+        block.weight.data = block.weight.data * 0.5
+
+    model[2].before = before
+    model[2].after = lambda block, x: F.linear(x, refs[2], refs[3])
+
+
 PROGRAMS = (
+    give_other_memory,
     write_references,
     write_both_in_turn,
     compute_with_references_after_a_write,
@@ -215,6 +224,53 @@ def test_an_optimizer_of_ones_own_that_a_forward_reaches_is_captured():
             )
         ):
             torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [pt.Shard(0), pt.Shard(1)])
+def test_what_two_axes_split_keeps_its_order(rows):
+    def body(mesh):
+        layer = nn.Linear(4, 4)
+        placements = [pt.Replicate(), rows]
+        layer.weight = nn.Parameter(
+            pt.distribute_tensor(torch.arange(16.0).view(4, 4), mesh, placements)
+        )
+        pt.zero(nn.Sequential(layer), mesh, "dp", stage=3)
+        weight = layer.weight
+
+        def write(*_):
+            with torch.no_grad():
+                layer.weight.mul_(2)
+            assert torch.equal(whole(weight), whole(layer.weight))
+
+        layer.register_forward_pre_hook(write)
+        layer(pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0), pt.Replicate()]))
+        return whole(weight)
+
+    with pt.ranks(dp=2, tp=2) as world:
+        for found in world.run(body):
+            assert torch.equal(found, 2 * torch.arange(16.0).view(4, 4))
+
+
+def test_a_parameter_that_the_forward_replaces_stays_replaced():
+    def body(mesh):
+        torch.manual_seed(0)
+        layer = Block(4, 4)
+
+        def after(block, x):
+            block.weight = nn.Parameter(block.weight.detach() * 0.9)
+
+        layer.after = after
+        x = torch.ones(5, 4)
+        if mesh is not None:
+            pt.zero(nn.Sequential(layer), mesh, stage=3)
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        losses = [whole(layer(x).square().sum()) for _ in range(3)]
+        return losses, whole(layer.weight)
+
+    truth = body(None)
+    with pt.ranks(dp=3) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, truth)
 
 
 @pytest.mark.parametrize("older", [lambda p: p.data, lambda p: p.detach().view(-1)])

@@ -36,7 +36,7 @@ def training(
     fused: bool = False,
     capturable: bool = False,
 ) -> Step:
-    """Returns a function that makes one training step with AdamW, as in an ordinary loop.
+    """Returns a function that makes one training step with AdamW, and returns the loss.
 
     Args:
         model: the model. The returned function takes its inputs and the targets.

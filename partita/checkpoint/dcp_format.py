@@ -396,7 +396,7 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """Describes the tensor or value. Ranks that offer it must have equal descriptions."""
+        """The tensor's dtype and shape as text, or "no tensor". Equal on ranks that offer it."""
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:

@@ -807,7 +807,7 @@ class ReadRecord(PlaceRecord):
         self.record_attribute_names(attribute_names_in(code))
 
     def record_attribute_names(self, names: set[str]) -> None:
-        """Records the attributes with these names of all objects and classes that are reached.
+        """Records, for each object and class that is reached, its attributes with these names.
 
         Args:
             names: attribute names in code that ran. From which object the code reads them is

@@ -126,7 +126,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
         return self._run.gather(tensor)
 
     def reduce(self, tensor: Any, *args: Any, **options: Any) -> Any:
-        """Returns a copy of `tensor` in which DTensors are whole plain tensors, like `gather`.
+        """Returns the same as `gather(tensor)`.
 
         Nothing has to be reduced, because each value covers the rows of all ranks already.
         """

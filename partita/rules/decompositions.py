@@ -62,7 +62,9 @@ Dim = int | Sequence[int] | None
 
 @own_op
 def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
-    """Returns the maximum over this rank's shard, as a Partial max. It has no gradient.
+    """Returns the maximum (or minimum) over this rank's shard, a Partial of that kind.
+
+    It has no gradient.
 
     Args:
         x: the local shard.

@@ -170,9 +170,12 @@ def _other_settings() -> CaptureError:
 
 def _refuse_overlaps(written: Sequence[torch.Tensor], operands: Sequence[Any]) -> None:
     """Raise torch's error if an operand overlaps a written tensor. Fake kernels do not check."""
-    reads = [t for t in operands if isinstance(t, torch.Tensor)]
+    tensors = [t for t in operands if isinstance(t, torch.Tensor)]
     with local_ops():
+        reads = [t for t in tensors if t.layout is torch.strided]  # a sparse one has no storage
         for into in written:
+            if into.layout is not torch.strided:
+                continue
             memory = into.untyped_storage()._cdata
             for read in reads:
                 if read is not into and read.untyped_storage()._cdata == memory:

@@ -24,7 +24,7 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._C import _is_torch_function_enabled as _global_view
 
 from partita.comm import describe_saved_mesh, find_saved_wire, is_alone
-from partita.comm.device import keys_of_kernels
+from partita.comm.device import is_seen_by_processes, keys_of_kernels
 from partita.layout import Fix, Layout, LayoutError
 
 from .aliasing import (
@@ -58,7 +58,7 @@ from .tensor_state import (
     spec_of,
     state_of,
 )
-from .uneven_pieces import copy_with_room, find_padded
+from .uneven_pieces import copy_with_room, find_padded, has_room, with_room
 
 T: Any = torch.Tensor
 
@@ -671,14 +671,23 @@ def _rebuild(
         # Tensors in one memory share a version counter, as views do.
         first = memory.setdefault((base.dtype, base.is_conj(), base.is_neg()), base)
         base = first.as_strided(base.size(), base.stride(), base.storage_offset()).detach()
+    users = [] if memory is None else memory.setdefault("users", [])
+    piece = base.detach()
     out = as_dtensor(base if view is None else local.detach(), spec)
     out.requires_grad_(local.requires_grad)
     out.__dict__.update(names)
-    if memory is not None:
-        users = memory.setdefault("users", [])
-        users.append((out, base, view))
-        if len(users) > 1:
-            _connect_loaded(users)
+    is_first = view is None and not users and has_room(spec, piece.device)
+    if is_first and not is_seen_by_processes(piece.untyped_storage()):
+        with local_ops(), torch.no_grad():  # a captured step would copy it in each call
+            _data.__set__(out, with_room(piece, spec))
+    users.append((out, piece, view))
+    if len(users) == 2:  # the first shares its memory after all
+        with local_ops(), torch.no_grad():
+            first, piece, view = users[0]
+            if view is None:
+                _data.__set__(first, piece)
+    if len(users) > 1:
+        _connect_loaded(users)
     return out
 
 

@@ -111,7 +111,7 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
 
 @lru_cache(maxsize=4096)
 def _find_shown_arguments(target: Any) -> list[list[tuple[int, str]]]:
-    """Returns for each result of an operator the arguments of which it may be a view.
+    """Returns, for each result of an operator, the arguments that the result may be a view of.
 
     An argument is given as (position, name).
     """

@@ -103,7 +103,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc, name-defined]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Does not reduce gradients of `model` in the backward passes inside the `with` block."""
+        """Keeps gradients of `model` unreduced in backward passes inside the `with` block."""
         with no_sync(model):
             yield
 

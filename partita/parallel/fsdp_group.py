@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -26,9 +26,8 @@ from torch.autograd.graph import get_gradient_edge
 from partita.comm import check_equal_on_ranks, is_agreed, remember_agreed, user_line
 from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
-from partita.tensor.aliasing import redistribute_view, renew_copy
-from partita.tensor.construct import copy_attributes, keep_attributes
-from partita.tensor.dtensor import DTensor, as_dtensor, move_local
+from partita.tensor.construct import keep_attributes
+from partita.tensor.dtensor import DTensor, as_dtensor
 from partita.tensor.dtensor_gradients import (
     BROKEN_OFF,
     refuse_copied_part,
@@ -38,7 +37,6 @@ from partita.tensor.dtensor_gradients import (
 from partita.tensor.origins import find_origin, is_beside_program
 from partita.tensor.tensor_state import (
     HERE,
-    CopiedView,
     Spec,
     ZeroLayouts,
     after_backward,
@@ -55,12 +53,21 @@ from partita.tensor.tensor_state import (
     own_state,
     spec_of,
     state_of,
-    was_written_since,
-    will_execute,
 )
 
+from .backward_pass import BackwardPass, CallCounts, LiveToken, Reduction, Token
 from .batch import replace_instances
 from .flat_buffer import FlatBuffer, PartialGradients
+from .gathered_parameters import (
+    CAST_IS_MADE_AGAIN,
+    DIGITS_LOST,
+    HAS_OTHER_MEMORY,
+    WRITE_AFTER,
+    WRITTEN_AS,
+    InstalledParameter,
+    SavedVersions,
+    modified_error,
+)
 from .parameters import Block, find_hooked
 
 
@@ -280,7 +287,7 @@ class FsdpGroup:
         self._places: list[tuple[nn.Module, str, int, Spec]] = []
         self.identity = object()
         self.open_forwards: list[Any] = []
-        self._tokens: list[_LiveToken] = []
+        self._tokens: list[LiveToken] = []
 
     # A copied or unpickled model has groups of its own over its own modules, at rest. The copy of a
     # block does not take the model along: until the model's state adopts it, it has one of its own.
@@ -392,7 +399,7 @@ class FsdpGroup:
         self._places = places
         return True
 
-    def note_token(self, token: _LiveToken) -> None:
+    def note_token(self, token: LiveToken) -> None:
         """Record a token of a forward of the model, which may use this block."""
         self._tokens = [one for one in self._tokens if one.node() is not None]
         self._tokens.append(token)
@@ -509,10 +516,10 @@ class FsdpGroup:
         if before == now and number in saved.written:
             counted, unseen = saved.written[number]
             before, now = saved.version, counted + unseen if saved.is_cast else counted
-        why = _CAST if saved.is_cast else ""
+        why = CAST_IS_MADE_AGAIN if saved.is_cast else ""
         replaced_at = state_of(self.gathered[number]).replaced_at
         if before == now and replaced_at > saved.unseen_writes[number]:
-            before, now, why = saved.unseen_writes[number], replaced_at, _REPLACED
+            before, now, why = saved.unseen_writes[number], replaced_at, HAS_OTHER_MEMORY
         if before != now:
             raise modified_error(self.name_of(number), now, before, why)
 
@@ -700,332 +707,7 @@ class FsdpGroup:
                     slot.owner._parameters[slot.attr] = one.shard
 
 
-class SavedVersions:
-    """The write counts of a parameter when autograd saved a view or a cast of it.
-
-    Backward raises an error if they have changed, as autograd does for saved tensors.
-
-    Attributes:
-        versions, unseen_writes: the values of these attributes of the group at that time.
-        version: the version of the gathered parameter.
-        written: the result of `FsdpGroup.write_back` at the end of the forward.
-        is_cast: True if the saved tensor is a cast, with memory of its own, which writes to the
-            parameter do not change.
-    """
-
-    versions: list[int]
-    unseen_writes: list[int]
-    version: int
-    written: Mapping[int, tuple[int, int]]
-    is_cast: bool
-
-
-class InstalledParameter(CopiedView):
-    """A gathered parameter that replaces its shard in the modules during a forward.
-
-    Other references to the parameter, such as an optimizer's, refer to the shard. During the
-    forward the shard is a view copy of the gathered parameter (see `tensor/aliasing`). So a write
-    to one of them changes both.
-
-    Attributes:
-        number: the index of the parameter in its group.
-        shard, whole: the sharded and the gathered parameter.
-        follows: True if the shard was connected.
-        shard_spec: the spec of the shard outside of the forward.
-        shard_writes: the write counts of the shard, counted by autograd and not counted, when it
-            was last equal to its part of `whole`.
-        unseen: how often `whole` had been given other memory when the shard was last compared.
-        writes: the write count of `whole` when it was installed.
-        writes_in_shard: the write count of `whole` when the shard last had its values.
-        attributes: the attributes that were copied to `whole`.
-    """
-
-    __slots__ = (
-        "attributes",
-        "follows",
-        "number",
-        "shard",
-        "shard_spec",
-        "shard_writes",
-        "unseen",
-        "whole",
-        "writes",
-        "writes_in_shard",
-    )
-
-    def __init__(self, number: int, shard: Any, whole: DTensor, *writes: int):
-        """Connects the shard to the gathered parameter.
-
-        Args:
-            writes: the write count of `whole`, and the counts of `shard` as in `shard_writes`.
-        """
-        spec = shard._spec
-        self.source, self.view, self.args, self.kwargs = (
-            whole,
-            redistribute_view,
-            (spec.layout,),
-            {},
-        )
-        self.index, self.retaken, self.graded = None, None, True
-        self.number, self.shard, self.whole, self.shard_spec = number, shard, whole, spec
-        self.writes = self.source_writes = self.writes_in_shard = writes[0]
-        self.shard_writes = writes[1:]
-        self.follows, self.unseen, self.attributes = False, 0, copy_attributes(whole, shard)
-
-    def connect_shard(self) -> None:
-        """Make the shard a view copy of the gathered parameter."""
-        self.follows = True
-        own_state(self.shard).copied_view, self.shard._spec = self, self.shard_spec.as_copy
-
-    def take_again(self, copy: Any) -> Any:
-        unseen = state_of(self.whole).unseen_writes  # such as `module.weight.data = value`
-        if self.source is self.whole and unseen != self.unseen:
-            self.unseen, self.source_writes, self.retaken = unseen, -1, None
-        return super().take_again(copy)
-
-    def note_new_values(self) -> None:
-        if _dtype(self.whole) == _dtype(self.shard):
-            self.writes_in_shard = count_writes(self.whole)
-        self.shard_writes = count_writes(self.shard), count_unseen_writes(self.shard)
-
-    def note_write_through(self, copy: Any) -> None:
-        super().note_write_through(copy)
-        self.note_new_values()
-        self.writes_in_shard = self.source_writes
-
-    def was_written_itself(self) -> bool:
-        """True if the program has written `whole`, and the shard lacks the values."""
-        return was_written_since(self.whole, self.writes_in_shard)
-
-    def release_shard(self) -> None:
-        """End the connection of the shard to the gathered parameter, which will be freed."""
-        state = own_state(self.shard)
-        if state.copied_view is self:
-            state.copied_view, self.shard._spec = None, self.shard_spec
-        # Views of the shard that were made in the forward refer to this object. They are taken
-        # again from the shard.
-        self.source, self.source_writes, self.retaken = self.shard, -1, None
-
-    def suspend(self) -> None:
-        """Make the shard an ordinary parameter with its current values, for an optimizer's step.
-
-        The kernels of a step write its local tensor.
-        """
-        renew_copy(self.shard)
-        self.release_shard()
-
-    def resume(self) -> None:
-        """Connect the shard again. Gathers its values if they were written after `suspend`."""
-        self.connect_shard()
-        self.source, self.source_writes = self.whole, count_writes(self.whole)
-        if (count_writes(self.shard), count_unseen_writes(self.shard)) == self.shard_writes:
-            return
-        with local_ops(), torch.no_grad():
-            value = move_local(self.shard, self.shard_spec, self.whole._spec, "write", "implicit")
-            self.whole.copy_(value)
-        self.note_write_through(self.shard)
-
-
-WRITTEN_AS = "is written in the forward, where it is gathered as"
-DIGITS_LOST = "its shards would lose digits that this dtype lacks"
-WRITE_AFTER = Fix("write it after the optimizer's step", "then the modules hold the shards")
-
-
-_CAST = (
-    ". Backward needs a cast of it. Under stage 3 of ZeRO no rank keeps that cast: it is made again"
-    " of the parameter as it is now. Write the parameter after backward, or cast a copy in the"
-    " forward: w.clone().to(dtype)"
-)
-
-
-_REPLACED = (
-    ". It was given other memory (p.data = x). In one process backward would go on with the memory"
-    " that the forward saved, which ZeRO has freed. Write p.data.copy_(x), or set it after backward"
-)
-
-
-def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """Returns the error for a saved tensor that was written in place, in autograd's words.
-
-    Args:
-        what: text for the tensor: its name or its shape.
-        now, expected: its version now, and its version when it was saved.
-        why: text to add at the end.
-    """
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {what} is at version {now}; expected version {expected}{why}"
-    )
-
-
 # -- all blocks of a model -------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class CallCounts:
-    """The calls of each block in one forward, by which backward recognizes the last gradient.
-
-    One `Token` serves this forward. Backward compares these numbers with the number of gradients
-    that have arrived. What backward sends depends on these counts, which are equal on all ranks. It
-    must not depend on which results of a forward are still alive: Python frees them at different
-    times on different ranks.
-
-    Attributes:
-        made: the number of calls of each block in forward whose parameters get gradients.
-        shards: the parameters of each block that are gathered in the forward.
-        hooked: True if these parameters had hooks of the user at that time.
-    """
-
-    shards: Mapping[FsdpGroup, Sequence[DTensor]]
-    hooked: bool
-    made: dict[FsdpGroup, int] = field(default_factory=dict)
-
-
-@dataclass
-class BackwardPass:
-    """The state of one backward pass under ZeRO-3: which gradients have arrived.
-
-    A hook may run another backward pass inside it, over the same forward.
-
-    Attributes:
-        groups: the blocks that the pass has gathered, as keys in this order.
-        came: for each token and block (or hooked parameter): from how many calls gradients have
-            arrived. A block has an entry from the beginning of its backward.
-        complete: parameters with hooks whose gradient is complete, although their block's backward
-            has not ended.
-        nested: parameters with hooks to whose gradient a nested pass has added.
-        held: the gradients of blocks with more calls to come, by token, block and flat buffer.
-        kept: the parameters whose gradient in this pass was added to one that `no_sync` keeps.
-        accumulates: for each parameter, True if it required a gradient when its last gradient
-            arrived. In plain autograd this decides if the sum is added to `.grad` or dropped.
-        switches: for each parameter that a hook has frozen or unfrozen, the handles of hooks
-            registered by `_switch_while_added`.
-        with_history: gradients that have an autograd graph of their own (`create_graph=True`).
-        collected: the gradients of forwards whose tokens have run, until the last token runs.
-        ended: the counts of the forwards whose tokens have run.
-        used_directly: the result of `ZeroState._find_direct_uses`; None before the first use.
-        unwatched: the last forward whose backward has begun, if no gradient will show its end. That
-            is so if the block is frozen, and the tensors that get gradients were not its arguments.
-            The block is released when the backward of another block begins. If its own backward has
-            not ended by that time, the block is gathered again.
-    """
-
-    groups: dict[FsdpGroup, None] = field(default_factory=dict)
-    came: dict[tuple[CallCounts, FsdpGroup | DTensor], int] = field(default_factory=dict)
-    complete: set[DTensor] = field(default_factory=set)
-    nested: set[DTensor] = field(default_factory=set)
-    held: dict[CallCounts, dict[tuple[FsdpGroup, int], PartialGradients]] = field(
-        default_factory=dict
-    )
-    with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
-    collected: dict[DTensor, torch.Tensor] = field(default_factory=dict)
-    ended: set[CallCounts] = field(default_factory=set)
-    used_directly: set[Any] | None = None
-    kept: set[DTensor] = field(default_factory=set)
-    accumulates: dict[DTensor, bool] = field(default_factory=dict)
-    switches: dict[DTensor, list[Any]] = field(default_factory=dict)
-    unwatched: Any = None
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks that this pass has registered. Called at its end, and after an error."""
-        for handles in self.switches.values():
-            for handle in handles:
-                handle.remove()
-
-    def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
-        """Records that the gradients of one call of the block `group` have arrived.
-
-        `counts` are the calls of the forward. Returns True if it was the last call that backward
-        must reach.
-        """
-        came = self.came[counts, group] = self.came.get((counts, group), 0) + 1
-        return came >= counts.made[group]
-
-    def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
-        """Records that the parameter `p`, which has hooks of the user, got a call's gradient.
-
-        Args:
-            counts: the calls of the forward.
-            group: the block of `p`.
-        """
-        came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
-        if came >= counts.made[group]:
-            self.complete.add(p)
-
-    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """Add `grad`, computed with `create_graph=True`, to the gradient of `p`."""
-        before = self.with_history.get(p)
-        self.with_history[p] = grad if before is None else before + grad
-
-
-@dataclass(frozen=True)
-class Token:
-    """An empty tensor that links a forward's gathered parameters to their shards in autograd.
-
-    Its backward node runs after the backward nodes of all blocks, and returns the reduced gradients
-    of the shards.
-
-    Attributes:
-        tensor: the empty tensor.
-        counts: the counts of the calls that use it.
-        trained: the parameters to which its backward returns gradients.
-    """
-
-    tensor: torch.Tensor
-    counts: CallCounts
-    trained: set[DTensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _LiveToken:
-    """A token whose backward may still come, without its tensor, which keeps a graph alive.
-
-    Attributes:
-        counts, trained: those of the token.
-        node: a weak reference to the token's autograd node.
-    """
-
-    counts: CallCounts
-    trained: set[DTensor]
-    node: ref[Any]
-
-    def is_in_pass(self) -> bool:
-        """True if the running backward pass reaches the node, or has executed it."""
-        node = self.node()
-        return node is not None and will_execute(node)
-
-
-@dataclass(eq=False)
-class _Reducing:
-    """Gradients of a group that are being reduced.
-
-    Attributes:
-        places: the index in `pieces` of each parameter that has a gradient.
-        counts: the `CallCounts` of the forward whose backward collects the pieces; None outside a
-            backward pass.
-        backward_pass: the number of that backward pass, or -1.
-        wait: waits for the reduction, and returns this rank's pieces; None after the wait.
-        pieces: the pieces that the reduction returned.
-    """
-
-    group: FsdpGroup
-    places: dict[DTensor, int]
-    counts: CallCounts | None
-    backward_pass: int
-    wait: Callable[[], list[torch.Tensor]] | None
-    pieces: Sequence[torch.Tensor] = ()
-
-    def take(self, params: Iterable[DTensor]) -> dict[DTensor, torch.Tensor]:
-        """Waits for the reduction, and removes from it the gradients of `params`, as its result."""
-        some = [p for p in params if p in self.places]
-        pieces = self.finish() if some else ()
-        return {p: pieces[self.places.pop(p)].to(_dtype(p)) for p in some}
-
-    def finish(self) -> Sequence[torch.Tensor]:
-        """Wait for the reduction, if it was not waited for before; returns this rank's pieces."""
-        if self.wait is not None:
-            self.pieces, self.wait = self.wait(), None
-        return self.pieces
 
 
 class ZeroState(ShardedState):
@@ -1072,7 +754,7 @@ class ZeroState(ShardedState):
         self._last: FsdpGroup | None = None
         self._next: dict[FsdpGroup, FsdpGroup] = {}
         self._before: dict[FsdpGroup, FsdpGroup] = {}
-        self._under_way: list[_Reducing] = []
+        self._under_way: list[Reduction] = []
         self._passes: dict[int, BackwardPass] = {}
         BROKEN_OFF.watchers.add(self)
 
@@ -1136,10 +818,8 @@ class ZeroState(ShardedState):
     # -- forward -----------------------------------------------------------------------------------
 
     def find_phase(self, p: DTensor) -> str:
-        for one in self._passes.values():
-            for (counts, g), came in one.came.items():
-                if isinstance(g, FsdpGroup) and came < counts.made[g] and p in {*counts.shards[g]}:
-                    return "backward"
+        if any(any(one.find_unfinished(p)) for one in self._passes.values()):
+            return "backward"
         here = any(p is other for group in self.groups if group.depth for other in group.gathered)
         return "forward" if here else ""
 
@@ -1294,7 +974,7 @@ class ZeroState(ShardedState):
         tensor = _ShardsToToken.apply(self, groups, counts, trained, *given)
         token = Token(tensor, counts, set(trained))
         if tensor.grad_fn is not None:
-            live = _LiveToken(counts, token.trained, ref(tensor.grad_fn))
+            live = LiveToken(counts, token.trained, ref(tensor.grad_fn))
             for group in groups:
                 group.note_token(live)
         return token
@@ -1404,7 +1084,7 @@ class ZeroState(ShardedState):
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(sums, dtype)
         places = {p: i for i, p in enumerate(params) if shares.used[i]}
-        self._under_way.append(_Reducing(group, places, counts, backward_pass(), wait))
+        self._under_way.append(Reduction(group, places, counts, backward_pass(), wait))
 
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
@@ -1541,15 +1221,8 @@ class ZeroState(ShardedState):
     def _refuse_unfinished(self, p: DTensor) -> None:
         """Raise if the running backward pass computes the gradient of `p`, and has not added it."""
         here, number = self.current_pass(), backward_pass()
-        began = [
-            (counts.made[group], came, group)
-            for (counts, group), came in here.came.items()
-            if isinstance(group, FsdpGroup) and p in {*counts.shards[group]}
-        ]
         # Between two calls of a block, its gradient is complete in no process.
-        unfinished = any(
-            came < made and (made == 1 or g.calls_in_backward) for made, came, g in began
-        )
+        unfinished = any(n == 1 or block.calls_in_backward for block, n in here.find_unfinished(p))
         reducing: list[Any] = [one.places for one in self._under_way if one.backward_pass == number]
         is_waiting = any(p in some for some in (here.collected, here.with_history, *reducing))
         if unfinished or (is_waiting and not find_hooked([p])):
@@ -1578,7 +1251,7 @@ class ZeroState(ShardedState):
                 if here.kept.isdisjoint(params) or group.has_all_gradients(here):
                     del group.held_gradients[key]
                     self.reduce(group, key[0], shares, None, shards)
-                    self.add_gradients(self._under_way.pop().take(params))
+                    self.add_gradients(self._under_way.pop().take_gradients(params))
         under_way = [one for one in self._under_way if one.places and one.backward_pass == number]
         if not under_way and not here.collected and not here.with_history:
             return
@@ -1588,7 +1261,7 @@ class ZeroState(ShardedState):
         params = [p for p in params if p not in left and self._are_added([p])]
         self.add_gradients({p: here.collected.pop(p) for p in params if p in here.collected})
         for one in under_way:
-            self.add_gradients(one.take(params))
+            self.add_gradients(one.take_gradients(params))
         with torch.enable_grad():
             for p in params:
                 if (g := here.with_history.pop(p, None)) is not None:

@@ -50,18 +50,14 @@ from partita.tensor.tensor_state import (
 )
 from partita.tensor.transforms import outside_transforms
 
+from .backward_pass import CallCounts
 from .batch import replace_instances, tensors_in, write_to_originals
-from .fsdp_group import (
+from .fsdp_group import FsdpGroup, ZeroState, agree_on_block, are_same, counting_versions
+from .gathered_parameters import (
     DIGITS_LOST,
     WRITE_AFTER,
     WRITTEN_AS,
-    CallCounts,
-    FsdpGroup,
     SavedVersions,
-    ZeroState,
-    agree_on_block,
-    are_same,
-    counting_versions,
     modified_error,
 )
 from .parameters import find_hooked

@@ -47,7 +47,7 @@ from partita.tensor.tensor_state import (
 )
 from partita.tensor.torch_patches import only_entered
 
-from .fsdp_group import InstalledParameter
+from .gathered_parameters import InstalledParameter
 from .parameters import refuse_replaced_parameters
 
 
@@ -325,7 +325,7 @@ def _suspend_gathered(optimizer: Optimizer, params: list[DTensor]) -> None:
     if installed:
         _suspended[optimizer] = installed
     for one in installed:
-        one.suspend()
+        one.release_for_step()
 
 
 def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
@@ -336,7 +336,7 @@ def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
         if count_writes(p) == count and not p.is_inference():
             increment_version(p.data)
     for one in _suspended.pop(optimizer, ()):
-        one.resume()
+        one.connect_after_step()
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:

@@ -294,7 +294,7 @@ class PlannedWay:
 
 
 class WayCost(NamedTuple):
-    """What a step costs in a way of training.
+    """The cost of a training step: its duration, peak memory, and times.
 
     Attributes:
         seconds: the duration of a step, in seconds.

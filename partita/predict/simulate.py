@@ -258,9 +258,15 @@ _FEW = 4
 def _capture_deep(
     shape: ModelShape, mesh: Mapping[str, int], few: Strategy, layers: int
 ) -> tuple[Program, int, int] | None:
-    """Returns what `capture_model` returns, from a capture of few blocks, one of which is repeated.
+    """Captures a model with few blocks, and repeats one of them in the graph.
 
-    None if the graph does not repeat itself, or is too small to be compiled block by block.
+    Args:
+        few: the strategy, with the number of blocks to capture.
+        layers: the number of blocks of the model.
+
+    Returns:
+        The result of `capture_model` for all blocks. None if the blocks are not equal, or the graph
+        is too small to be compiled block by block.
     """
     step, args, tokens = make_step(shape, mesh, few)
     module: Any = find_state(step, (), args, {}).modules["module"]

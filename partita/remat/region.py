@@ -254,7 +254,7 @@ class _RegionMarker:
             self.recorder.keep(x)
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Does nothing when `t` is written: a capture converts writes to new values."""
+        """Ignores the write of `t`, because a capture converts writes to new values."""
 
 
 # -- budgets in bytes ------------------------------------------------------------------------------

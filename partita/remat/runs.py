@@ -803,10 +803,10 @@ class Recomputation(_RegionRun):
         return out
 
     def announce_write(self, t: torch.Tensor) -> None:
-        """Does nothing when `t` is written: the first run has saved the old value."""
+        """Ignores the write of `t`, because the first run has saved the old value."""
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Does nothing when `x` gets the name `name`: the first run has recorded it."""
+        """Ignores the name of `x`, because the first run has recorded it."""
 
     # -- what autograd saves -----------------------------------------------------------------------
 

@@ -772,7 +772,7 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Finds the ranks with the same local tensor as this rank, of which only one saves it.
+    """Finds the ranks that have the same local tensor as this rank. Only one of them saves it.
 
     Args:
         spec: the spec of the tensor.

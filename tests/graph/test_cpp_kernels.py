@@ -1,4 +1,4 @@
-"""Are the C++ kernels of several programs compiled once each, and several in one library?"""
+"""Is each C++ kernel compiled once, in a library with other kernels?"""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def collected(monkeypatch, tmp_path):
         with KernelCompiler() as kernels:
             for values in programs:
                 with ExitStack() as stack:
-                    names = kernels.collect(stack)
+                    names = kernels.collect_kernels(stack)
                     for value in values:
                         AsyncCompile().cpp_pybinding(["float*"], KERNEL.format(value))
-            kernels.begin()
+            kernels.begin_library()
         assert len(names) == len(programs[-1])
         values = [value for program in programs for value in program]
         of = {cpp_kernels.name_of_kernel(["float*"], KERNEL.format(v)): v for v in values}

@@ -45,9 +45,9 @@ class KernelCompiler:
         with KernelCompiler() as kernels:
             for program in programs:
                 with ExitStack() as stack:
-                    names = kernels.collect(stack)
+                    names = kernels.collect_kernels(stack)
                     ...  # lower the program
-            kernels.begin()
+            kernels.begin_library()
             libraries = kernels.libraries_of(names)
     """
 
@@ -63,7 +63,7 @@ class KernelCompiler:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def collect(self, stack: ExitStack) -> list[str]:
+    def collect_kernels(self, stack: ExitStack) -> list[str]:
         """Collects kernels instead of compiling them at once, until `stack` is closed.
 
         Returns the list of their names, which grows. Generated code gets `CollectedKernel`s.
@@ -75,26 +75,26 @@ class KernelCompiler:
             self._is_open = True
         names = list[str]()
 
-        def add(compiler: Any, argtypes: list[str], source: str) -> Any:
+        def add_kernel(compiler: Any, argtypes: list[str], source: str) -> Any:
             name = name_of_kernel(argtypes, source)
             names.append(name)
             if name not in self._library_of and name not in self._waiting:
-                self._add(name, argtypes, source)
+                self._add_kernel(name, argtypes, source)
             return CollectedKernel(self, name)
 
-        set_attribute(stack, AsyncCompile, "cpp_pybinding", add)
+        set_attribute(stack, AsyncCompile, "cpp_pybinding", add_kernel)
         return names
 
-    def _add(self, name: str, argtypes: Sequence[str], source: str) -> None:
+    def _add_kernel(self, name: str, argtypes: Sequence[str], source: str) -> None:
         is_alone = _ALONE.search(source) or len(_KERNEL.findall(source)) != 1
         nbytes = sum(len(text) for _, text in self._waiting.values())
         if is_alone or nbytes + len(source) > _MOST_BYTES:
-            self.begin()
+            self.begin_library()
         self._waiting[name] = argtypes, source
         if is_alone or len(self._waiting) == _MOST_KERNELS:
-            self.begin()
+            self.begin_library()
 
-    def begin(self) -> None:
+    def begin_library(self) -> None:
         """Begins to compile the kernels that were collected since the last library."""
         if self._waiting:
             library = KernelLibrary(self._waiting)
@@ -105,13 +105,13 @@ class KernelCompiler:
         """Waits for the libraries of kernels and returns them.
 
         Args:
-            names: the names of the kernels, from `collect`.
+            names: the names of the kernels, from `collect_kernels`.
 
         Raises:
             Exception: the compiler's error.
         """
         found = {id(self._library_of[name]): self._library_of[name] for name in names}
-        return dict(library.read() for library in found.values())
+        return dict(library.read_file() for library in found.values())
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class CollectedKernel:
     compiler: KernelCompiler
     name: str
 
-    def load(self) -> Callable[..., Any]:
+    def load_kernel(self) -> Callable[..., Any]:
         """Waits for the kernel and returns it."""
-        self.compiler.begin()
+        self.compiler.begin_library()
         return load_kernels(self.compiler.libraries_of([self.name]))[self.name]
 
 
@@ -152,7 +152,7 @@ class KernelLibrary:
         source = "".join((*includes, *bodies))
         self._finish = cache.load_async(source, submit_fn=AsyncCompile.submit)
 
-    def read(self) -> tuple[str, tuple[bytes, list[str]]]:
+    def read_file(self) -> tuple[str, tuple[bytes, list[str]]]:
         """Waits for the library. Returns its digest, its file and the names of its kernels."""
         file = Path(self._finish().path).read_bytes()
         return hashlib.sha256(file).hexdigest()[:40], (file, self._names)

@@ -428,7 +428,7 @@ def lower_program(program: Program | Subgraph, kernels: KernelCompiler) -> Lower
         _silence_torch(stack)
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
-        names, waits = kernels.collect(stack), _postpone_waits(stack)
+        names, waits = kernels.collect_kernels(stack), _postpone_waits(stack)
         code: list[str] = []
         # Private torch: a hook of torch's own tests.
         set_attribute(stack, GraphLowering, "save_output_code", staticmethod(code.append))
@@ -474,7 +474,7 @@ class LoweredProgram:
         Raises:
             Exception: any exception of a compiler.
         """
-        self.kernels.begin()
+        self.kernels.begin_library()
         with ExitStack() as stack:
             _silence_torch(stack)
             if self.saved is None:
@@ -514,7 +514,7 @@ def _load_kernels_of_code(
 ) -> None:
     for name, kernel in scope.items():
         if isinstance(kernel, CollectedKernel):
-            scope[name] = kernel.load()
+            scope[name] = kernel.load_kernel()
     wait(compiler, scope)
 
 

@@ -1,8 +1,8 @@
 # Needs Python 3.11 to 3.13 with pip. Each target makes .venv and installs what it lacks by itself.
 # Another Python: make test PYTHON=python3.13 VENV=../venv313
 #   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
-#   make test     run the tests that take seconds (ARGS="tests/rules -k layout"): four minutes on two cores
-#   make test-all   run all tests (half an hour and more)
+#   make test     run the tests that take seconds (ARGS="tests/rules -k layout"): seven minutes on two cores
+#   make test-all   run all tests (more than an hour on two cores)
 #   make test-clients   train other people's models in every mode, and by their trainers; print the
 #                  table (10 to 20 minutes)
 #   make test-gpu   the main claims on this machine's GPUs (on its CPU where it has none), with

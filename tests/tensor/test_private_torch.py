@@ -1145,12 +1145,12 @@ def test_kernels_in_cpp_are_functions_of_one_library_that_its_file_loads_again()
     x = torch.arange(4.0)
     with KernelCompiler() as kernels, ExitStack() as stack:
         stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
-        names, scopes = kernels.collect(stack), []
+        names, scopes = kernels.collect_kernels(stack), []
         set_attribute(stack, AsyncCompile, "wait", lambda self, scope: scopes.append(scope))
         for function in compiled:
             with pytest.raises(TypeError, match="not callable"):  # it has no kernels yet
                 function(x)
-        kernels.begin()
+        kernels.begin_library()
         libraries = kernels.libraries_of(names)
     assert len(libraries) == 1 and all("__file__" in scope for scope in scopes)
     sin, exp = map(load_kernels(libraries).get, names)

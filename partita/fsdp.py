@@ -213,10 +213,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """No effect for any `modules`: partita chooses streams itself.
-
-    In FSDP2 it lets several models share streams.
-    """
+    """No effect, because partita chooses streams itself. In FSDP2 `modules` would share streams."""
 
 
 class FSDPModule:
@@ -240,7 +237,7 @@ class FSDPModule:
         """Sets whether the next backward passes reduce gradients, or accumulate them locally.
 
         Accumulated gradients are reduced by the next backward pass that reduces. Call this on the
-        model. A call on a block must pass the same value. `recurse` has no effect.
+        model. On a block the value must be that of the model. `recurse` has no effect.
 
         Args:
             requires_gradient_sync: True reduces, False accumulates.

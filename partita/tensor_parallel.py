@@ -183,7 +183,7 @@ class ColwiseParallel(_Linear):
     `Shard(-1)`.
 
     Args:
-        input_layouts: used only for plain tensors: if it is a Shard, a plain tensor raises an
+        input_layouts: the placement of a plain tensor. If it is a Shard, a plain tensor raises an
             error.
         output_layouts: the placement of the output.
         use_local_output: ignored; the output is always a DTensor.
@@ -203,7 +203,7 @@ class RowwiseParallel(_Linear):
     redistributed to `output_layouts`, by default Replicate.
 
     Args:
-        input_layouts: used only for plain tensors: if it is a Shard, a plain tensor raises an
+        input_layouts: the placement of a plain tensor. If it is a Shard, a plain tensor raises an
             error.
         output_layouts: the placement of the output.
         use_local_output: ignored; the output is always a DTensor.
@@ -238,8 +238,8 @@ class PrepareModuleInput(_Layouts):
     """Redistribute the inputs of a module.
 
     Args:
-        input_layouts: used only for plain tensors, because a DTensor has its own layout. For a
-            Shard, a plain tensor raises an error.
+        input_layouts: the placements of plain tensors among the arguments. A plain tensor whose
+            placement is a Shard raises an error. A DTensor has its own layout.
         input_kwarg_layouts: `input_layouts` for keyword arguments, by name.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
         desired_input_kwarg_layouts: maps the name of each keyword argument to its placement.
@@ -274,8 +274,8 @@ class PrepareModuleOutput(_Layouts):
     """Redistribute the outputs of a module.
 
     Args:
-        output_layouts: used only for plain tensors, because a DTensor has its own layout. For a
-            Shard, a plain tensor raises an error.
+        output_layouts: the placements of plain tensors among the outputs. A plain tensor whose
+            placement is a Shard raises an error. A DTensor has its own layout.
         desired_output_layouts: a placement for each output. None leaves it unchanged.
         use_local_output: ignored; the outputs are always DTensors.
     """

@@ -27,17 +27,16 @@ _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 @dataclass(eq=False)
 class CallCounts:
-    """The calls of each block in one forward, by which backward recognizes the last gradient.
+    """Counts how often one forward calls each block, so that backward detects the last gradient.
 
-    One `Token` serves this forward. Backward compares these numbers with the number of gradients
-    that have arrived. What backward sends depends on these counts, which are equal on all ranks. It
-    must not depend on which results of a forward are still alive: Python frees them at different
-    times on different ranks.
+    One `Token` serves this forward. The counts are equal on all ranks, so all ranks send the same
+    gradients. Counts of the results that are still alive would differ: Python frees them at
+    different times on different ranks.
 
     Attributes:
-        made: the number of calls of each block in forward whose parameters get gradients.
-        shards: the parameters of each block that are gathered in the forward.
-        hooked: True if these parameters had hooks of the user at that time.
+        made: for each block, the number of its calls that need gradients of its parameters.
+        shards: the sharded parameters of each block.
+        hooked: True if the forward is of a single block whose parameters have hooks of the user.
     """
 
     shards: Mapping[Group, Sequence[DTensor]]
@@ -53,12 +52,13 @@ class BackwardPass:
 
     Attributes:
         groups: the blocks that the pass has gathered, as keys in this order.
-        came: for each token and block (or hooked parameter): from how many calls gradients have
-            arrived. A block has an entry from the beginning of its backward.
+        came: the number of calls whose gradients have arrived, by (forward, block) or (forward,
+            parameter with hooks). A block has an entry from the beginning of its backward.
         complete: parameters with hooks whose gradient is complete, although their block's backward
             has not ended.
         nested: parameters with hooks to whose gradient a nested pass has added.
-        held: the gradients of blocks with more calls to come, by token, block and flat buffer.
+        held: gradients of blocks whose other calls have not arrived. The keys are the forward, and
+            then the block and the index of the flat buffer.
         kept: the parameters whose gradient in this pass was added to one that `no_sync` keeps.
         accumulates: for each parameter, True if it required a gradient when its last gradient
             arrived. In plain autograd this decides if the sum is added to `.grad` or dropped.
@@ -68,10 +68,10 @@ class BackwardPass:
         collected: the gradients of forwards whose tokens have run, until the last token runs.
         ended: the counts of the forwards whose tokens have run.
         used_directly: the result of `ZeroState._find_direct_uses`; None before the first use.
-        unwatched: the last forward whose backward has begun, if no gradient will show its end. That
-            is so if the block is frozen, and the tensors that get gradients were not its arguments.
-            The block is released when the backward of another block begins. If its own backward has
-            not ended by that time, the block is gathered again.
+        unwatched: the last forward whose backward has begun, if no gradient will show its end. (The
+            block is frozen, and the tensors that get gradients were not its arguments.) The block
+            is released when the backward of another block begins. If its own backward has not ended
+            by that time, the block is gathered again.
     """
 
     groups: dict[Group, None] = field(default_factory=dict)
@@ -95,9 +95,10 @@ class BackwardPass:
                 handle.remove()
 
     def find_unfinished(self, p: DTensor) -> Iterator[tuple[Group, int]]:
-        """Yields the blocks that this pass has begun and not ended, of which `p` is a parameter.
+        """Yields `(block, calls)` for each block of the parameter `p` whose backward has not ended.
 
-        Each comes with the number of its calls in the forward.
+        Only blocks whose backward has begun count. `calls` is the number of the block's calls in
+        forward.
         """
         for (counts, block), came in self.came.items():
             made = counts.made.get(block, 0)
@@ -107,8 +108,8 @@ class BackwardPass:
     def note_gradients(self, counts: CallCounts, group: Group) -> bool:
         """Records that the gradients of one call of the block `group` have arrived.
 
-        `counts` are the calls of the forward. Returns True if it was the last call that backward
-        must reach.
+        `counts` are the calls of the forward. Returns True if the gradients of all of them have
+        arrived.
         """
         came = self.came[counts, group] = self.came.get((counts, group), 0) + 1
         return came >= counts.made[group]
@@ -150,7 +151,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class LiveToken:
-    """A token whose backward may still come, without its tensor, which keeps a graph alive.
+    """A token whose backward may still run, without the tensor, which would keep a graph alive.
 
     Attributes:
         counts, trained: those of the token.
@@ -169,10 +170,11 @@ class LiveToken:
 
 @dataclass(eq=False)
 class Reduction:
-    """Gradients of a group that are being reduced.
+    """A collective that reduces gradients of one block, running or ended.
 
     Attributes:
-        places: the index in `pieces` of each parameter that has a gradient.
+        group: the block.
+        places: for each parameter that has a gradient, its index in `pieces`.
         counts: the `CallCounts` of the forward whose backward collects the pieces; None outside a
             backward pass.
         backward_pass: the number of that backward pass, or -1.
@@ -188,13 +190,13 @@ class Reduction:
     pieces: Sequence[torch.Tensor] = ()
 
     def take_gradients(self, params: Iterable[DTensor]) -> dict[DTensor, torch.Tensor]:
-        """Waits for the reduction, and removes from it the gradients of `params`, as its result."""
+        """Waits for the reduction, removes the gradients of `params` from it, and returns them."""
         some = [p for p in params if p in self.places]
         pieces = self.finish() if some else ()
         return {p: pieces[self.places.pop(p)].to(_dtype(p)) for p in some}
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Wait for the reduction, if it was not waited for before; returns this rank's pieces."""
+        """Waits for the reduction, unless an earlier call has, and returns this rank's pieces."""
         if self.wait is not None:
             self.pieces, self.wait = self.wait(), None
         return self.pieces

@@ -1,8 +1,9 @@
 """Batches: `distribute_batch`, and functions that find and replace tensors in nested containers.
 
 `distribute_batch` converts the data that ranks have read to DTensors. Either each rank has read the
-whole batch and keeps its piece, or each has read its own piece. Values that must be equal on
-several ranks are compared by checksums, in the first, second, fourth, eighth ... call of a line.
+whole batch and keeps its piece, or each has read its own piece. Some values must be equal on
+several
+ranks. Their checksums are compared in the first, second, fourth, eighth ... call of a line.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ def distribute_batch(
     Raises:
         LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
         LayoutError: pieces whose sizes differ from torch.chunk's, or data that differ between ranks
-            although they must be equal. Every rank raises it. Ranks compare checksums in the first,
-            second, fourth, eighth ... call of a line of the program, and shapes whenever they come
-            in a new order. Under `check_ranks()` they compare both in every call.
+            although they must be equal. Every rank raises it. Data are compared by checksums, in
+            the first, second, fourth, eighth ... call of a line of the program. Shapes are compared
+            unless earlier calls had the same shapes in the same order. Under `check_ranks()` every
+            call compares both.
     """
     wire = wire_of(device_mesh)
     if places is None:
@@ -336,16 +338,16 @@ def replace_instances(
     mapping: type = dict,
     copies: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
-    """Returns a copy of `value`, a nested container, in which each instance of `kind` is replaced.
+    """Returns a copy of the nested container `value`, with each instance of `kind` replaced.
 
-    Tuples, lists, dicts and dataclasses are searched, in order. Dataclasses are copied without a
-    call of `__init__`, whose checks of a tensor may fail.
+    Tuples, lists, dicts and dataclasses are searched, in order. Dataclasses are copied without
+    calling `__init__`, because it may check the type of a field.
 
     Args:
         change: a function that gets an instance and returns its replacement.
         copies: None copies all containers. A dict copies only containers in which something is
-            replaced. Each replaced object and its replacement are added to the dict, by the
-            object's id. An object that occurs several times has one replacement.
+            replaced, and gets an entry `id(object): (object, replacement)` for each replaced
+            object. An object that occurs several times has one replacement.
         mapping: the type whose instances are treated as dicts. An instance that is not a dict is
             made by calling its class with the items.
     """
@@ -389,7 +391,7 @@ def write_to_originals(copies: Collection[tuple[Any, Any]]) -> None:
     """Writes changes that were made to copied lists, dicts and dataclasses to the originals, too.
 
     Args:
-        copies: pairs of an original and its replacement, as `replace_instances` lists them.
+        copies: pairs `(original, replacement)`: the values of `copies` of `replace_instances`.
     """
     originals = {id(new): old for old, new in copies}
     for old, new in copies:

@@ -1,6 +1,6 @@
 """Flat buffers: a block's shards end to end in memory, so that one collective gathers them all.
 
-Each shard is padded to the size of the largest, so every rank sends equally many bytes. The
+Each rank's part is padded to the size of the largest, so every rank sends equally many bytes. The
 gathered data are sorted by parameter. Each parameter is a view of one storage, in its true shape:
 
     sent by rank r      [ w_r pad | b_r ]
@@ -39,11 +39,11 @@ from partita.tensor.uneven_pieces import find_padded
 class PartialGradients:
     """This rank's gradients of a block's gathered parameters before the reduce-scatter.
 
-    They are in the order in which the buffer holds the shards.
+    Parameters are in the order of the flat buffer.
 
     Attributes:
-        sums: a tensor of shape (ranks, length): a row for the shard of each rank.
-        used: True for each parameter that has a gradient.
+        sums: a tensor of shape (ranks, length). A row has the gradients of one rank's shards.
+        used: for each parameter, True if it has a gradient.
     """
 
     sums: torch.Tensor
@@ -359,7 +359,9 @@ class FlatBuffer:
         return out
 
     def views(self) -> list[torch.Tensor]:
-        """Returns the gathered parameters as plain views of the buffer, in full local shapes."""
+        """Returns the gathered parameters as plain views of the buffer, each in its unsharded
+        shape.
+        """
         storage = self._full.untyped_storage()
         return [
             empty(0, dtype=self.dtype, device=self.device).set_(
@@ -369,11 +371,11 @@ class FlatBuffer:
         ]
 
     def is_view_here(self, t: torch.Tensor) -> bool:
-        """True if `t` is a view of this buffer's gathered storage. Works for fake tensors, too."""
+        """True if `t` is a view of this buffer's gathered storage. Also works for fake tensors."""
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
-        """Free the gathered memory, unless a plain tensor is still a view of it."""
+        """Frees the gathered memory. If a plain tensor is a view of it, that tensor keeps it."""
         if self._arriving is not None:
             self._wait_for_gather()
         held, self.alive = self.alive, 0
@@ -448,10 +450,9 @@ class FlatBuffer:
         Args:
             grads: the gradient of each parameter; None if it has none.
             dtype: the dtype of the rows.
-            held: gradients of earlier backward passes, to which these are added.
-            is_kept: True if the result is kept for later backward passes, which add to it. In this
-                case even a single gradient is copied, because autograd may use its memory for other
-                nodes.
+            held: gradients of earlier backward passes. `grads` are added to them, in place.
+            is_kept: True if later backward passes will add to the result. In this case even a
+                single gradient is copied, because autograd may use its memory for other nodes.
         """
         is_full = all(g is not None for g in grads)
         fits = self._is_even and is_full

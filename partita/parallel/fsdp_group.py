@@ -3,8 +3,8 @@
 A block is a module that is called as a whole, such as a layer of a transformer. A group is the
 parameters of one block. `ZeroState` is the state of the model, with all groups. While a block
 computes, the next block's parameters are gathered, and in backward the previous block's gradients
-are reduced. At most two blocks are gathered at any time, and blocks between them that are at least
-8 times smaller. `fsdp_hooks` calls a group when its block runs. `FlatBuffer.release` frees memory.
+are reduced. At most two blocks are gathered at any time. Blocks between them that are at least 8
+times smaller do not count. `fsdp_hooks` calls a group when its block runs.
 
 `ShardedState` is common to all stages of ZeRO. `MixedPrecision` has the dtypes of a step.
 """
@@ -119,11 +119,10 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """The object that `pt.zero` stores for a model.
+    """The object that `pt.zero` stores for a model. Each parameter's `zero_layouts.owner` is this
+    object.
 
     Subclasses: `ZeroState` (stage 3), `GradReducer` (stages 0-2).
-
-    Its parameters refer to it as `ZeroLayouts.owner`.
 
     Attributes:
         options: the axes, the stage and the dtypes that were passed to `zero`.
@@ -148,7 +147,9 @@ class ShardedState:
             self.keeps_partial_gradients = before
 
     def gather_updated(self, params: Iterable[DTensor]) -> None:
-        """Gathers the parameters `params` after an optimizer's step, if the stage requires it."""
+        """Gathers `params` after an optimizer's step updated their shards. Only stages 1 and 2 do
+        so.
+        """
 
     def reduce_postponed(self, p: DTensor | None = None) -> None:
         """Reduce gradients whose reduction was postponed, if there are any.
@@ -174,17 +175,16 @@ class ShardedState:
 def agree_on_block(what: str, name: str, first: DTensor, used: Sequence[bool] = ()) -> None:
     """Raises an error on all ranks unless all are about to gather or reduce the same block.
 
-    Blocks may be equally large, so a collective would not show the difference. The ranks compare
-    what they do. `comm.is_agreed` spares this if earlier steps repeated the same blocks in the same
-    order.
+    Blocks may be equally large, so a collective would not detect the difference. The ranks compare
+    the block and `used`. They skip this if they compared the same blocks in the same order before
+    (`comm.is_agreed`).
 
     Args:
         what: what the ranks do with the block, for the error.
         name: the block's name.
         first: a parameter of the block. Its origin distinguishes blocks with equal names.
-        used: for each parameter, True if it gets a gradient on this rank. Ranks compare this,
-            because a rank that did not use a parameter would not add the other ranks' sum to its
-            shard.
+        used: for each parameter, True if it gets a gradient on this rank. It must be equal on all
+            ranks: a rank without a gradient would not add the sum to its shard.
     """
     wire, made = first._spec.wire, find_origin(first)
     key = name, made and made.number, *used
@@ -245,21 +245,23 @@ class FsdpGroup:
 
     Attributes:
         depth: the number of forwards of the block that have begun and not ended.
-        needed: True if the last backward read the parameters, as far as is known.
+        needed: True if the last backward read the parameters. True before the first backward if
+            `may_recompute_within`.
         calls_in_backward: the forwards whose backward has begun and not ended, as keys of a dict.
             Gathers follow the order of the keys. (The order of a set would differ between ranks.)
-        held_gradients: unsharded gradients that were kept (under `no_sync`), and their shards. The
-            key is the index of the flat buffer and the ids of its parameters.
+        held_gradients: gradients that `no_sync` keeps unreduced, with the sharded parameters. The
+            key is the index of the flat buffer, followed by the ids of its parameters.
         installed: the gathered parameters that are attributes of the modules now.
         gathered: the shards whose parameters are gathered or being gathered; empty if none are.
-        versions: autograd's versions of these shards when they were gathered.
-        unseen_writes: the number of writes to these shards that autograd had not counted, when they
-            were gathered.
+        versions: autograd's versions of the shards in `gathered`, when they were gathered.
+        unseen_writes: for each shard in `gathered`, when it was gathered: the number of writes that
+            autograd had not counted.
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
-        members: the indices of the parameters of each flat buffer.
+        members: for each flat buffer, the indices of its parameters.
         order: the indices of the parameters of all flat buffers, in order.
         identity: an object that identifies the group in `reruns`, without keeping the model alive.
-        open_forwards: for each forward that has begun: its saved-tensor hooks, or None.
+        open_forwards: for each forward that has begun and not ended: its saved-tensor hooks, or
+            None.
     """
 
     def __init__(self, zero: ZeroState, block: Block):
@@ -349,8 +351,9 @@ class FsdpGroup:
         """Returns the dtype in which gradients of flat buffer `k` are sent.
 
         Args:
-            is_kept: True returns the dtype in which they are kept for later backward passes. It
-                is at least as wide.
+            k: the index of the flat buffer.
+            is_kept: True returns the dtype of gradients that `no_sync` keeps. It is at least as
+                wide.
         """
         _, sent, summed = self._dtypes[k]
         return torch.promote_types(sent, summed) if is_kept else sent
@@ -400,12 +403,14 @@ class FsdpGroup:
         return True
 
     def note_token(self, token: LiveToken) -> None:
-        """Record a token of a forward of the model, which may use this block."""
+        """Records the token of a forward that may use this block (see `ZeroState.token`)."""
         self._tokens = [one for one in self._tokens if one.node() is not None]
         self._tokens.append(token)
 
     def has_all_gradients(self, passing: BackwardPass) -> bool:
-        """True if a backward pass has computed the gradients of all forwards that it reaches."""
+        """True if the backward pass `passing` has computed the gradients of all calls that it
+        reaches.
+        """
         return not any(
             passing.came.get((one.counts, self), 0) < one.counts.made.get(self, 0)
             and one.is_in_pass()
@@ -413,7 +418,7 @@ class FsdpGroup:
         )
 
     def find_later_gradients(self, passing: BackwardPass) -> set[DTensor]:
-        """Returns the parameters to which a token that runs later in a pass returns gradients."""
+        """Returns the parameters that get more gradients later in the backward pass `passing`."""
         later = [t for t in self._tokens if self in t.counts.made and t.counts not in passing.ended]
         return {p for one in later if one.is_in_pass() for p in one.trained}
 
@@ -423,9 +428,10 @@ class FsdpGroup:
 
     @property
     def may_recompute_within(self) -> bool:
-        """True if a part of the block may be under an activation checkpoint of its own.
+        """True if a part of the block may be under an activation checkpoint: a child, or a wrapped
+        `forward`.
 
-        The checkpoint's hooks get the saved tensors, in place of the hooks of this group.
+        Then the checkpoint's hooks get the saved tensors, and the hooks of this group do not.
         """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
@@ -452,6 +458,9 @@ class FsdpGroup:
 
     def start(self, shards: Sequence[DTensor] | None = None) -> None:
         """Begins to gather the block's parameters, without waiting.
+
+        It does nothing if they are gathered already, or if they are not sharded (see
+        `holds_shards`).
 
         Args:
             shards: the sharded parameters; by default the current ones.
@@ -530,9 +539,7 @@ class FsdpGroup:
     def release(self) -> None:
         """Frees the block's gathered parameters, unless they are in use or the model is persistent.
 
-        It is called at the end of the block's forward, of any backward pass, and after an abort. It
-        is also called when backward has computed the gradients of the block's parameters, and of
-        its inputs if they need any.
+        It is called at the end of each forward and backward of the block, and after an abort.
         """
         if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:
@@ -598,8 +605,8 @@ class FsdpGroup:
         """Copies values that the forward wrote into gathered parameters to this rank's shards.
 
         Returns:
-            For each parameter that was written: its version now, and the number of writes that
-            autograd does not count.
+            Maps the index of each written parameter to `(version, unseen)`: the version of the
+            gathered parameter, and its number of writes that autograd does not count.
 
         Raises:
             LayoutError: the gathered dtype is narrower than the shard's, or a shard was written
@@ -673,27 +680,27 @@ class FsdpGroup:
                     ),
                 )
 
-    def was_written(self, place: int) -> bool:
+    def was_written(self, i: int) -> bool:
         """True if forward has written this gathered parameter in place.
 
         Args:
-            place: the index of the parameter in the flat buffers.
+            i: the index of the parameter in `order`.
         """
         if not self.installed:
             return False
-        one = self.installed[place]
+        one = self.installed[i]
         return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
 
-    def find_first_version(self, place: int) -> int:
+    def find_first_version(self, i: int) -> int:
         """Returns the `_version` that a gathered parameter had when it was put into the modules.
 
         Args:
-            place: the index of the parameter in the flat buffers.
+            i: the index of the parameter in `order`.
         """
-        return self.installed[place].writes if self.installed else 0
+        return self.installed[i].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
-        """Put the sharded parameters back into the modules, after a forward with gathered ones."""
+        """Puts the sharded parameters back into the modules, in place of the gathered ones."""
         installed, self.installed = self.installed, []
         for one in installed:
             # It refers to a view of `whole`, which refers to `whole`: a cycle that Python's
@@ -714,11 +721,11 @@ class ZeroState(ShardedState):
     """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` between steps.
 
     Attributes:
-        groups: the groups of its blocks.
-        persistent: True keeps gathered parameters until a parameter was written and their block
-            begins again. In a captured step they are kept until their last use.
-        holds_partial_gradients: True if there may be unsharded gradients of this or an earlier
-            backward pass.
+        groups: an `FsdpGroup` for each block of the model.
+        persistent: True keeps gathered parameters after forward and backward. A block gathers them
+            again when it begins after a write of a parameter. In a captured step they are kept
+            until their last use.
+        holds_partial_gradients: True if `no_sync` may have kept gradients unreduced.
         peak: the largest number of bytes that were gathered at once.
     """
 
@@ -772,7 +779,7 @@ class ZeroState(ShardedState):
         return owner is self or getattr(owner, "group", None) in self.groups
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Records for each parameter that its gradient and update are sharded as the parameter."""
+        """Records that the gradient and update of each parameter are sharded like the parameter."""
         for p in parameters:
             own_state(p).zero_layouts = ZeroLayouts(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
@@ -808,7 +815,7 @@ class ZeroState(ShardedState):
         return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """True if `p` is a parameter that this state has sharded."""
+        """True if `p` is a DTensor parameter that is `Shard(0)` on all axes of this state."""
         return (
             isinstance(p, DTensor)
             and isinstance(p, nn.Parameter)
@@ -842,9 +849,9 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gathers the block `group`, whose forward begins. Prefetches the next block.
-
-        The next block is the one that followed in the last step.
+        """Gathers the block `group`, whose forward begins. Prefetches the block that was next in
+        the last
+        step. (When backward runs a forward again, nothing is prefetched.)
         """
         if in_backward():
             if not group.alive:
@@ -861,7 +868,10 @@ class ZeroState(ShardedState):
         self._gather_and_prefetch(group, self._next.get)
 
     def enter_backward(self, group: FsdpGroup, shards: Sequence[DTensor]) -> None:
-        """Gathers the block `group`, whose backward begins. Prefetches its predecessor in forward.
+        """Gathers the block `group`, whose backward begins. Prefetches the block before it in
+        forward.
+
+        Blocks whose parameters the last backward did not read are skipped.
 
         Args:
             shards: the sharded parameters of `group` in the forward whose backward begins.
@@ -908,7 +918,7 @@ class ZeroState(ShardedState):
     # -- backward ----------------------------------------------------------------------------------
 
     def release_after_backward(self, group: FsdpGroup) -> None:
-        """Releases the block at the end of the running backward pass, if not before.
+        """Records that the running backward pass must release `group` when it ends.
 
         Normally a group is released when the gradients of its parameters arrive. In a backward pass
         that computes only gradients of inputs, these never arrive.
@@ -916,7 +926,7 @@ class ZeroState(ShardedState):
         self.current_pass().groups[group] = None
 
     def current_pass(self) -> BackwardPass:
-        """Returns the state of the running backward pass. The first call in a pass makes it."""
+        """Returns the state of the running backward pass. The first call in a pass creates it."""
         number = backward_pass()
         if number not in self._passes:
             self._passes[number] = BackwardPass()
@@ -942,11 +952,10 @@ class ZeroState(ShardedState):
     def token(self, group: FsdpGroup) -> Token:
         """Returns the token that links the gathered parameters of `group` to shards in autograd.
 
-        One token serves a whole forward of the model. So its backward runs after the backward of
-        every block, and waits for all running reductions. A block that is called alone has its own
-        token. A block whose parameters have hooks of the user also has its own token. These hooks
-        must run as soon as the gradient is complete. (A hook may write a parameter that a reentrant
-        checkpoint reads later in the same backward.)
+        One token serves all blocks in a forward of the model. Its backward runs after the backward
+        of every block, and waits for all running reductions. A block has its own token if it is
+        called alone, or if its parameters have hooks of the user. Such hooks must run as soon as
+        the gradient is complete.
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
@@ -982,18 +991,17 @@ class ZeroState(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begins to reduce a flat buffer's gradients; under `no_sync`, keeps them.
+        """Begins to reduce a flat buffer's gradients, or keeps them under `no_sync`.
 
-        Gradients that were kept before are added first. Gradients of parameters with hooks of the
-        user are always reduced. The reason: hooks run in each backward pass, on the sum of all
-        ranks. Gradients that the pass does not add to `.grad` are reduced, too, without what was
-        kept.
+        Gradients that were kept before are added first. Gradients of parameters with hooks are
+        never kept, because hooks run in each backward pass, on the sum of all ranks. A pass that
+        does not add to `.grad` only reduces its own gradients.
 
         Args:
             group: the block.
             k: the index of the flat buffer in the group.
             shares: this rank's unreduced gradients.
-            counts: the calls of the forward to which they belong.
+            counts: identifies the forward to which they belong.
 
         Raises:
             LayoutError: a hook has frozen a parameter after a gradient of this pass was kept.
@@ -1065,13 +1073,16 @@ class ZeroState(ShardedState):
         counts: CallCounts | None,
         shards: Sequence[DTensor],
     ) -> None:
-        """Begins to reduce a flat buffer's gradients, after the reductions of other blocks.
+        """Begins to reduce a flat buffer's gradients, without waiting for the result.
+
+        Running reductions of other blocks are finished first, unless the other block is at least 8
+        times larger.
 
         Args:
             group: the block.
             k: the index of the flat buffer in the group.
             shares: this rank's unreduced gradients.
-            counts: the calls of the running backward's forward; None outside of a backward pass.
+            counts: identifies the forward to which they belong; None outside of a backward pass.
             shards: the sharded parameters of the block.
         """
         params = [shards[i] for i in group.members[k]]
@@ -1089,9 +1100,11 @@ class ZeroState(ShardedState):
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> dict[DTensor, torch.Tensor]:
-        """Waits for the reductions that this backward pass has begun, and returns their results.
+        """Waits for the reductions of this backward pass, and returns their results.
 
-        If this backward pass runs inside another one, the outer pass collects its own gradients.
+        It also reduces gradients of blocks with calls that backward did not reach. Outside of
+        `no_sync` it reduces gradients that were kept. Reductions of an enclosing backward pass are
+        left to that pass.
 
         Args:
             groups: the blocks of the forward.
@@ -1174,7 +1187,10 @@ class ZeroState(ShardedState):
         own_state(new).zero_layouts = state_of(old).zero_layouts
 
     def reduce_postponed(self, p: DTensor | None = None) -> None:
-        """Add gradients that are kept or being reduced, before a program reads or clears one.
+        """Adds gradients to `.grad` before a program reads or clears one.
+
+        In a backward pass these are the gradients that it has completed. Otherwise they are those
+        that `no_sync` has kept, which are reduced first.
 
         Raises:
             LayoutError: the running backward pass has begun to compute the gradient of `p`.
@@ -1315,7 +1331,9 @@ class ZeroState(ShardedState):
                 group.release()
 
     def reset_after_abort(self) -> None:
-        """Release all blocks and wait for running reductions, after a step ended or raised."""
+        """Releases all blocks and waits for running reductions. Called before a step, and after an
+        error.
+        """
         while self._passes:
             self._passes.popitem()[1].remove_hooks()
         under_way, self._under_way = self._under_way, []

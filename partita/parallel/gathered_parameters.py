@@ -37,8 +37,8 @@ class SavedVersions:
         versions, unseen_writes: the values of these attributes of the group at that time.
         version: the version of the gathered parameter.
         written: the result of `FsdpGroup.write_back` at the end of the forward.
-        is_cast: True if the saved tensor is a cast, with memory of its own, which writes to the
-            parameter do not change.
+        is_cast: True if the saved tensor is a cast. A cast has its own memory, so writes to the
+            parameter do not change it.
     """
 
     versions: list[int]
@@ -60,11 +60,11 @@ class InstalledParameter(CopiedView):
         shard, whole: the sharded and the gathered parameter.
         follows: True if the shard was connected.
         shard_spec: the spec of the shard outside of the forward.
-        shard_writes: the write counts of the shard, counted by autograd and not counted, when it
-            was last equal to its part of `whole`.
-        unseen: how often `whole` had been given other memory when the shard was last compared.
+        shard_writes: two write counts of the shard when it was last equal to its part of `whole`:
+            those that autograd counts, and others.
+        unseen: the writes to `whole` that autograd does not count, at the last comparison.
         writes: the write count of `whole` when it was installed.
-        writes_in_shard: the write count of `whole` when the shard last had its values.
+        writes_in_shard: the write count of `whole` when its values were last copied to the shard.
         attributes: the attributes that were copied to `whole`.
     """
 

@@ -5,7 +5,7 @@ and sends nothing. The first use of the whole gradient (a clip, a step, a printe
 once. Then parameter, gradient and state have the same layout, and an element-wise optimizer can run
 on local tensors.
 
-To do so, a pre-step hook makes the step itself, on the local tensors; torch then steps an optimizer
+To do so, a pre-step hook runs the step itself, on the local tensors; torch then steps an optimizer
 without parameters. All other optimizers run through dispatch, op by op.
 """
 
@@ -55,9 +55,9 @@ from .parameters import refuse_replaced_parameters
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
     """Reduces the Partial gradients of `params` to the layouts of their parameters.
 
-    There is one all-reduce for each set of axes and dtype, cut into buckets. Gradients that are not
-    Partial, and plain ones, do not change, so a second call does nothing. Gradients that backward
-    adds later are summed correctly. The ledger records the reason "settle".
+    Gradients with the same mesh axes and dtype are reduced together, in buckets. Other gradients do
+    not change, so a second call does nothing. Gradients that backward adds later are summed
+    correctly. The ledger records the reason "settle".
     """
     listed = _list_parameters(params, "reduce_gradients")
     reduce_pending_gradients(p for p in listed if isinstance(p, DTensor))

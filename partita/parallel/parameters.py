@@ -83,7 +83,7 @@ class HeldParameter:
         tensor: the parameter or buffer.
         is_buffer: True for a buffer.
         names: all its names in the model, without the parts that wrappers add.
-        homes: the modules and their attributes that are this tensor.
+        homes: the module and the attribute of each use.
     """
 
     tensor: torch.Tensor
@@ -136,8 +136,8 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
 
     Args:
         held: the parameter or buffer, with its modules.
-        new: a leaf without requires_grad to which nothing else refers. If `zero` has sharded the
-            state of the old tensor, `new` must have the layout of the old one.
+        new: a leaf without requires_grad to which nothing else refers. A replacement for a
+            parameter under `zero` must have the old layout.
         by: the calling function, for the error of an optimizer that refers to the old tensor.
     """
     old = held.tensor
@@ -178,7 +178,7 @@ def allocate_tensor(
 
 
 def refuse_replaced_parameters(params: Iterable[torch.Tensor]) -> None:
-    """Raises an error if `params`, an optimizer's, contain one that is no longer in its model.
+    """Raises an error if an optimizer's `params` contain a parameter that its model no longer has.
 
     It was replaced in the model (by `materialize`, for example), so the optimizer's steps would not
     change the model.
@@ -216,7 +216,7 @@ class Block:
     Attributes:
         name: the name of its module in the model.
         modules: the modules whose forward needs the parameters; usually one.
-        slots: the modules and attributes of each parameter; more than one if it is tied.
+        slots: for each parameter, the modules and attributes that have it: several if it is tied.
     """
 
     name: str
@@ -229,7 +229,8 @@ Blocks = Iterable[str | nn.Module] | str | nn.Module | None
 
 
 def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
-    """Returns the blocks of `model` in the order of its modules, with all parameters.
+    """Returns the blocks of `model`, in the order of its modules. They have all but its 0-d
+    parameters.
 
     Args:
         chosen: the modules that become blocks, one or several, or patterns of names. If a pattern
@@ -238,8 +239,8 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
             the outermost ModuleLists and Sequentials.
 
     Raises:
-        ValueError: a pattern that matches no module, or only lists of modules; a module that is not
-            in the model, or that is inside another block.
+        ValueError: a pattern matches no module, or only lists of modules; or a module is not in the
+            model, or is inside another block.
     """
     names = {module: name for name, module in model.named_modules()}
     home: dict[nn.Module, nn.Module] = {}

@@ -104,21 +104,22 @@ def transformer(
     sequence: bool = False,
     split_words: bool = True,
 ) -> dict[str, Any]:
-    """Returns a tensor-parallel plan of a whole transformer, given patterns of its modules' names.
+    """Returns a tensor-parallel plan of a transformer, given patterns of its modules' names.
 
     Args:
-        columns: its linear layers whose output features are sharded.
-        rows: its linear layers whose input features are sharded.
+        columns: the linear layers whose output features are sharded.
+        rows: the linear layers whose input features are sharded.
         inners: the modules that begin with columns and end with rows.
-        norms: the modules between the inner ones; with `sequence`, inputs are sharded along it.
+        norms: the modules between the inner ones. With `sequence`, their inputs are sharded along
+            the sequence.
         embed: the embedding, sharded by words. If `embed` and `head` share one weight, it is
             sharded once.
         head: the output layer, sharded by words.
         axis: the mesh axis.
-        split_words: False keeps embed and head whole on every rank. This saves the collectives of
-            a sharded loss, but costs memory and work. Use it for a small vocabulary.
         sequence: True adds sequence parallelism. Between the inner modules, activations are sharded
             along the sequence. No activation is all-reduced.
+        split_words: False keeps embed and head whole on every rank. This saves the collectives of a
+            sharded loss, but costs memory and work. Use it for a small vocabulary.
     """
     between = {axis: Shard(_SEQUENCE) if sequence else Replicate()}
     plan = column(*columns, axis=axis) | row(*rows, axis=axis)

@@ -80,7 +80,8 @@ def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:
 def refuse_wrapped(model: nn.Module, what: str, wire: Wire) -> None:
     """Raises if DDP, FSDP or another wrapper of torch contains `model` or a part of it.
 
-    The ranks compare what they found, because a wrapper may be alive only on some of them.
+    Also raises if a parameter is a DTensor of torch. The ranks compare what they found, because a
+    wrapper may be alive only on some of them.
 
     Args:
         what: the name of the calling function, for the error.

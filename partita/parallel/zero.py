@@ -438,9 +438,11 @@ class GradReducer(ShardedState):
     """The state of a model under ZeRO stages 0 to 2, which reduces gradients block by block.
 
     Args:
-        blocks: the name of each block, its trained parameters, and their modules and attributes.
+        blocks: for each block its name, and a list of `(slot, parameter)` for its trained
+            parameters.
         axes: the mesh axes over which gradients are Partial, and are reduced.
-        stage: 0, 1 (each rank updates its shard) or 2 (and keeps only its shard of a gradient).
+        stage: 0: parameters are updated whole. 1: each rank updates its shard. 2: as 1, and each
+            rank keeps only its shard of a gradient.
     """
 
     def __init__(
@@ -494,9 +496,10 @@ class GradReducer(ShardedState):
                     self._adopt_parameter(bucket, i, new, state_of(old).zero_layouts)
 
     def adopt_replaced(self, *_: Any) -> None:
-        """Register parameters that replaced others, as `load_state_dict(assign=True)` does.
+        """Registers parameters that replaced others, as `load_state_dict(assign=True)` does.
 
-        It runs as a hook before the forward.
+        It runs as a hook before the forward. A parameter of another layout or dtype is not
+        registered.
         """
         for bucket in self._buckets:
             for slot, old in zip(bucket.slots, bucket.params, strict=True):

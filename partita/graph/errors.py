@@ -26,8 +26,7 @@ _EAGER = Fix('pt.compile(step, fallback="eager")', "runs the step eagerly if it 
 class CaptureError(LayoutError):
     """Raised if a step does something that a graph cannot express.
 
-    Examples are a branch on data, and a tensor that is neither an argument nor found in the step's
-    state.
+    Examples are a branch on data, and a tensor that is neither an argument nor found in the state.
 
     Attributes:
         guards: a `guards.Guards` with the Python state that the step had read before the error;
@@ -38,13 +37,13 @@ class CaptureError(LayoutError):
 
 
 class RefusedCall:
-    """Remembers that a step could not be captured, to decide when to try again.
+    """Remembers that a step could not be captured, to decide when capture is tried again.
 
-    It is tried again when a value that the step had read has changed. Changes by the step's own
-    eager run do not count, because the next call is compared with the state after that run.
+    Capture is tried again when a Python value that the step had read has changed. Changes by the
+    step's own eager run do not count: the next call is compared with the state after that run.
 
     Args:
-        guards: a `guards.Guards`; None if unknown, so that capture is never tried again.
+        guards: a `guards.Guards`; None if unknown. Capture is then never tried again.
         tries: the number of failed captures; after `_MOST_TRIES` capture is not tried again.
         why: the reason, as text.
     """
@@ -54,7 +53,10 @@ class RefusedCall:
         self.tries, self.why = tries, why
 
     def holds(self) -> bool:
-        """True if nothing that the step read has changed: another capture would fail, too."""
+        """True if capture need not be tried again.
+
+        This is so if no value that the step read has changed, or if those values are unknown.
+        """
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
@@ -116,10 +118,8 @@ def make_anomaly_mode_error() -> CaptureError:
 
 
 def make_dispatch_mode_error(mode: Any) -> CaptureError:
-    """Returns the error to raise if a compiled step is called within a user's dispatch mode.
-
-    Args:
-        mode: the mode.
+    """Returns the error to raise if a compiled step is called within `mode`, a user's
+    TorchDispatchMode.
     """
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
@@ -130,7 +130,9 @@ def make_dispatch_mode_error(mode: Any) -> CaptureError:
 
 
 def make_recording_error(error: Exception) -> CaptureError:
-    """Returns the error to raise if a step's kernels cannot be recorded as a CUDA graph."""
+    """Returns the error to raise if recording a step's kernels as a CUDA graph has raised
+    `error`.
+    """
     return not_captured(
         "a step's kernels cannot be recorded as a CUDA graph",
         f"{type(error).__name__}: {error}",
@@ -139,11 +141,8 @@ def make_recording_error(error: Exception) -> CaptureError:
 
 
 def make_budget_too_small_error(budget: int, least: int) -> CaptureError:
-    """Returns the error for a memory budget that a step cannot keep.
-
-    Args:
-        budget: the budget in bytes.
-        least: the least number of bytes that suffices.
+    """Returns the error for a memory budget that a step cannot keep: it needs at least `least`
+    bytes.
     """
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
@@ -166,7 +165,7 @@ _NUMBERS += [
 
 
 def is_of_number(error: BaseException | None) -> bool:
-    """True if C code raised `error` because it got a symbolic number instead of a number."""
+    """True if C code raised `error` because it got a symbolic number instead of a Python number."""
     return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
 
 
@@ -177,7 +176,9 @@ _OF_MEMORY = "torch.storage.UntypedStorage", "elem.device.type must be", ".numpy
 
 
 def explain_error(error: Exception, line: str, function: str = "") -> Exception:
-    """Returns a CaptureError that says what the step did, or `error` if it is the user's own.
+    """Returns a CaptureError that says what the step did.
+
+    Returns `error` itself if it is a LayoutError, or an error that the user's code raised.
 
     Args:
         error: the error that was raised while a step was captured.
@@ -302,7 +303,7 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """Returns the error for a step that uses a tensor which was not found.
+    """Returns the error for a step that uses a tensor which is not one of its inputs.
 
     Args:
         place: the user's line, a "file:line".
@@ -319,7 +320,9 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
 
 
 def user_line_of(error: BaseException) -> str:
-    """Returns the user's innermost line in the traceback of an error, as "file:line"."""
+    """Returns the user's innermost line in the traceback of an error, as "file:line"; "" if
+    none.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):
         line = user_line(frame)

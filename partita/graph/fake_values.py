@@ -3,8 +3,9 @@
 Calls are equal if they have the same target, numbers, and shapes, strides, dtypes and devices of
 operands (`key_of_call`). They share one FakeTensor (`call_without_memory`) as `node.meta["val"]`.
 So two nodes may share a fake, and thus a fake storage, although their values share no memory.
-Fakes of another capture have another mode. They are made from the metadata of an equal call of the
-same operator of torch, if an earlier capture has run one.
+
+Each capture has its own FakeTensorMode. A torch operator whose equal call ran in an earlier capture
+does not run again: its recorded metadata are reused.
 """
 
 from __future__ import annotations
@@ -51,11 +52,6 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
     """Returns `FakeTensor(mode, meta, device)`, but takes a third of the time.
 
     Private torch: most of that constructor handles arguments that are never passed.
-
-    Args:
-        mode: the mode of the fake tensor.
-        meta: a meta tensor with the metadata.
-        device: the device that the fake tensor has.
     """
     is_unsure = device.index is None and device not in (HOST, _META)  # torch uses the current one
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
@@ -85,6 +81,7 @@ def make_distinct(value: Any, known: set[int]) -> Any:
     so two inputs must not share one.
 
     Args:
+        value: the fake value of a graph input.
         known: identifiers of the storages of earlier inputs. The storage of this input is added.
     """
     if isinstance(value, FakeTensor) and value.layout is torch.strided:
@@ -136,8 +133,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 
     Args:
         target, args, kwargs: the op or function of the call, and its arguments.
-        like: a value of the same fake mode, for calls without a tensor operand. For a call of a
-            `Subgraph`, the call's result.
+        like: a value of the same fake mode, for calls without a tensor operand. A call of a
+            `Subgraph` is not run: here `like` is its fake result.
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))

@@ -51,13 +51,13 @@ NOTE = "partita"
 """The key of the note in a node's `meta`."""
 
 BLOCK_RESULT = "result of a block"
-"""A key in the `meta` of a node whose value a block returns. Under a budget, `passes.remat`
-recomputes such results last.
+"""A key in the `meta` of each node whose value a block returns. To keep a memory budget,
+`passes.remat` recomputes such results last.
 """
 
 
 BLOCK = "block"
-"""The key, in the `meta` of a traced node, of the number of the block call that it belongs to."""
+"""A key in a traced node's `meta`. Its value is the number of the block call with that node."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,12 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def extract_graph(
     module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """Returns a module with copies of `nodes`, which computes the values of the nodes `gives`.
+    """Returns a module that computes the values of the nodes `gives`.
 
-    Inputs that are not needed are left out.
+    Args:
+        module: the module with the graph that has the nodes.
+        nodes: the nodes to copy; those that `gives` does not need are left out.
+        gives: the nodes whose values the new module returns.
     """
     graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
@@ -246,7 +249,7 @@ def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
 def drop_unused(graph: fx.Graph) -> None:
     """Erases calls in `graph` whose value is not used, unless they have an effect.
 
-    Collectives are erased, too.
+    An unused collective is erased, too.
     """
     for node in reversed(graph.nodes):  # fx's own method first checks the whole graph
         if not node.users and not has_effect(node):
@@ -256,7 +259,8 @@ def drop_unused(graph: fx.Graph) -> None:
 def has_effect(node: fx.Node) -> bool:
     """True if a node must stay in the graph even if its value is unused.
 
-    These nodes write memory, draw random numbers or check a value.
+    This holds for inputs, the output, and calls that write memory, draw random numbers or check a
+    value.
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -314,7 +318,11 @@ def _sends(target: Any) -> bool:
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """Returns the `Request` (kind, operand, ranks) of a collective's node to a wire."""
+    """Returns the `Request` to a wire that a collective's node stands for.
+
+    It has the kind and the name of the process group, but no move. A reduction also has its op, an
+    all-to-all its sizes, a broadcast its root.
+    """
     args: Any = node.args
     operand, *given, name = args
     x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
@@ -344,7 +352,7 @@ def order_by_needs(
     """Yields nodes in a topological order: each comes after the nodes on which it depends.
 
     Args:
-        wanted: the nodes, in the preferred order.
+        wanted: the nodes, in the preferred order. The nodes on which they depend are yielded, too.
         needs: maps each node to the nodes on which it depends. There are no cycles. Only nodes that
             are keys are yielded.
         done: nodes to skip; each yielded node is added.
@@ -365,23 +373,23 @@ def order_by_needs(
 # -- subgraphs -------------------------------------------------------------------------------------
 
 DEEP = 3000
-"""Calls in a graph above which it is cut into sections. A smaller graph compiles as fast in one
-piece, and each call of a section costs some microseconds."""
+"""The number of calls above which a graph is cut into sections. A smaller graph compiles as fast
+in one piece, and each call of a section costs some microseconds."""
 
 LABELS = "labels"
-"""The key, in the `meta` of a `call_subgraph` node, of that block's own `Subgraph.labels`."""
+"""A key in a `call_subgraph` node's `meta`. Its value replaces `Subgraph.labels` for that call."""
 
 
 @dataclass(frozen=True)
 class SectionSchedule:
     """The memory that a section (a separately compiled part) allocates, call by call, in bytes.
 
-    Its inputs are not included.
+    The section's inputs are not included.
 
     Attributes:
         live: the bytes that are allocated while each call in the section runs.
         result_bytes: the bytes of the section's results, which are still allocated at its end.
-        last_reads: the position of the last call that reads each input.
+        last_reads: for each input, the position of the last call that reads it.
     """
 
     live: Sequence[int]
@@ -390,7 +398,7 @@ class SectionSchedule:
 
     @cached_property
     def workspace(self) -> int:
-        """The most bytes that the section allocates at once, besides its results."""
+        """The most bytes that the section allocates at once, minus the bytes of its results."""
         return max(self.live, default=0) - self.result_bytes
 
 
@@ -434,7 +442,7 @@ class Subgraph:
 
     @property
     def outputs(self) -> list[Any]:
-        """The nodes whose values the subgraph returns."""
+        """The nodes whose values the subgraph returns; None for an output that nothing reads."""
         (end,) = self.graph.graph.find_nodes(op="output")
         return end.args[0]  # type: ignore[return-value]
 
@@ -455,7 +463,9 @@ class Subgraph:
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of a block's backward: by phase, or because they depend on a backward node."""
+        """The nodes of a block's backward: its inputs, calls of that phase, and calls that read
+        these.
+        """
         if self.forward_input_count is None:
             return set()
         late = set(self.inputs_of(True))

@@ -51,7 +51,7 @@ class Graph:
         return [n for n in self.nodes if is_collective(n)]
 
     def to_string(self, repeats: bool = True) -> str:
-        """Returns the graph as text: a line for each node, and a total.
+        """Returns the graph as text: a line for each node, those of sections last, and a total.
 
         Args:
             repeats: True to print each repeat of equal blocks; False to print one, with a count.
@@ -142,8 +142,9 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
 def canonical_lines(program: Program) -> list[str]:
     """Returns a program as lines of text, which are equal on all ranks if their programs are equal.
 
-    They contain no names, source lines, addresses, device indices or coordinates. The graph's lines
-    are first, one for each node. The lines of each section follow once.
+    They contain no names, source lines, addresses, device indices or coordinates. There is a line
+    for each node, then for each output, then for the step's result. The lines of each section
+    follow once.
     """
     number: dict[fx.Node, str] = {}
     lines = []
@@ -180,7 +181,7 @@ def _format_layout(spec: Spec) -> str:
 def lines_of(graph: fx.Graph) -> Iterator[str]:
     """Yields a line of text for each node of `graph`.
 
-    Graphs that compute the same have equal lines.
+    Graphs that compute the same values have equal lines.
     """
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -192,7 +193,7 @@ def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
     """Returns a line of text for a node. Nodes that compute the same have equal lines.
 
     Args:
-        number: the name of each operand in the text.
+        number: maps each operand to its name in the text, such as "%3".
     """
     return f"{_format_node(node, number)}{_format_result(node.meta.get('val'))}"
 
@@ -298,7 +299,10 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 
 
 def version_lines() -> list[str]:
-    """Returns the versions on which a program's key depends, as lines of text."""
+    """Returns lines of text with the torch and partita versions and the processor's type.
+
+    A program's key depends on them.
+    """
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 

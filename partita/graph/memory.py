@@ -3,14 +3,14 @@
 A schedule (`Memory`) is a list of *places* in time. A place is a node of the graph if the step runs
 node by node (`memory_of`), or a line of the generated code if Inductor compiled it
 (`backend.codegen_memory`). In both cases the schedule is known before anything runs, and is the
-same on every rank. `scheduled` returns the one of the code that runs; `peak_of` only a peak.
+same on every rank. `scheduled` returns the schedule of the code that runs. `peak_of` is faster and
+returns only the peak.
 
 `Storages` finds the storages of a graph call by call over fake tensors (`fake_values`). If no
 operand has the storage of a result, the result is new memory; otherwise it is a view. A storage
 lives from the node that makes it to the last node that reads a view of it, because the executor
-drops a value after its last use. The memory that a kernel allocates and frees while it runs
-(`workspace`) is computed; for the operators of `OpFacts.workspace` it was measured. The temporary
-buffers of collectives are known from their backends (`staging`).
+drops a value after its last use. The memory that a kernel allocates and frees while it runs is
+computed or measured (`workspace`). Backends know the temporary buffers of collectives (`staging`).
 """
 
 from __future__ import annotations
@@ -109,10 +109,8 @@ class Memory:
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns the bytes of chosen buffers while each node (or line of code) runs.
-
-        Args:
-            counts: a predicate: True for a buffer that counts.
+        """Returns the bytes of the buffers for which `counts` is True, while each node (or line)
+        runs.
         """
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
@@ -146,10 +144,8 @@ class Memory:
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """Returns the buffers that exist while a node (or line of code) runs, largest first.
-
-        Args:
-            place: the index of the node or line in `places`.
+        """Returns the buffers that exist while the node (or line of code) `place` runs, largest
+        first.
         """
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
@@ -188,14 +184,15 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 class Storages:
     """Maps the nodes of a graph to numbers of storages. Nodes that share memory have one number.
 
-    Inputs have different storages unless they share one.
+    Two inputs have one number only if their fake tensors share a storage.
 
     Attributes:
-        of: the storages of the tensors in each node's value.
+        of: maps each node to the storages of the tensors in its value.
         nbytes: the bytes of each storage.
         maker: the node that allocates each storage.
         passing: the bytes that each node allocates and frees while it runs (its workspace).
-        last_reader: the last node that reads each storage that the graph does not return.
+        last_reader: maps each storage that the graph does not return to the last node that reads
+            it.
     """
 
     def __init__(self, graph: fx.GraphModule, groups: Groups):
@@ -290,7 +287,7 @@ class Storages:
 
 
 def storages_of(program: Program) -> Storages:
-    """Finds which nodes of a program's graph allocate, share and free memory."""
+    """Returns which nodes of a program's graph allocate, share and free memory."""
     return Storages(program.graph, program.groups)
 
 
@@ -313,10 +310,9 @@ def _schedule_of_section(section: Subgraph) -> SectionSchedule:
 
 
 def scheduled(program: Program) -> Memory:
-    """Returns the memory schedule of the code that will run: Inductor's code, or the graph.
+    """Returns the memory schedule of the code that will run, for a program after the passes.
 
-    Args:
-        program: the program, after the passes.
+    This is the generated code's schedule if the program is compiled, and `memory_of` otherwise.
 
     Raises:
         ValueError: the memory of the generated code is unknown.
@@ -395,9 +391,9 @@ def _peak_of_call(
 
 
 def held_inputs(program: Program) -> Iterator[HeldInput]:
-    """Yields the inputs of `program` whose memory exists between calls, such as parameters.
+    """Yields the inputs of `program` that are tensors before a call: all except Python numbers.
 
-    A shared storage counts once.
+    A storage that several inputs share counts at the first of them.
     """
     seen: set[int] = set()
     for given, fake in zip(program.inputs, program.example(), strict=True):
@@ -439,13 +435,7 @@ def name_of_op(node: fx.Node) -> str:
 
 
 def make_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """Makes a `Buffer` with the source, phase, layout and reason from a node's note.
-
-    Args:
-        note: the note.
-        name, made_by, nbytes: attributes of the buffer.
-        more: other attributes of the buffer.
-    """
+    """Makes a `Buffer` with the source, phase, layout and reason from a node's note."""
     more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
     return Buffer(name, nbytes, made_by=made_by, **more)
 

@@ -3,11 +3,12 @@
 An input is a tensor argument or state tensor (a *leaf* of the call, by `index`), the gradient of a
 leaf, a Python float at `home[path...]`, or the rank's coordinate on a mesh axis
 (`Input.local_value`). An output becomes a part of the step's result, a new tensor of the state (in
-a *slot*), or a gradient. `Program.run_graph` runs the compiled graph (`Built`) over local tensors;
-`guards.captured_program` and `compile.region` store the outputs.
+a *slot*), a gradient, or something else that `Output.kind` lists. `Program.run_graph` runs the
+compiled graph (`Built`) over local tensors; `guards.captured_program` and `compile.region` store
+the outputs.
 
-If a rank's shard is smaller than the largest, it is padded before the graph, and the outputs are
-cut after it (`PaddingBoundary`).
+If a rank's shard is smaller than the largest, it is padded before the graph runs. The outputs are
+cut afterwards (`PaddingBoundary`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ Pass = Callable[[Any], Any]
 """A function that changes the graph of a `Program` in place, and returns a text of what it did."""
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
-"""A user's passes: several that run first, or a map from a pass's name to those that run before."""
+"""A user's passes: a list of passes that run before all others, or a dictionary. It maps the name
+of a pass of partita, or "end", to the user's passes that run before it."""
 
 _BACKENDS = ("inductor", "graph")
 
@@ -88,10 +90,8 @@ class StepOptions:
         return 0 if self.sections else OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Returns the options as lines of text, which become a part of the program's key.
-
-        Args:
-            ran: the names of the passes that ran.
+        """Returns the options, and the names of the passes that ran, as lines for a program's
+        key.
         """
         return [
             f"backend {self.backend}, sections {self.sections}",
@@ -120,15 +120,18 @@ class Input:
 
     Attributes:
         name: the name in messages, such as "model.head.weight".
-        kind: "parameter", "buffer", "optimizer", "value", "argument" or "gradient". "number": a
-            Python float. "coordinate": the rank's coordinate on a mesh axis. "cotangent": the
-            gradient of a result, an input of backward. "saved": saved by forward for backward.
-            "kept": an input of forward that backward reads, too. "mark", only during capture: a
-            fake gradient in place of None, which shows if the step reads it.
+        kind: one of these:
+            "parameter", "buffer", "optimizer" (optimizer state), "value" (other state), "argument";
+            "gradient": the `.grad` of a leaf;
+            "number": a Python float;
+            "coordinate": the rank's coordinate on a mesh axis;
+            "cotangent": an input of backward: the gradient of a result;
+            "saved": an input of backward that forward has computed;
+            "kept": an input of forward that backward reads, too;
+            "mark": during capture, a fake gradient in place of None, to see if the step reads it.
         tensor: the tensor at capture, or a fake of its metadata; for a coordinate, its value.
-        index: the index among the leaves of a call. For a gradient, it is the index of the
-            gradient's tensor. For a cotangent, it is the number of the result. For other inputs it
-            is -1.
+        index: the index among the leaves of a call. For a gradient, the index of the tensor that
+            has it. For a cotangent, the number of the result. For other inputs -1.
         home, path: the place of a number that is not a leaf. If `path` is empty, it is the slot
             `home`. Otherwise it is `home[path[0]][path[1]]...`, in an optimizer's group.
     """
@@ -164,11 +167,7 @@ class Input:
         return padding_boundary(self.spec, persistent=persistent, zeros=zeros, read=read)
 
     def local_value(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Returns the local tensor that the graph gets for this input when the step is called.
-
-        Args:
-            tensors: the leaves of the call (the tensors and numbers of its arguments and state).
-        """
+        """Returns this input's local tensor in a call, from the call's leaves `tensors`."""
         if self.kind == "coordinate":
             return self.tensor
         if self.kind == "number":
@@ -185,10 +184,8 @@ class Input:
         return id(self.home.now), self.path[0]
 
     def number(self, tensors: Sequence[Any]) -> Any:
-        """Returns the Python number that a "number" input has in a call.
-
-        Args:
-            tensors: the leaves of the call (the tensors and numbers of its arguments and state).
+        """Returns the Python number of a "number" input in a call, from the call's leaves
+        `tensors`.
         """
         if self.index >= 0:
             return tensors[self.index]
@@ -206,9 +203,9 @@ class ViewOf(NamedTuple):
     Here a view copy has its own memory (`tensor.aliasing`).
 
     Attributes:
-        source: "input" or "gradient" if the base is a leaf of the call or its `.grad`; "output".
-        place: the index among the leaves (tensors and numbers) of a call, or the `Output.tensor` of
-            the base.
+        source: what the base is: "input" (a leaf of the call), "gradient" (the `.grad` of a leaf)
+            or "output" (another output).
+        place: the index of the leaf; for an output, its `Output.tensor`.
         view: a function that makes the view of the base; None if that needs tensors as arguments.
         graded: True if the step made the view with gradients enabled.
     """
@@ -224,25 +221,30 @@ class Output:
     """One output of a captured graph, and where its value goes after a call.
 
     A value "with a history" requires gradients: autograd calls backward through it after the call.
+    The leaves of a call are the tensors and numbers of its arguments and state.
 
     Attributes:
-        kind: "result": of the step. "slot": the new value of a slot. "gradient": the `.grad` of an
-            input. "left gradient": the `.grad` of a tensor that the step made. "held gradient": the
-            new value of an object that was the `.grad` of an input before. "base": the base of
-            other outputs, which are views. "cotangent": a gradient that backward returns. "saved":
-            saved for backward. "answers": the results of branches on values in this run, to compare
-            with those at capture.
+        kind: one of these:
+            "result": a tensor in the step's result;
+            "slot": the new value of a slot;
+            "gradient": the `.grad` of an input;
+            "left gradient": the `.grad` of a tensor that the step made;
+            "held gradient": new values for a tensor that was an input's `.grad` before the call;
+            "base": a tensor that other outputs are views of;
+            "cotangent": a gradient that backward returns;
+            "saved": a value that backward reads;
+            "answers": the results of branches on values, to compare with those at capture;
+            "admitted": during capture, a plain tensor that must be equal on all ranks.
         spec: the spec of a DTensor; None for a plain tensor.
         slot: the slot whose new value the output is.
-        index: for a gradient, the index of its tensor among the leaves (tensors and numbers) of a
-            call. For a left gradient, the attribute `tensor` of the output whose gradient it is.
-            For a slot that gets a tensor of the call itself, the index of that tensor.
-        number: results and slots with a history are numbered, and this is the number. For a
-            cotangent it is the number of the result whose gradient it is. Otherwise -1.
+        index: the index of a leaf: the one with this gradient, or the leaf itself that a slot gets.
+            For a left gradient, the `Output.tensor` of the output that has it. Otherwise -1.
+        number: the number of a result or slot with a history; for a cotangent, the number of the
+            result whose gradient it is. Otherwise -1.
         part: for a value with a history, the part of backward that takes its gradient. For a
             cotangent, the part that returns it.
-        hooks_miss_gradient: for a result, True if other results of its part are computed from it.
-            Its hooks then miss the gradient that flows through those.
+        hooks_miss_gradient: True for a result from which other results of its part are computed. A
+            hook on it does not get the gradient that flows through those.
         scalar: True if the step returns or stores the output as a Python number.
         tensor: a number that is equal for outputs that are one tensor object in the step.
         asks_gradient: True if the output requires grad but has no history, such as a view of a
@@ -272,13 +274,14 @@ class Output:
 
 @dataclass(frozen=True)
 class ResultPlace:
-    """Where a tensor in a step's result comes from: from the graph, or from the call's own tensors.
+    """Where a tensor in a step's result comes from.
 
     Attributes:
-        source: "result": an output of the graph; "input": a tensor of the call itself; "gradient":
-            the object that was the `.grad` of a tensor of the call before the call.
-        index: the index among the graph's "result" outputs, or among the leaves (tensors and
-            numbers) of the call.
+        source: "result": an output of the graph. "input": a leaf of the call, which is a tensor of
+            its arguments or state. "gradient": the object that was a leaf's `.grad` before the
+            call.
+        index: for "result", the position among the outputs of that kind; otherwise the leaf's
+            index.
     """
 
     source: str
@@ -384,8 +387,10 @@ class Program:
 
     @cached_property
     def held_gradients(self) -> frozenset[int]:
-        """The indices of leaves whose `.grad` before the call is an object that the call returns,
-        stores or gives a new value.
+        """The indices of leaves whose `.grad` object before the call is still used after it.
+
+        The step returns or stores the object, gives it a new value, or returns or stores a view of
+        it.
         """
         found = {o.held for o in self.forward_outputs if o.held >= 0}
         views = [o.view_of for o in self.forward_outputs if o.view_of is not None]
@@ -428,7 +433,7 @@ class Program:
     def numbers_to_keep(self) -> set[Input]:
         """The inputs that are Python numbers, if later calls can reuse the tensor of the number.
 
-        They cannot reuse it if an output is a view of it.
+        They cannot if an output might be a view of that tensor.
         """
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {
@@ -461,11 +466,7 @@ class Program:
         return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
-        """Compiles the program, so that it can run.
-
-        Args:
-            call_of: a function that compiles a program and returns the function that runs it.
-        """
+        """Compiles the program with `call_of`, which returns the function that runs it."""
         self.call = call_of(self)
 
     def run_graph(
@@ -475,8 +476,8 @@ class Program:
 
         Args:
             tensors: the call's leaves: tensors and numbers of the state and the arguments.
-            inputs: the local values of `taken`, if the caller already has them; None reads them
-                from `tensors`.
+            inputs: the local value of each of `self.inputs`, if the caller already has them; None
+                reads them from `tensors`.
         """
         assert self.call is not None
         locals_ = [i.local_value(tensors) for i in self.inputs] if inputs is None else inputs
@@ -525,13 +526,10 @@ _NONE: frozenset[int] = frozenset()
 
 
 def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """Returns, for each backward node, the numbers of the results on whose gradients it depends.
+    """Returns, for each node of backward, the numbers of the results on whose gradients it depends.
 
     If none of these gradients exists, autograd passes None, not zeros. So passes must not combine
     nodes that depend on different results.
-
-    Args:
-        program: the program that has the nodes.
     """
     graph = program.graph.graph
     inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
@@ -567,6 +565,7 @@ class PaddingBoundary:
     space after the shard, it is padded and written in place.
 
     Attributes:
+        wire: the connection to the other ranks of the tensor's mesh.
         true, padded: the local shape of this rank, and of the first rank.
         behind: True if the padding follows the shard in memory, so that the tensor's own storage
             may have room for it.
@@ -643,7 +642,10 @@ class PaddingBoundary:
         return found
 
     def unpad_output(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns `value`, an output of the graph, without its padding, in a storage of its own."""
+        """Returns an output of the graph without its padding, in its own storage.
+
+        Returns `value` itself if it has no padding.
+        """
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
@@ -737,13 +739,7 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """Makes the `Built` of a function that calls several compiled parts.
-
-        Args:
-            call: the function.
-            key: its key.
-            parts: the compiled parts.
-        """
+        """Makes the `Built` of the function `call`, which calls the compiled `parts`."""
         parts = tuple(parts)
         loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
         return cls(call, loaded, seconds, key, sections=parts)

@@ -31,7 +31,7 @@ from .program import Program
 
 
 def repeat_block(program: Program, names: str, more: int) -> bool:
-    """Inserts `more` copies of a block into a program before the passes, in place.
+    """Inserts `more` copies of a block into a captured program, in place, before the passes run.
 
     Args:
         names: the name of the module that has the blocks, such as "model.layers". Names of inputs

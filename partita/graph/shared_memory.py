@@ -31,13 +31,10 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Returns the nodes whose memory some node writes, each with a number.
+    """Maps the nodes whose memory some node writes to numbers; equal numbers mean shared memory.
 
-    Nodes with the same number share memory. Each input has its own memory, as in torch's
-    functionalization.
-
-    Args:
-        graph: the graph, before functionalization.
+    Each input has its own memory, as in torch's functionalization. `graph` is not functionalized
+    yet.
     """
     shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()
@@ -163,7 +160,11 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of_storage(t: torch.Tensor) -> Any:
-    """Returns the part of its storage that the tensor `t` covers: shape, strides, offset, dtype."""
+    """Returns the part of its storage that `t` covers: shape, strides, offset, dtype, and lazy
+    bits.
+
+    The lazy bits are `t.is_conj()` and `t.is_neg()`.
+    """
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
@@ -182,19 +183,13 @@ def have_same_memory_format(a: Any, b: Any) -> bool:
 
 
 Pairs = frozenset[frozenset[int]]
-"""Pairs of indices of results; for a result that is a view of input i, its index and -1 - i."""
+"""Pairs of positions of outputs. If an output is a view of input i, the pair has -1 - i."""
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """Returns the pairs of outputs that share elements, or of an output and its input.
+    """Returns the pairs of outputs that share elements, and the pairs of an input and a view of it.
 
-    An output and an input are a pair if the output is a view of the input.
-
-    Args:
-        graph: the graph that has the outputs.
-
-    Returns:
-        Pairs of positions. A negative number is an input: -1 - i for the i-th one.
+    The pairs are positions of outputs. A negative number is an input: -1 - i for the i-th one.
     """
     return frozenset(_find_overlapping_pairs(graph))
 
@@ -229,7 +224,7 @@ def _find_overlaps_within(
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
-    """Copies outputs that only share memory because of a pass.
+    """Copies outputs that share elements, with each other or with an input, only because of a pass.
 
     Args:
         graph: the graph after the pass. It is changed in place.
@@ -290,10 +285,12 @@ def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, li
     """Finds where a node's memory comes from.
 
     Args:
-        known: nodes at which to stop earlier.
+        known: nodes at which the search ends.
 
     Returns:
-        The node that allocated the memory, and the view calls from there to `node`.
+        The node that allocated the memory (or the node in `known`), and the view calls from there
+            to
+        `node`. In-place calls are left out.
     """
     calls: list[fx.Node] = []
     while True:

@@ -66,11 +66,12 @@ _CHANGED_PARTS = ("inputs", "outputs")
 class CapturedForms:
     """A captured program before the passes, which can be rebuilt in any form (variant).
 
-    The first program that it returns is the captured program itself. For later ones it stores a
+    The first program that it returns is the captured program itself. Later ones are built from a
     record of each node.
 
     Attributes:
         form: the chosen form. Blocks are calls, unless a budget requires another form.
+        has_blocks: True if the captured program has calls of blocks.
     """
 
     def __init__(self, program: Program):
@@ -88,7 +89,8 @@ class CapturedForms:
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
     ) -> Program:
-        """Returns a new copy of the captured program in a form, for the passes to change.
+        """Returns the captured program in a form, for the passes to change. Each call returns
+        another one.
 
         Args:
             form: the form; None for the chosen one, `self.form`.
@@ -104,7 +106,7 @@ class CapturedForms:
         return program
 
     def inlined(self) -> Program:
-        """Returns a new copy of the captured program in the chosen form, with blocks inlined."""
+        """Returns the captured program in the chosen form, with blocks inlined. See `program`."""
         return self.program(replace(self.form, in_blocks=False))
 
     def rebuild(self) -> Program:
@@ -126,7 +128,7 @@ class FormSearch:
     """Searches for a form (variant) of a captured step whose peak memory is within a limit.
 
     Forms are tried in a fixed order. The first ones call the blocks, with more and more
-    recomputation inside and around them. If no form with calls fits, blocks are inlined, so that
+    recomputation inside and around them. If none of them fits, blocks are inlined, so that
     recomputation may span several blocks. A larger limit never results in a later form.
     """
 
@@ -192,8 +194,8 @@ class RewrittenBlock:
 
     Attributes:
         name: the name of the blocks' class.
-        calls: the number of blocks of the step with this structure.
-        changes: the changes by the passes.
+        calls: the number of blocks in the step with this structure.
+        changes: for each pass, what it changed.
     """
 
     name: str

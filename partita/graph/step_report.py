@@ -1,7 +1,7 @@
 """Reports of a captured step: memory by class, bytes by line, and the effect of each pass.
 
-To describe the changes takes longer than all passes together, and is rarely needed. So only a
-report does it: it runs the passes again over the captured program.
+Describing what passes changed takes longer than the passes, and is rarely needed. So passes do not
+record it. A report runs them again over the captured program, and compares.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _SHOWN_OF_PASS = ("name", "promise", "did", "collectives", "sent")
 
 
 def facts_of_graph(step: Any) -> dict[str, Any]:
-    """Returns data about a step's last program for a report: memory, and what each pass changed.
+    """Returns data about a step's last program for a report: `{"memory": ..., "passes": ...}`.
 
-    Args:
-        step: a `CompiledStep`.
+    The first is `facts_of_memory`, the second what each pass changed. `step` is a `CompiledStep`.
 
     Raises:
         ValueError: nothing was captured yet.
@@ -61,6 +60,10 @@ def facts_of_memory(
 
     Args:
         class_of: a function from a buffer to its class ("activations"); `_class_of` if None.
+
+    Returns:
+        "places": the names of the points in time. "held": the bytes of inputs by class. "live": for
+        each class, the bytes at each place. "holders": the largest buffers at the peak.
     """
     class_of = class_of or _class_of
     held = Counter[str]()
@@ -91,7 +94,10 @@ def _class_of(buffer: Buffer) -> str:
 
 
 def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
-    """Returns data for a report: one rank's moves, summed by line, kind, axes and reason."""
+    """Returns data for a report: one rank's moves, one entry for each line, kind, axes and reason.
+
+    Each entry has these four, and the `nbytes` and `count` of its moves.
+    """
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for move in moves:
         name = (move.source, move.kind, " ".join(move.axes), move.reason)
@@ -112,11 +118,8 @@ def facts_of_layouts(program: Program) -> list[list[Any]]:
 
 
 def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
-    """Returns `[name, layout, mesh, bytes on a rank]` of a parameter; layout and mesh as text.
-
-    Args:
-        name: the name of the parameter.
-        p: the parameter.
+    """Returns `[name, layout, mesh, bytes on a rank]` of the parameter `p`; layout and mesh as
+    text.
     """
     mesh = p._spec.wire.mesh
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
@@ -128,11 +131,7 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 
 
 def explain_passes(captured: CapturedForms) -> str:
-    """Returns a text that shows what each pass changed and how many bytes it saves.
-
-    Args:
-        captured: the captured program before the passes.
-    """
+    """Returns a text: what each pass changes in a captured program, and the bytes that it saves."""
     program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):

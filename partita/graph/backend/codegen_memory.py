@@ -55,7 +55,9 @@ def memory_of_code(
     Args:
         sources: the generated code of the program, or of each different section. Each has one text,
             unless Inductor had to split the graph.
-        cut: the program as calls of separately compiled sections; None if it was compiled whole.
+        program: the program, after the passes.
+        cut: the program as calls of separately compiled sections; None if it was compiled in one
+            piece.
 
     Raises:
         ValueError: the code has an unknown form.
@@ -283,7 +285,10 @@ class _FakeRun(TorchDispatchMode):
 
 
 class GeneratedGlobals(dict[str, Any]):
-    """The globals of generated code. Kernels and checks do nothing."""
+    """The globals of generated code: torch's names, and replacements for kernels and checks.
+
+    Kernels of torch run over fake tensors. All other kernels and checks do nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__(

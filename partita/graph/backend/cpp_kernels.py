@@ -35,7 +35,7 @@ _MOST_KERNELS = 8
 processors share the work."""
 
 Libraries = dict[str, tuple[bytes, list[str]]]
-"""For each library, by its digest, its file and the names of its kernels in their order."""
+"""Maps the digest of each library to its file's bytes and the names of its kernels, in order."""
 
 
 class KernelCompiler:
@@ -66,7 +66,10 @@ class KernelCompiler:
     def collect_kernels(self, stack: ExitStack) -> list[str]:
         """Collects kernels instead of compiling them at once, until `stack` is closed.
 
-        Returns the list of their names, which grows. Generated code gets `CollectedKernel`s.
+        Generated code gets a `CollectedKernel` in place of each.
+
+        Returns:
+            The names of the collected kernels. The list grows until `stack` is closed.
         """
         from torch._inductor.async_compile import AsyncCompile
 
@@ -102,10 +105,7 @@ class KernelCompiler:
             self._waiting = {}
 
     def libraries_of(self, names: Sequence[str]) -> Libraries:
-        """Waits for the libraries of kernels and returns them.
-
-        Args:
-            names: the names of the kernels, from `collect_kernels`.
+        """Waits for the libraries that have the kernels `names`, and returns them.
 
         Raises:
             Exception: the compiler's error.
@@ -116,7 +116,12 @@ class KernelCompiler:
 
 @dataclass(frozen=True)
 class CollectedKernel:
-    """A kernel that generated code has until it is compiled."""
+    """A kernel that is not compiled yet. Generated code has it in place of the compiled function.
+
+    Attributes:
+        compiler: the compiler that collected it.
+        name: its name in the compiler.
+    """
 
     compiler: KernelCompiler
     name: str
@@ -130,7 +135,10 @@ class CollectedKernel:
 class KernelLibrary:
     """A library that a thread of Inductor's pool compiles.
 
-    Each kernel stands in a namespace of its own, with torch's code to call it from Python.
+    Each kernel has its own namespace, with torch's code to call it from Python.
+
+    Args:
+        kernels: maps a kernel's name to the C++ types of its arguments and its source.
     """
 
     def __init__(self, kernels: dict[str, tuple[Sequence[str], str]]):
@@ -181,11 +189,8 @@ def _write_binding(argtypes: Sequence[str], name: str) -> str:
 
 
 def name_of_kernel(argtypes: Sequence[str], source: str) -> str:
-    """Returns a name that is equal for equal kernels, and for no others.
-
-    Args:
-        argtypes: the C++ types of the kernel's arguments.
-        source: the kernel's C++ code.
+    """Returns a name that is equal for kernels with equal C++ source and types of arguments
+    only.
     """
     return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
 

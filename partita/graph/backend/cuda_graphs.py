@@ -109,23 +109,23 @@ class HostSplit:
     """A program cut in two: a graph that the CPU runs in each call, and a program for the device.
 
     Args:
-        device: the device that runs the program. Values that the host computes for it are copied to
-            it.
+        program: the program, with sections inlined.
+        device: the device of the second part. Values that the CPU computes for it are copied to it.
 
     Attributes:
-        host: a graph of host inputs. Its first results are the values that are copied to the
-            device.
-        host_inputs: the positions of the host inputs among the program's inputs.
-        crossing: the number of values that the host computes for the device.
-        is_callers: for each copied value, True if the caller of the step has the memory, too.
-        device: a program whose inputs are the other inputs, followed by the values from the host.
+        host: the CPU's graph. Its first results are the values that are copied to the device.
+        host_inputs: the positions of its inputs among the program's inputs.
+        crossing: the number of values that the CPU computes for the device.
+        is_callers: for each of these values, True if it is an input of the program or a view of
+            one.
+        device: a program whose inputs are the other inputs, followed by the copied values.
         device_inputs: the positions of the other inputs.
         outputs: where each output of the program comes from, as a pair: ("host" or "device", the
             position among the results of that part), ("input", the position of the input), or
             (None, the value itself).
 
     Raises:
-        NotRecorded: the host reads a result of the device.
+        NotRecorded: the CPU's part reads a result of the device.
     """
 
     def __init__(self, program: Program, device: torch.device):
@@ -294,9 +294,9 @@ class ReplayedProgram:
     The first call runs normally, because kernels are compiled and tuned in it.
 
     Args:
+        program: the program.
         compile_part: compiles the device's part, and returns the function that runs it.
-        pool: a function that returns the memory pool of all recordings of the step, given the kind
-            of device.
+        pool: a function from a kind of device ("cuda") to the memory pool of the step's recordings.
         title: the name of the step, for a warning.
         is_required: True to raise an error if CUDA refuses to record. Otherwise the program runs
             without a CUDA graph, with a warning.

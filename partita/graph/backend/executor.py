@@ -42,8 +42,8 @@ def make_graph_function(
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Returns a Python function that runs a graph node by node.
 
-    If a call raises an error, a note with the node and the user's line is added to it. The error
-    keeps no values alive.
+    If a call raises an error, a note with the node and the user's line is added to the error. Its
+    traceback does not keep the values of the graph alive.
 
     Args:
         groups: maps the name of each process group in the graph to its wire and axes. None uses
@@ -135,7 +135,10 @@ class GraphWriter:
         return run
 
     def statements(self, node: fx.Node, dropped: Iterable[fx.Node]) -> str:
-        """Returns the Python code that runs a node, and afterwards deletes the values `dropped`.
+        """Returns the Python code that runs a node and deletes the values that no later node reads.
+
+        Values are deleted after a call, but operands of a section before it. The section gets them
+        in a list, which it empties, so that it can free them.
 
         Args:
             dropped: the nodes whose values no later node reads.
@@ -161,7 +164,11 @@ class GraphWriter:
         return self._calls[section]
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Returns the nodes whose values must not be freed before a node has run."""
+        """Returns the nodes whose values must not be freed before a node has run.
+
+        These are its operands. A wait in torch's own collectives also needs the collective's
+        operands.
+        """
         if self.groups is not None or node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
@@ -225,10 +232,8 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """Returns Python code for an operand: a variable, a literal, or a name from `bind`.
-
-        Args:
-            value: the operand.
+        """Returns Python code for the operand `value`: a variable, a literal, or a name from
+        `bind`.
         """
         if isinstance(value, fx.Node):
             return self.names[value]
@@ -240,10 +245,8 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Gives an object, such as a constant, a name in the generated code. Returns the name.
-
-        Args:
-            value: the object.
+        """Gives the object `value`, such as a constant, a name in the generated code, and returns
+        the name.
         """
         name = self._of.get(id(value))
         if name is None:
@@ -347,7 +350,7 @@ def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
 def constants_as_inputs(graph: fx.GraphModule) -> None:
     """Turns a graph's constants into additional inputs, behind its other inputs.
 
-    The reason: a compiled program loses its constants when it is stored in a file.
+    A compiled program does not have its constants any more after it was stored in a file.
     """
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
@@ -368,7 +371,7 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 
 
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
-    """Returns a function that calls `call` with the graph's constants as further inputs."""
+    """Returns a function that calls `call` with its inputs, followed by the graph's constants."""
     constants = constants_of(graph)
     return (lambda *inputs: call(*inputs, *constants)) if constants else call
 

@@ -1,15 +1,14 @@
 """Inductor: compiles a program to machine code that other processes can load.
 
 All ranks call `build` together, and one rank of each host compiles:
-
 1. Each rank loads what is in the store.
 2. If ranks of a host miss a program, the first of them compiles it and puts it into the store.
    Several programs are divided among the ranks, which compile at the same time. A rank lowers all
-   of its programs, while a pool of workers compiles their kernels, and waits for these once.
+   of its programs, while a pool of workers compiles their kernels. Then it waits for the kernels.
 3. The others load it. If the store does not work, they compile it themselves.
 
 If one rank fails, all raise the same error, so that no rank waits for it. A graph is cut into
-sections if that pays off, or if it checks a value, which a compiler might drop.
+sections if that saves time, or if it checks a value: a compiler might drop the check.
 
 Inductor itself saves generated Python and the binaries of Triton kernels, but compiles C++ kernels
 again at each load. So a payload contains Inductor's result, reduced to what is needed to run, and
@@ -82,7 +81,7 @@ def build(
         program: the program, which is the same on all ranks and has its key.
         what: a title of the program, for messages.
         wires: the wires of the program's meshes.
-        sections: True to cut it into sections; None to do so if it pays off.
+        sections: whether to cut the program into sections: see `cut_into_sections`.
         note_section: a function to call before a section is compiled, with its number from 1 and
             the number of different sections.
 
@@ -105,15 +104,15 @@ def build(
 
 
 def cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
-    """Returns a program's graph cut into sections; None if it should be compiled as a whole.
+    """Returns a program's graph cut into sections; None if it should be compiled in one piece.
 
     A graph that checks a value is always cut, with the check between two sections. A compiler might
     drop the check, or run it after the calls that it must prevent. If blocks are calls of sections,
     the graph is cut between these, too.
 
     Args:
-        sections: True cuts it. False cuts it only if it checks a value. None cuts it if that pays
-            off.
+        sections: True cuts it. False cuts it only if it checks a value. None cuts it if that saves
+            compile time (`sections_of`).
     """
     nodes = program.graph.graph.nodes
     checks = any(map(checks_value, nodes))
@@ -519,7 +518,9 @@ def _load_kernels_of_code(
 
 
 def add_triton_kernels(saved: bytes, waits: Iterable[Callable[[], None]]) -> bytes:
-    """Returns a saved result with the Triton kernels for which it waits."""
+    """Returns a pickled result of Inductor with its Triton kernels, after calling the `waits` for
+    them.
+    """
     from torch._inductor.triton_bundler import TritonBundler
 
     TritonBundler.begin_compile()
@@ -688,17 +689,11 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """Removes data for the compiler from a saved result of Inductor, so that it loads faster.
+    """Returns a pickled result of Inductor without data for the compiler, so that it loads faster.
 
     Torch saves data to compile the result again, and generated code imports the compiler for a few
     names. These names are replaced (`_LINES`). This uses torch's private format. If a new torch
     writes a part differently, that part stays as it is.
-
-    Args:
-        saved: Inductor's pickled result.
-
-    Returns:
-        The changed result, pickled.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
@@ -715,16 +710,11 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Removes the checks of input shapes and strides from the code in a saved result of Inductor.
+    """Returns a pickled result of Inductor without the checks of input shapes and strides in its
+    code.
 
     They are not needed, because guards check the same. In a tiny step they take as long as the
     kernels.
-
-    Args:
-        saved: Inductor's pickled result.
-
-    Returns:
-        The changed result, pickled.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result

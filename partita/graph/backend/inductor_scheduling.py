@@ -78,10 +78,14 @@ def _unpacks_gathered(node: fx.Node) -> bool:
 
 
 class FusionChoices(InductorChoices):
-    """Inductor's rules for fusion, with two changes.
+    """Inductor's rules for fusion, with three changes.
 
-    Recomputed calls are never fused with calls of forward. Large independent calls are fused only
-    if they share many bytes.
+    - A recomputed call is not fused with a call of forward. On a GPU, a call that unpacks a
+      gathered value may be.
+    - Large independent kernels are fused only if they share many bytes. On a GPU, neighbours in the
+      graph's order are fused in any case.
+    - A large reduction is not fused with a kernel that reads its result, unless they share many
+      bytes.
     """
 
     def uuid(self) -> str:
@@ -107,6 +111,8 @@ class FusionChoices(InductorChoices):
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """True if Inductor may fuse a kernel with an earlier one, whose result it reads.
+
+        A reduction that frees much more than it writes is not fused, so that it can run early.
 
         Args:
             scheduler: Inductor's scheduler.

@@ -55,10 +55,11 @@ def sections_of(program: Program, always: bool = False) -> Sections | None:
     """Cuts a program's graph into sections (parts that are compiled separately).
 
     Equal sections are compiled only once. Returns None if the graph has values that are not
-    tensors, or if a cut does not pay off.
+    tensors, or no section. Returns None also if a cut saves too little: for a graph of at most
+    `DEEP` calls, or if the different sections have more than half of the calls.
 
     Args:
-        always: True to cut the graph even if it is not deep or has too few equal parts.
+        always: True to cut the graph even if that saves too little.
     """
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:

@@ -50,6 +50,7 @@ class Entry:
     """One file in a store of compiled programs.
 
     Attributes:
+        path: the path of the file.
         key: the key of the program in the file, from the file's name.
         nbytes: the size of the file in bytes.
         used: the time of the last read or write, in seconds since 1970.
@@ -86,7 +87,10 @@ class Store:
     # -- one artifact ------------------------------------------------------------------------------
 
     def get(self, key: str) -> Artifact | None:
-        """Returns the stored program with this key, or None. Warns if its file cannot be used."""
+        """Returns the stored program with this key; None if there is none.
+
+        Warns and returns None if the file cannot be used.
+        """
         path = self.path(key)
         try:
             check_folder(self.folder)
@@ -103,8 +107,8 @@ class Store:
     def put(self, key: str, artifact: Artifact) -> bool:
         """Writes a compiled program under a key, replacing an older one.
 
-        Returns False, with a warning, if that fails. Other processes see the complete file or no
-        file.
+        Returns False if that fails, with a warning; without one if the store's limit is 0. Other
+        processes see the complete file or no file.
 
         Args:
             key: the key, by which `get` finds the program.
@@ -147,7 +151,7 @@ class Store:
         return sorted((e for e in found if e is not None), key=lambda e: -e.used)
 
     def clear(self) -> tuple[int, int]:
-        """Deletes all files. Returns their number and bytes.
+        """Deletes all files, unfinished ones too. Returns their number and bytes.
 
         Raises:
             OSError: a file cannot be removed.

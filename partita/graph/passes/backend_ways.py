@@ -31,7 +31,8 @@ from .rewrite import NodeBuilder
 _aten = torch.ops.aten
 
 _MOST_ADDITIONS = 8
-"""Shares up to which each addition is a node, which Inductor fuses; of more, one node sums all."""
+"""Up to so many shares, each addition is a node, which Inductor fuses. More shares are summed by
+one node."""
 
 
 def backend_ways(program: Program) -> str:

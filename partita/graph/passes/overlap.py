@@ -115,11 +115,10 @@ class _Order:
         return before, most
 
     def try_behind(self, some: set[fx.Node], behind: fx.Node, limit: float) -> bool:
-        """Moves nodes directly behind the node `behind`, if the predicted peak stays in a limit.
+        """Moves the nodes `some` directly behind the node `behind`, in their order.
 
-        Args:
-            some: the nodes; they keep their order.
-            limit: the limit in bytes. The peak is within it before the change.
+        Does nothing if the predicted peak would exceed `limit` bytes. Returns True if they were
+        moved.
         """
         at = self.place[behind]
         places = [self.place[node] for node in some]

@@ -56,10 +56,10 @@ PASSES: dict[str, Pass] = {
     "overlap": overlap,
     "backend_ways": backend_ways,
 }
-"""The passes in their order. `free_remat` looks at what `remat` has left for backward to read.
-`regather` parts again what `dedupe` has merged, and `bucket` joins the gathers that it leaves.
-`merge_views` clears up behind moves and buckets. `backend_ways` is last: how a sum is made depends
-on where `overlap` has put its readers."""
+"""The passes in their order. `free_remat` reads what `remat` has left in memory for backward.
+`regather` splits gathers that `dedupe` has merged, and `bucket` joins gathers of one block.
+`merge_views` removes views that moves and buckets have added. `backend_ways` is last, because how a
+sum is computed depends on where `overlap` has put the nodes that read it."""
 
 # A step with blocks as calls has three kinds of graphs. One is of the step; the others are of block
 # programs, which either compute (forward and backward) or update (they write parameters). All other
@@ -79,7 +79,8 @@ def order_passes(options: StepOptions) -> dict[str, Pass]:
         options: the options of the step: `passes` and `without`.
 
     Raises:
-        ValueError: `without`, or a place, names an unknown pass; two passes have one name.
+        ValueError: `without`, or a key of `passes`, names an unknown pass; or two passes have one
+            name.
     """
     passes, first = options.passes, next(iter(PASSES))
     by_place = passes if isinstance(passes, Mapping) else {first: passes}
@@ -205,11 +206,8 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raises IllegalGraph if a pass has changed a property that this contract fixes.
-
-        Args:
-            program: the program after the pass.
-            name: the name of the pass, for the error.
+        """Raises IllegalGraph if the pass `name` has changed a property that this contract
+        fixes.
         """
         now = PassContract.of_program(program)
         if now.inputs != self.inputs:
@@ -298,11 +296,11 @@ class Change:
         nodes, collectives: (before, after), the numbers of nodes and of collectives.
         sent: (before, after), bytes that a rank sends.
         saved: (before, after), bytes of gathered parameters that are kept from forward to backward.
-        seconds: (before, after), the predicted time of all collectives one after another
-            (`redistribute.move`). It is for comparing graphs.
+        seconds: (before, after), the predicted seconds of all collectives, one after another
+            (`redistribute.move`). They serve only to compare graphs.
         diff: the calls that were removed ("-") and added ("+"), with their counts.
         digest: a hash of the graph after the pass. If ranks differ, the pass depends on the rank.
-        changed: True if the graph differs.
+        changed: True if the pass changed the graph.
     """
 
     name: str
@@ -345,19 +343,19 @@ _LABELS = {
 
 
 def format_figure(what: str, value: float) -> str:
-    """Returns a figure of a `Change` as text with its unit, such as "12 MiB".
-
-    Args:
-        what: the name of the field of `Change`.
-        value: the figure.
-    """
+    """Returns `value`, the field `what` of a `Change`, as text with its unit, such as "12 MiB"."""
     if what in ("sent", "saved"):
         return "nothing" if not value else human(int(value))
     return f"{value * 1e6:.4g} us" if what == "seconds" else str(value)
 
 
 class GraphFigures:
-    """Figures of a graph (nodes, collectives, bytes sent), to compare before and after a pass."""
+    """Figures of a graph, to compare before and after a pass.
+
+    Attributes:
+        figures: maps the fields of `Change` that are pairs ("nodes", "sent", ...) to their values.
+        lines, digest: the graph's canonical lines, and a hash of them.
+    """
 
     def __init__(self, program: Program):
         nodes = list(program.graph.graph.nodes)

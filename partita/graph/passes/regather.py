@@ -139,7 +139,7 @@ class GatheredParameter:
 
 
 class UseRuns:
-    """A graph cut into *runs*: parts that use one block each. Lists the gathered parameters.
+    """A graph cut into *runs* (parts that use one block each), and its gathered parameters.
 
     Attributes:
         found: the gathered parameters, in order of their gathers.
@@ -165,19 +165,14 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run in which a node reads a gathered parameter.
-
-        Args:
-            one: the parameter.
-            user: the node.
+        """Returns the index of the run in which the node `user` reads the gathered parameter
+        `one`.
         """
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run that reads a gathered parameter; -1 if none does.
-
-        Args:
-            one: the parameter.
+        """Returns the index of the first run that reads the gathered parameter `one`; -1 if none
+        does.
         """
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
@@ -230,8 +225,7 @@ def find_moved(
     Args:
         place: the index of each node in the graph.
         moves: a predicate: True for a call that only views, copies or casts.
-        operands: a function from a call for which `moves` is True to the operands that it views,
-            copies or casts.
+        operands: a function from such a call to its operands that must be among the found nodes.
     """
     found = {start}
     waiting = [start]

@@ -35,7 +35,7 @@ from ..program import Program
 from ..verify import SPACES
 
 _LEVELS = 8
-"""Among how many choices a budget finds its own, those apart that go back further."""
+"""The number of choices for a budget, besides those that recompute across bottlenecks."""
 
 _ALONE = 1.25
 """So many times its own bytes may be needed beside what all of forward passes through."""
@@ -216,9 +216,9 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 def can_be_made_again(node: fx.Node) -> bool:
     """True if `node` is a call of forward that backward can run again, with the same result.
 
-    It is False for a user's operator, whose cost is unknown, and which may draw random numbers. It
-    is False for a call of a block, whose own graph says what is recomputed, and for a section. For
-    an item of a call's result, it is True if it is True for the call.
+    An item of a call's result is treated as the call. False for calls that draw or write, and for:
+    - a user's operator, whose cost is unknown, and which may draw random numbers
+    - a call of a block or a section, because the block's own graph decides what is recomputed
     """
     if node.target is operator.getitem:
         return can_be_made_again(node.args[0])  # type: ignore[arg-type]
@@ -239,16 +239,10 @@ def is_in_backward(node: fx.Node) -> bool:
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Adds copies of `chosen` nodes to backward, so that their values are not kept from forward.
+    """Adds copies of `chosen` nodes to the backward of `graph`, so that their values are not kept.
 
     A copy is inserted before its first reader. Its operands are values that exist at that time, or
-    copies, too.
-
-    Args:
-        graph: the graph, which is changed in place.
-
-    Returns:
-        The copy of each node.
+    other copies. Returns the copy of each node.
     """
     copies: dict[fx.Node, fx.Node] = {}
     needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
@@ -291,10 +285,11 @@ def flops_of(node: fx.Node) -> int:
 
 
 def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
-    """Returns the floating-point operations and bytes of all recomputed calls of a graph.
+    """Returns the floating-point operations of all recomputed calls of a graph, and their bytes.
 
     Calls in sections are included. Two kinds of values do not count: parameters that are gathered
-    again (see `regather`), and values that the kernels which read them compute (see `free_remat`).
+    again (`regather`), and values that are computed inside the kernels that read them
+    (`free_remat`).
     """
     within: dict[Subgraph, tuple[int, int]] = {}
     flops = nbytes = 0

@@ -1,8 +1,8 @@
 """Rewriting: the functions with which a pass finds nodes, adds nodes and replaces nodes.
 
-A pass may also use the methods of FX. But new nodes need metadata that other passes read, which
-these functions write: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`) with the
-user's line and the phase of a node.
+A pass may also use the methods of FX, but other passes read metadata of new nodes. The functions
+here write these: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`) with the user's
+line and the phase.
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
 
 
 def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
-    """Adds a call of `target` to the graph before the node `before`, and returns its node.
+    """Adds the call `target(*args, **kwargs)` before the node `before`, and returns its node.
 
     The new node has the user's line and the phase of `before`.
-
-    Args:
-        args, kwargs: the arguments of the call.
     """
     with before.graph.inserting_before(before):
         note = note_of(before)

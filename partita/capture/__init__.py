@@ -2,14 +2,14 @@
 
 In reading order:
 
-- The whole: `tracer` (`capture` takes a function and its state; `Tracer` makes one run).
+- The entry: `tracer` (`capture` takes a function and its state; `Tracer` traces one run).
 - Inputs: `graph_inputs` (a fake for each tensor of the state and the arguments), `fakes` (fakes of
   tensors and symbolic numbers), `number_env` (makes the symbolic numbers), `kernel_strides` (the
   strides of fakes), `optimizers`, `conditions` (checks of inputs before a later call).
 - The run: `capture_context` (settings and replacements during a run), `recorder` (the dispatch mode
   that turns calls into nodes), `function_mode` (intercepts functions called on tensors),
-  `equal_calls` (equal calls are traced once), `torch_settings`, `code_origin` (tells the user's
-  code from a library's).
+  `equal_calls` (equal calls are traced once), `torch_settings`, `code_origin` (distinguishes the
+  user's code from a library's).
 - Outputs: `graph_outputs`, `differentiate` (gradients of a part of a model), `left_attributes`
   (tensors that a function stores in modules), `known_masks` (removes attention masks).
 - The graph without in-place writes: `functionalize`, `functional_calls` (single calls, and numbers

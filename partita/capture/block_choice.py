@@ -24,7 +24,7 @@ _LEAST_BY_DEFAULT = 6
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """All calls of equal blocks (such as transformer layers) in a step, or all their equal updates.
+    """All equal calls of a block (such as a transformer layer) in a step, or all its equal updates.
 
     Attributes:
         kind: the name of the block's class; for an update "AdamW of Block".
@@ -65,10 +65,8 @@ class BlocksTraced:
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns a copy in which no block is folded, because all calls of subgraphs were inlined.
-
-        Args:
-            reason: why they were inlined.
+        """Returns a copy in which no block is folded; `reason` says why their calls were
+        inlined.
         """
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
@@ -82,8 +80,7 @@ class BlocksTraced:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """Decides which modules of a step are blocks: repeated modules, whose graphs may be folded into
-    one.
+    """Decides which modules of a step are blocks: modules whose structure occurs several times.
 
     Attributes:
         named: the modules and classes that the user names. If None, `find` searches for the

@@ -41,7 +41,7 @@ class BlockUpdates:
     To fold is to replace equal parts of the graph by calls of one subgraph.
 
     Args:
-        recorder: the recorder of the capture, which stores to which block a node belongs.
+        recorder: the recorder of the capture. It records to which block a node belongs.
         choice: the choice of modules that are blocks.
         models: the models of the step.
     """
@@ -63,7 +63,7 @@ class BlockUpdates:
     def note_parameters(self) -> None:
         """Records to which block each parameter belongs. Call it while fakes replace parameters.
 
-        A parameter that several blocks share belongs to the first of them.
+        If several blocks share a parameter, it belongs to the first of them.
         """
         self._block_of = {}
         for number, block in enumerate(self._blocks):
@@ -175,15 +175,13 @@ WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor, torch.Tensor, int]]
 def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
     """Replaces an optimizer's step counts by float64 copies, so that bias corrections are exact.
 
-    `narrow_counts` restores them.
-
     Args:
         states: the optimizer states of parameters.
-        exact: a set to which the ids of values that eager code rounds to float32 are added, or
-            None.
+        exact: a set to which the ids of NAdam's momentum products are added, which eager code
+            rounds to float32; None to skip them.
 
     Returns:
-        The replaced counts, for `narrow_counts`.
+        The replaced counts, for `narrow_counts`, which restores them.
     """
     widened: WidenedCounts = []
     for entries in states:

@@ -46,7 +46,7 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 class FakeRunHooks(TraceHooks):
     """The `TraceHooks` that are active during a capture.
 
-    Tensors, optimizers and remat regions call these hooks, so that the capture can record what they
+    Tensors, optimizers and remat regions call these hooks, so that the capture records what they
     do.
     """
 
@@ -194,11 +194,8 @@ def errors_not_logged() -> Iterator[None]:
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Makes a capture inside the `with` block record the individual calls of nn.LSTM.
 
-    The reason: oneDNN's fused layer allocates memory for backward, whose size only oneDNN can
-    compute.
-
-    Args:
-        modules: the modules of the step. Nothing changes if none has an nn.LSTM.
+    oneDNN's fused layer allocates memory for backward, and only oneDNN can compute its size.
+    Nothing changes if none of `modules` contains an nn.LSTM.
     """
     if not any(isinstance(part, torch.nn.LSTM) for m in modules for part in m.modules()):
         yield
@@ -216,14 +213,20 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Makes other captures wait, and disables the user's dispatch modes, in the `with` block."""
+    """Makes other captures wait, and disables the user's dispatch modes, inside the `with` block.
+
+    Torch logs no errors of fake tensors in the block.
+    """
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
 
 @contextmanager
 def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Sets what a capture of `modules` needs in torch and partita, inside the `with` block."""
+    """Changes the settings that a capture of `modules` needs, inside the `with` block.
+
+    These are settings of torch and of partita: see the functions that this one calls.
+    """
     with (
         compiling(),
         # A function that is wrapped by `torch.compile` is captured as the function itself.
@@ -279,7 +282,7 @@ _profiling = _Profiling()
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Sets `event` as this thread's profile function inside the `with` block.
 
-    It gets no event of an `unprofiled` call. Torch makes about a thousand Python calls for each op
+    It gets no events of an `unprofiled` call. Torch makes about a thousand Python calls for each op
     over fake tensors. None of them is the user's, and reporting a call takes longer than the call.
     So these ops run `unprofiled`.
 
@@ -297,10 +300,10 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls `function(*args, **kwargs)` while this thread's profile function is off. It is faster.
+    """Calls `function(*args, **kwargs)` with this thread's profile function off, which is faster.
 
-    The function must be one of partita or torch that runs no user code. The reason: capture watches
-    the user's calls by that profile function.
+    The function must be one of partita or torch that runs no user code: by the profile function,
+    capture watches the user's calls.
     """
     event = _profiling.event
     if event is None:
@@ -335,7 +338,7 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """Returns the number of dispatch modes, and the saved-tensor hooks: both intercept calls.
+    """Returns what intercepts calls: the number of dispatch modes, and the saved-tensor hooks.
 
     If the result differs from an earlier one, user code may run in a call. Private torch: the
     number of dispatch modes.

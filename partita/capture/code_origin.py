@@ -33,10 +33,10 @@ _LIBRARY_MODULES = (
 
 @functools.cache
 def is_recorded_file(filename: str) -> bool:
-    """True if a capture follows the code in a file: not torch's, partita's or Python's own.
+    """True if a capture follows the code in the file with this path.
 
-    Args:
-        filename: the path of the file.
+    It does not follow code of torch, partita or Python itself. Partita's own models and training
+    loop are followed.
     """
     if filename.startswith("<frozen"):
         return False
@@ -52,7 +52,9 @@ def is_recorded_file(filename: str) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """True if a capture follows a module's code: not torch's, partita's or Python's own."""
+    """True if a capture follows the code of the module with this name: not torch's or Python's
+    own.
+    """
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names

@@ -32,8 +32,8 @@ class Condition:
         line: the user's line of the branch.
         numbers: the inputs that the condition depends on.
         values: the values of `numbers` at capture.
-        code: an expression of `symbols` that must be true. If it is None, the numbers must have the
-            same `values` as at capture.
+        code: a compiled expression of `symbols` that must be true. If None, the numbers must have
+            the same `values` as at capture.
         symbols: the names of `numbers` in `code`.
     """
 
@@ -55,11 +55,7 @@ class Condition:
             return False
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        """Returns why the condition fails: which number changed, and the line of the branch.
-
-        Args:
-            tensors: the leaves (tensors and numbers) of the call.
-        """
+        """Returns why the condition fails: which number changed, and the line of the branch."""
         changed = [
             f"{given.name}: {was} became {now}"
             for given, was in zip(self.numbers, self.values, strict=True)
@@ -133,8 +129,7 @@ class GradientObjects:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """A condition that several one-element tensors, such as optimizer step counts, have the same
-    value.
+    """A condition that several tensors of one element have the same value, such as step counts.
 
     Attributes:
         names: the names of the tensors.
@@ -161,7 +156,7 @@ class EqualInputs:
 
 
 def read_counts(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the values of several zero-dimensional tensors with equal metadata, in one read.
+    """Returns the values of zero-dimensional tensors with equal metadata, in one read.
 
     Reading them one by one takes five times as long. Meta tensors count as 0.
     """
@@ -188,13 +183,13 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
 
 
 FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
-"""Facts that are compared only by whether a tensor has such an object."""
+"""Attributes of a tensor for which only "is it None" is compared."""
 
 
 def read_fact(t: torch.Tensor, name: str) -> Any:
     """Returns the property `name` of the tensor `t`, such as the value of `is_leaf`.
 
-    For names in `FACTS_OF_OBJECTS`, returns True if the attribute is not None.
+    For names in `FACTS_OF_OBJECTS`, returns True if the attribute is not None; for "id", `id(t)`.
     """
     if name == "id":
         return id(t)
@@ -240,10 +235,8 @@ class Conditions(
     """All conditions under which a captured program may run."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
-        """Returns why a program may not run in a call, or None if all conditions hold.
-
-        Args:
-            tensors: the leaves of the call (the tensors and numbers of its arguments and state).
+        """Returns why a program may not run in a call with the leaves `tensors`; None if all
+        hold.
         """
         for condition in self:
             if not condition.holds(tensors):
@@ -251,15 +244,13 @@ class Conditions(
         return None
 
     def identify_numbers(self) -> int:
-        """Returns a hash of the conditions on Python numbers, by which programs are compared."""
+        """Returns a hash of the conditions on Python numbers, to compare two programs."""
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if an optimizer's step counts differ, but the program assumes that they are equal.
-
-        Args:
-            tensors: the leaves (tensors and numbers) of the call.
+        """True if an optimizer's step counts differ, but the program assumes that they are
+        equal.
         """
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
@@ -274,8 +265,7 @@ class OverlapCheck:
     """The check that a program writes no input whose memory another input uses, too.
 
     Inputs may be views of one storage if none of them is written, or if they do not overlap. A view
-    copy is a view in plain PyTorch, but a copy here. It may not be an input if the storage of its
-    base is written.
+    copy is a view in plain PyTorch, but a copy here. It may not be an input if its base is written.
     """
 
     def __init__(self, program: Program):
@@ -303,8 +293,8 @@ class OverlapCheck:
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
         """True if an argument or gradient of a call may overlap an input that the program writes.
 
-        This is a fast check, which may be True although nothing overlaps: `find_error` decides. For
-        the tensors of the state, call `note_held` first.
+        This is a fast check, which may be True although nothing overlaps: `find_error` decides. The
+        storages of the state are those of the last call of `note_held`.
 
         Args:
             tensors: the leaves (tensors and numbers) of the call.
@@ -324,7 +314,10 @@ class OverlapCheck:
         return bool(self._given_to) and len(set(starts)) < len(starts)
 
     def note_held(self, tensors: Sequence[Any]) -> None:
-        """Records which storages the step's state uses now. Call it after the state has changed.
+        """Records which storages the step's state uses now, for `may_overlap`.
+
+        It must be called before the first `may_overlap`, and again after the state has got other
+        tensors.
 
         Args:
             tensors: the leaves (tensors and numbers) of a call.

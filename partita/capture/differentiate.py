@@ -1,8 +1,8 @@
-"""Gradients of a captured part of a model, through whose results the caller may go backward.
+"""Gradients of a captured part of a model, for a caller who may call backward on its results.
 
-So backward is traced right after forward into the same graph, which graph passes see as a whole.
-The gradients of results become "cotangent" inputs of the graph. Their placements are the duals of
-the results' placements.
+Backward is traced right after forward into the same graph, so graph passes get both. The gradients
+of results become "cotangent" inputs of the graph. Their placements are the duals of the results'
+placements.
 
 Results that share autograd history form one `ResultPart`. They go backward together, so that the
 history is traversed once, as in eager. If a result is computed from another one and they share no
@@ -54,7 +54,10 @@ class Seed:
 
 
 def has_history(value: torch.Tensor) -> bool:
-    """True if the caller can call backward on `value`: it requires grad and has a `grad_fn`."""
+    """True if the caller can call backward on `value`: it requires grad and has a `grad_fn`.
+
+    For a DTensor, partial values must be sums.
+    """
     if not requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
@@ -94,8 +97,9 @@ def differentiate(
         again: True to retain the autograd graph, so that `differentiate` can be called again.
 
     Returns:
-        The seeds (gradients of `results`) and the gradients of `inputs`. The whole result is None
-        if there are no inputs. It is also None if a backward in the function has freed the history.
+        The seeds (gradients of `results`), and for each of `inputs` its gradient or None. None in
+        place of both if there are no inputs, or if the function's own backward has freed the
+            history.
     """
     if not inputs:
         return None
@@ -158,7 +162,8 @@ class ResultPart:
         ancestors: the indices of results of other parts from which the results of this part are
             computed directly.
         hooks_miss_gradient: the indices in `results` from which other results of the part are
-            computed. Hooks of these results get only a part of the gradient.
+            computed. A hook on such a result does not get the gradient that flows through those
+            others.
     """
 
     results: list[int]
@@ -203,7 +208,7 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 
 
 def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the leaves (of autograd) that require grad, and from which `results` are computed."""
+    """Returns autograd's leaves that require grad and from which `results` are computed."""
     with local_ops():
         ahead = [t.grad_fn for t in results if t.grad_fn is not None]
         seen, leaves = set(ahead), []

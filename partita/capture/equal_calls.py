@@ -41,7 +41,7 @@ from .fakes import is_symbolic
 
 
 def node_of(t: torch.Tensor) -> fx.Node | None:
-    """Returns the node that computes the fake tensor `t` in the traced graph, or None."""
+    """Returns the node that computes the fake tensor `t` in the traced graph; None if none does."""
     slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.proxy.node
 
@@ -70,11 +70,7 @@ def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
 def tensors_of(
     nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> list[FakeTensor]:
-    """Returns a new fake tensor for each of `nodes`, with the metadata of the tensor in `likes`.
-
-    Args:
-        mode: the mode of the fake tensors.
-    """
+    """Returns new fake tensors of `mode`, one for each of `nodes`, with the metadata of `likes`."""
     with torch._C._DisableTorchDispatch(), DisableTorchFunction():  # type: ignore[attr-defined]
         made = [_make_fake_like(t, mode) for t in likes]
     for node, fake, like in zip(nodes, made, likes, strict=True):
@@ -102,8 +98,8 @@ class RepeatedCalls:
     """The calls that a capture has traced. A later equal call only gets a node, which is faster.
 
     Attributes:
-        shared: nodes that compute several tensor objects: a tensor and its detached copies.
-            (`detach` adds no node.)
+        shared: the nodes that compute several tensor objects, because `detach` adds no node: a
+            tensor and its detached copies have one node.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -112,12 +108,10 @@ class RepeatedCalls:
         self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a key that is equal for equal calls; None if the call must always be traced.
+        """Returns a key that is equal for equal calls of an ATen op.
 
-        Only calls that make or write exactly one tensor have a key.
-
-        Args:
-            func, args, kwargs: the ATen op of the call, and its arguments.
+        Returns None if the call must always be traced. Only calls that make or write exactly one
+        tensor have a key.
         """
         if not (_makes_one(func) or _writes_one(func)):
             return None
@@ -132,7 +126,9 @@ class RepeatedCalls:
             func, args, kwargs: the ATen op of the call, and its arguments.
 
         Returns:
-            The call's fake value; None if no equal call was traced.
+            The call's fake value, or for an op that writes, the written tensor. None if no equal
+                call was
+            traced.
         """
         like = self._known.get(key)
         if like is None:
@@ -176,13 +172,11 @@ class RepeatedCalls:
         return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Adds a node for a call over lists (`_foreach_*`) without tracing it. Returns its value.
+        """Adds a node for a call over lists (`_foreach_*`) without tracing it. Returns the call's
+        value.
 
         For positions of the lists with equal operands, the fake value is computed only once.
         Returns `NotImplemented` if the call must be traced.
-
-        Args:
-            func, args, kwargs: the ATen op of the call, and its arguments.
         """
         with local_ops():
             places = _group_places(args)
@@ -269,7 +263,7 @@ def _nodes_of(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_over_lists(func: Any) -> bool:
-    """True if `func` is an op over lists (`_foreach_*`): it applies another op to each position."""
+    """True if `func` is an op over lists (`_foreach_*`), which does the same at each position."""
     returns = [str(r.type) for r in func._schema.returns]
     return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
 

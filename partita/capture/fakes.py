@@ -1,13 +1,13 @@
 """Fakes: what replaces tensors, DTensors and Python numbers while a step is captured.
 
-A FakeTensor has metadata and a device, but no memory. The local fake of a DTensor is re-tagged as
+A FakeTensor has metadata and a device, but no memory. The local fake of a DTensor becomes a
 `FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
 redistributions run as usual, and a FakeTensor to the dispatcher. The dispatcher aborts if a tensor
 has the dispatch keys of a fake, but a class that cannot handle its calls.
 
 A symbolic number (torch's `SymFloat` and similar classes) replaces a float, int or bool whose value
 is known only when the graph runs. The subclasses in this module behave like numbers in the user's
-code: `isinstance(x, float)` is true, and a comparison returns True or False according to a hint (a
+code: `isinstance(x, float)` is true. A comparison returns True or False according to a hint (a
 known value), and becomes a condition. Arithmetic follows Python, also for signed zeros, division by
 zero and powers of negative numbers. `Substitutes` makes `type`, `id` and `hash` return the values
 for the replaced object.
@@ -92,10 +92,10 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """Converts torch's symbolic number to partita's class, which behaves like a Python number.
+    """Returns partita's class of one of torch's symbolic numbers, which behaves like a Python
+    number.
 
-    Args:
-        value: the number. Other values are returned unchanged.
+    Returns other values unchanged.
     """
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
@@ -138,7 +138,7 @@ class _Type(type):
 
 
 def identity_of(x: Any) -> int:
-    """Returns `id(x)`. For a fake tensor, returns the id of the input that the fake replaces.
+    """Returns `id(x)`; for a fake tensor, the id of the input that the fake replaces.
 
     During a capture, `graph_inputs.TensorFacts` intercepts this call, and makes its result a
     condition of the program.
@@ -176,10 +176,10 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Replaces `type`, `id` or `hash` in a module's globals, unless the module defines it.
+        """Adds a replacement to a module's globals `variables`, unless the module defines that
+        name.
 
         Args:
-            variables: the globals.
             name: "type", "id" or "hash".
         """
         if name not in variables:
@@ -226,7 +226,7 @@ SCALAR_OPS_OF_INTS: dict[str, Callable[..., Any]] = {
     "rshift": torch.bitwise_right_shift,
     **{name: getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor")},
 }
-"""The same for integers only: for floats, tensors give other results than Python."""
+"""The same, for operations that tensors compute as Python does only if they are integers."""
 
 
 def _is_read_first(name: str) -> bool:
@@ -427,6 +427,7 @@ class FakeMaker:
     `FakeTensorMode.from_tensor`, which is slow.
 
     Args:
+        mode: the mode of the fakes.
         tensors: all tensors that may get fakes. If they share a storage, their fakes share one.
     """
 
@@ -437,7 +438,7 @@ class FakeMaker:
         self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
 
     def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
-        """Returns a fake of the local tensor, and its snapshot: a second fake that no call changes.
+        """Returns a fake of the local tensor, and its snapshot (see the class).
 
         Fakes share storage as the tensors do.
         """
@@ -524,11 +525,10 @@ def has_memory(x: Any) -> bool:
 def tensors_written(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
 ) -> list[torch.Tensor]:
-    """Returns the tensors that a call of an op writes in place.
+    """Returns the tensors that the call `func(*args, **kwargs)` of an op writes in place.
 
     Args:
-        func, args, kwargs: the op, and the arguments of the call.
-        lists: True returns only tensors in list operands.
+        lists: True to return only tensors in list operands.
     """
     found: list[torch.Tensor] = []
     for operand in facts_of(func).writes:
@@ -543,11 +543,8 @@ def tensors_written(
 def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Increments the `_version` of tensors in lists that an op over lists writes.
 
-    Torch increments it for a tensor that is an operand itself. For tensors in lists, the kernel
-    would do it, but no kernel runs on fakes.
-
-    Args:
-        func, args, kwargs: the op, and the arguments of the call.
+    Torch increments it only for a tensor that is an operand itself. For tensors in lists the kernel
+    does it, but no kernel runs on fakes.
     """
     written = tensors_written(func, args, kwargs, lists=True)
     with local_ops():

@@ -3,15 +3,14 @@
 While a step is traced, each node gets the number of its block call (`Recorder.block`). In forward
 this is the call of the module that runs, in backward the call that created the autograd node.
 `StepBlocks` compares the nodes of these calls: targets, operands by position, metadata of operands
-from outside, notes. What may differ between equal blocks is passed to each call: operands, labels,
-and floats (if a tensor instead gives the same bits).
+from outside, notes. Equal blocks may differ in operands, in labels, and in floats for which a
+tensor gives the same bits. These are passed to each call.
 
     f = call_subgraph(block, operands)          getitem(f, i), for each result
     b = call_backward(block, f, cotangents)     getitem(b, i), for each gradient
 
 The update of a block's parameters is a block call, too. It may write inputs of the step if no later
 node uses them. Numbers that depend only on equal step counts are computed once, outside the calls.
-
 A block is left *flat* (not folded) if a call would change the results of the step. For example, a
 block writes memory that other nodes use. `StepBlocks` first decides for all blocks of the traced
 graph, and then replaces them, so that no decision depends on an earlier replacement.
@@ -122,10 +121,8 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Decides that no block is folded: their nodes stay in the step's graph.
-
-        Args:
-            reason: why, for reports.
+        """Decides that no block is folded: their nodes stay in the step's graph. Reports give
+        `reason`.
         """
         for run in self._runs:
             run.reason = run.reason or reason

@@ -157,22 +157,18 @@ class StepFunctionMode(TorchFunctionMode):
                 before.copy_(value)
 
     def is_given_memory(self, fake: torch.Tensor) -> bool:
-        """True if the step has assigned to `.data` of an input, which changes its memory.
-
-        Args:
-            fake: the fake of the input.
+        """True if the step has assigned to `.data` of the input with this fake, changing its
+        memory.
         """
         return id(fake) in self._written
 
     def separate_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that the graph must return in place of `value`.
+        """Returns the tensor that the graph must return in place of `value`, which the step returns
+        or stores.
 
         It may be another tensor if the step has assigned `x.data = y`. In eager code x then shares
         the memory of y. In the graph y is copied into x. So an output with the memory of y becomes
         an alias of x. An output with the former memory of x becomes a copy.
-
-        Args:
-            value: a tensor that the step returns or stores.
 
         Raises:
             CaptureError: the output is another view of that memory, or has a history.
@@ -398,11 +394,12 @@ _PLAIN = frozenset(
 
 
 class LibraryCalls:
-    """Calls torch functions in a capture; the profile function is off where no user code can run.
+    """Calls torch functions in a capture. The profile function is off if no user code can run in
+    them.
 
     The profile function watches the user's calls, and is slow. User code can run inside a torch
-    function only if a mode or a hook of the user intercepts it. So a call is profiled if a function
-    mode of the user is active, or if dispatch modes or saved-tensor hooks were added.
+    function only if a mode or a hook of the user intercepts it. So a call is profiled in two cases:
+    a function mode of the user is active, or dispatch modes or saved-tensor hooks were added.
     """
 
     def __init__(self) -> None:

@@ -47,13 +47,9 @@ class Scalar:
 
 
 def replace_symbolic_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a call, with values for symbolic numbers if `func` needs them.
+    """Returns the arguments of a call of `func`, with values for symbolic numbers if it needs them.
 
     Each value becomes a condition of the program. If a number has no value yet, an error is raised.
-
-    Args:
-        func: the op that is called.
-        args, kwargs: the arguments of the call.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
@@ -188,10 +184,8 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if a call gives the same bits with a 0-d tensor in place of a Python number.
-
-    Args:
-        node: the node of the call.
+    """True if the call of `node` gives the same bits with a 0-d tensor in place of a Python
+    number.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
@@ -357,10 +351,10 @@ def _find_call(base: str) -> _RunCall | None:
 
 @lru_cache(maxsize=4096)
 def takes_number(name: str) -> bool:
-    """True if this torch function accepts, in a graph, a 0-d tensor in place of a Python number.
+    """True if, in a graph, the torch function `name` accepts a 0-d tensor in place of a Python
+    number.
 
-    Args:
-        name: the function's name, such as "__radd__".
+    `name` is a method's name, too, such as "__radd__".
     """
     base = name.strip("_")
     return any(
@@ -448,14 +442,11 @@ def _trace_pattern(
 
 
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Traces `run` over fake tensors with torch's functionalization, and returns the graph.
+    """Traces `run` over the fake tensors `values` with torch's functionalization; returns the
+    graph.
 
     The graph has an input for each value. The tracer identifies an input by its fake tensor. Equal
     calls share one fake, so a fake that occurs twice among the values is replaced by a copy.
-
-    Args:
-        run: the function.
-        values: its arguments.
     """
     known: set[int] = set()
     distinct = [make_distinct(t, known) for t in values]
@@ -551,9 +542,6 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
     """True if a call must be replaced in a graph without in-place writes.
 
     For calls over lists see `calls_of_list`.
-
-    Args:
-        target, args, kwargs: the op or function of the call, and its arguments.
     """
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
@@ -615,11 +603,7 @@ def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Ca
 
 
 def call_in_list(name: str, args: list[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    """Makes one of the single calls that `calls_of_list` yields, and returns its result.
-
-    Args:
-        name, args, kwargs, like: what `calls_of_list` has yielded for the call.
-    """
+    """Makes one of the single calls that `calls_of_list` yields, and returns its result."""
     if has_scalars(args, kwargs):
         return call_with_scalars(name, args, kwargs, like)
     return _find_single_op(name)(*args, **kwargs)
@@ -638,10 +622,9 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """Returns the fake tensor of an input, to trace a graph without in-place writes.
+    """Returns the fake tensor of an input; for a Python number a 0-d float64 tensor.
 
-    Args:
-        value: the input. If it is a Python number, the result is a 0-d float64 tensor.
+    With it a graph is traced without in-place writes.
     """
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)

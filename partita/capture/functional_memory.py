@@ -56,7 +56,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the tensor that a node is a view of, if that is its only operand; None otherwise."""
+    """Returns the tensor that a node is a view of; None if it is none, or has other operands."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
@@ -84,7 +84,7 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
     """Raises CaptureError if the graph would lose a write through a view, or a write after `set_`.
 
     The graph has only the elements of an input that its shape and strides cover. `as_strided` may
-    reach other elements of the storage.
+    reach other elements of the storage. In an `expand`ed tensor, several elements share memory.
 
     Args:
         traced: True if torch traces the graph again. Writes through `unfold` and `expand` are then
@@ -186,9 +186,9 @@ def invert_views(
     """Returns the new value of the base of `views` after a write to the last of them.
 
     Args:
-        views: the view calls, in order. Each takes the result of the call before. Only the base of
-            the first view is computed, and no value in between. The reason: in an overlapping view
-            (`expand`, `unfold`), a write to one element also changes others.
+        views: the view calls, in order. Each takes the result of the call before. No value in
+            between is computed: in an overlapping view (`expand`, `unfold`), a write to one element
+            also changes others.
         value: the last view's value after the write.
         before: the base before the write, in the new graph.
         make: a function `make(target, args)` that adds a call to the new graph.
@@ -329,8 +329,8 @@ def share_memory_of_results(
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
     """Raises CaptureError if a result should be a view of an input, but loses its padding.
 
-    Removing padding makes a copy. A result that is a whole input is replaced by that input, and
-    needs no copy.
+    Removing padding makes a copy. A result that has all elements of an input, in its form, is
+    replaced by that input, and needs no copy.
 
     Args:
         graph: the graph, whose results are replaced in place.

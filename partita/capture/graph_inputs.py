@@ -45,8 +45,10 @@ WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 class GraphInputs:
     """The inputs of a captured graph, each with the fake tensor that replaces it during capture.
 
+    A mark is a fake gradient of a leaf without a gradient. It shows if the step reads `.grad`.
+
     Attributes:
-        all: the inputs in the graph's order: coordinates, tensors, gradients, numbers.
+        all: the inputs in the graph's order: coordinates, tensors, gradients and marks, numbers.
         fakes: the fake tensor of each input.
         identities: the ids of the fakes.
         renewed: the ids of the fakes of gradients that have other memory now, because the step has
@@ -55,8 +57,7 @@ class GraphInputs:
             input of that gradient.
         leaves: the leaves of the call: the tensors and numbers of its state and arguments
             (`tensors_of_call`).
-        marked: the indices of the leaves that have a mark: a fake gradient that shows if the step
-            reads `.grad`.
+        marked: the indices of the leaves that have a mark.
         asked_gradients: the indices of the leaves whose `.grad` the step compares with None.
 
     Args:
@@ -153,11 +154,7 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Removes marks that no node reads from the inputs and the graph.
-
-        A mark is a fake gradient of an input without a gradient, which shows if the step reads
-        `.grad`.
-        """
+        """Removes marks (see the class) that no node reads, from the inputs and the graph."""
         kept: list[tuple[Input, torch.Tensor]] = []
         nodes = graph.find_nodes(op="placeholder")
         for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
@@ -168,11 +165,7 @@ class GraphInputs:
         self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
-        """Adds an input that is not a leaf of the call.
-
-        Args:
-            given: the input, a number or the gradient of a result.
-        """
+        """Adds an input that is not a leaf of the call: a number or the gradient of a result."""
         self.all.append(given)
         self.fakes.append(given.tensor)
 
@@ -232,11 +225,7 @@ class GraphInputs:
         return self._gradients.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """Returns fakes of this rank's coordinates, for mesh axes with more than one rank.
-
-        Args:
-            wire: the wire (connection to the ranks) of the mesh.
-        """
+        """Maps the axes of a mesh with more than one rank to fakes of this rank's coordinates."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def owner(self, gradient: Input) -> torch.Tensor:
@@ -269,7 +258,9 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Makes the properties of inputs that a step reads (such as `is_leaf`) conditions."""
+    """Makes the properties of inputs that a step reads, such as `is_leaf`, conditions of the
+    program.
+    """
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs
@@ -358,7 +349,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
     """Registers the user's backward hooks of `tensor` on its fake, so that they are traced.
 
-    Returns the handles. There are none if `tensor` is no leaf (of autograd).
+    Returns the handles. There are none if `tensor` is not a leaf of autograd.
     """
     if not tensor.is_leaf:  # autograd calls its hooks outside the graph
         return []

@@ -61,8 +61,8 @@ class GraphOutputs:
         all: the outputs, in the graph's order.
         values: the traced tensor or number of each output.
         result, constants, cleared: as in a `Program`.
-        differentiable: the results that have a history, by index.
-        seeds: the nodes at which the gradients of these results enter the graph.
+        differentiable: the results and slots with a history; `Output.number` is the index here.
+        seeds: the nodes at which the gradients of these enter the graph.
         separate_data: a function from a tensor that the step returns to the tensor that the graph
             returns.
     """
@@ -184,7 +184,10 @@ class GraphOutputs:
         return ViewOf(source, place, view if equal else None, graded)
 
     def add_left_gradients(self) -> None:
-        """Adds the `.grad` that inputs, and tensors made in the step, have after the step."""
+        """Adds the `.grad` that inputs, and tensors made in the step, have after the step.
+
+        Also adds an input's old `.grad` object if the step gives it new memory.
+        """
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i and output.held < 0
             if is_first and self._inputs.input_of(self.values[i]) is None:
@@ -280,7 +283,7 @@ class GraphOutputs:
             )
 
     def add_unreturned(self, kind: str, values: Sequence[Any]) -> None:
-        """Adds outputs that the step does not return, because a check needs them.
+        """Adds outputs for checks: values that the step itself does not return.
 
         Args:
             kind: "admitted": plain tensors that ranks compare, with an output for each. "answers":
@@ -345,7 +348,7 @@ def _memory_of(value: DTensor) -> int:
 
 
 def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
-    """Returns `(index, new value)` for each of `inputs` whose `requires_grad` the step changes.
+    """Returns (index, new value) for each of `inputs` whose `requires_grad` the step changes.
 
     Raises:
         CaptureError: the input has the user's hooks, which were not traced.
@@ -387,7 +390,7 @@ _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 
 
 def attributes_given_to(fake: torch.Tensor) -> list[str]:
-    """Returns the names of attributes that the step has set on a fake tensor.
+    """Returns the names of the attributes that the step has set on a fake tensor.
 
     Attributes that FakeTensor itself uses as a cache are not included.
     """

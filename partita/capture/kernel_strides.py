@@ -104,11 +104,10 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 
 def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """Returns the strides of a dense tensor whose dimensions have this order in memory.
+    """Returns the strides of a dense tensor with this shape.
 
     Args:
-        shape: the shape of the tensor.
-        order: the dimensions; the first one varies slowest in memory.
+        order: the dimensions in their order in memory; the first one varies slowest.
     """
     strides, size = [0] * len(shape), 1
     for d in reversed(order):
@@ -118,12 +117,10 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if the strides `one` and `other` of a tensor of this shape are equal where it matters.
+    """True if the strides `one` and `other`, for a tensor of this shape, are equal where it
+    matters.
 
     Dimensions of size 1 do not count, and any strides of an empty tensor are equal.
-
-    Args:
-        shape: the shape of the tensor.
     """
     return 0 in shape or all(n < 2 or a == b for n, a, b in zip(shape, one, other, strict=True))
 

@@ -13,7 +13,7 @@ Every element is checked. A mask that depends on an input or on random numbers s
 A value depends on constants alone if factories (`arange`, `full`), metadata and arithmetic make it,
 and no input of the graph, no number that may change, no generator and no custom operator affects
 it. It is then the same in every call of the program. It is computed on the CPU, whatever the device
-of the step: as a whole if it is small, otherwise one block of rows and columns after another.
+of the step: in one piece if it is small, otherwise one block of rows and columns after another.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ATTENTION: Any = F.scaled_dot_product_attention
 """The function whose masks are removed."""
 
 HIDDEN = -1e30
-"""A number up to this, added to a score, hides its key: the weight is 0, unless scores are as
-large themselves. In float16, whose numbers are smaller, only -inf hides a key."""
+"""A mask element that is at most this hides its key: added to the key's score, it makes the weight
+0, unless scores are as large. In float16, whose numbers are smaller, only -inf hides a key."""
 
 ROWS = 256
 """The most rows that are computed at once."""
@@ -55,7 +55,7 @@ MOST = 2**33
 """The most numbers that are computed for one mask: some seconds of a core. That suffices for a
 causal mask of 2^16 tokens."""
 LARGE = 2**20
-"""The most elements of a value that is computed as a whole."""
+"""The most elements of a value that is computed in one piece."""
 _MOST_NODES = 256
 """The most nodes that a known value may depend on."""
 
@@ -83,11 +83,11 @@ class KnownMasks:
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Returns the arguments of an attention call without its mask, if the mask is not needed.
 
-        A mask that is causal becomes `is_causal=True`.
+        A causal mask is replaced by `is_causal=True`.
 
         Args:
             args, kwargs: the arguments of `scaled_dot_product_attention`.
-            find_node: a function that returns the node that makes a mask, or None.
+            find_node: a function from a mask to the node that makes it, or None.
         """
         bound = _bind(*args, **kwargs)
         if bound is None:
@@ -165,8 +165,7 @@ def find_hidden(mask: KnownNode, queries: int, keys: int) -> str:
     """Computes which keys a mask hides from the queries. Every element is checked.
 
     Args:
-        mask: the mask.
-        queries, keys: the numbers of rows and columns of the mask.
+        mask: the mask, with `queries` rows and `keys` columns.
 
     Returns:
         "nothing"; "later keys" if it hides from each query the keys of greater index; "" otherwise.
@@ -240,7 +239,7 @@ class KnownNode:
         self._holder = getattr(mode and mode.tracer, "root", None)
         self._end = node
         self._order: list[fx.Node] = []
-        self._values: dict[fx.Node, Any] = {}  # of nodes that are computed as a whole
+        self._values: dict[fx.Node, Any] = {}  # of nodes that are computed in one piece
         self._collect()
 
     @property

@@ -1,7 +1,7 @@
-"""Fake tensors that a captured function stores in module attributes: removed, and an error is
-raised.
+"""Fake tensors that a captured function stores in attributes of modules.
 
-A program would not repeat the assignment, and the module would keep a fake.
+They are removed, and an error is raised. A program would not repeat the assignment, and the module
+would keep a fake.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def attributes_restored(
 
 
 def find_keys_with_fakes(home: dict[str, Any], contains_fake: Callable[[Any], bool]) -> list[str]:
-    """Returns the names of the attributes in `home` whose value is, or holds, a fake.
+    """Returns the names of the attributes in `home` for whose value `contains_fake` is True.
 
-    Args:
-        contains_fake: the predicate that decides this.
+    Entries that are slots are left out.
     """
     return [
         key for key, value in home.items() if key not in HOMES_OF_SLOTS and contains_fake(value)
@@ -77,12 +76,10 @@ def find_keys_with_fakes(home: dict[str, Any], contains_fake: Callable[[Any], bo
 
 
 def is_list_of_parameters(value: Any, before: Any) -> bool:
-    """True if a list of parameters, or of weak references to them, replaces an equal list.
+    """True if a list of parameters, or of weak references to them, replaces one of the same length.
 
-    nn.GRU makes a new list whenever its parameters are replaced.
-
-    Args:
-        value, before: the new list, and the list that it replaces.
+    `value` is the new list, `before` the old one. nn.GRU makes a new list whenever its parameters
+    are replaced.
     """
     if type(value) is not type(before) or not issubclass(type(value), (list, tuple)):
         return False
@@ -96,10 +93,7 @@ def is_list_of_parameters(value: Any, before: Any) -> bool:
 
 @contextmanager
 def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Removes fakes that the `with` block has stored in modules, and raises an error.
-
-    Args:
-        modules: the modules. Their submodules are searched, too.
+    """Removes fakes that the `with` block has stored in `modules` or their submodules.
 
     Raises:
         CaptureError: fakes were removed, and the block itself has raised nothing.

@@ -25,10 +25,10 @@ class NumberEnv(ShapeEnv):
 
     Attributes:
         lines: the user's line of each guard of the shape environment, by the guard's index.
-        asked: the symbols of numbers that the step compares or reads, with the first line that does
-            so.
-        answer: a function that returns the value of a number without a hint (known value), given
-            its node; None if it is unknown.
+        asked: maps the symbol of each number that the step compares or reads to the first line that
+            does so.
+        answer: a function from the node of a number without a hint (known value) to the number's
+            value, or None if that is unknown.
 
     Private torch: `ShapeEnv`, the only class that can trace a Python number.
     """

@@ -61,13 +61,11 @@ foreach, because the compiler fuses its kernels."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
-    """Creates the state of torch's optimizers before capture, as their first step would do.
+    """Creates the state of torch's `optimizers` (by name) before capture, as their first step
+    would.
 
     So the first step has the same program as later ones. Private torch: `_init_group`, which every
     optimizer of torch.optim has, makes the state of each parameter with a gradient.
-
-    Args:
-        optimizers: the optimizers, by name.
 
     Returns:
         (optimizer, parameter) for each new state, for `drop_unused_state`.
@@ -417,14 +415,10 @@ _COUNTED_ON = (HOST.type, "meta")  # reading these waits for no device
 def find_equal_counts(
     inputs: Sequence[Input], optimizers: Iterable[Optimizer]
 ) -> list[EqualInputs]:
-    """Returns a condition for each group of optimizer step counts that are equal now.
+    """Returns a condition for each group of the optimizers' step counts that are equal now.
 
     Counts on a device are left out, because each call would have to wait for their values. Counts
     of a user's optimizer are left out, because they may be equal on some ranks only.
-
-    Args:
-        inputs: the inputs of the graph.
-        optimizers: the optimizers of the step.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
     numbers = (entries.get(name) for entries in states for name in COUNTS)
@@ -443,11 +437,9 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns, for each group of equal step counts, their positions among the graph's inputs.
+    """Returns the positions among the graph's `inputs` of each group of equal step counts.
 
-    Args:
-        inputs: the inputs of the graph.
-        equal: the result of `find_equal_counts`.
+    `equal` is the result of `find_equal_counts`.
     """
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
@@ -456,8 +448,8 @@ def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> li
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
     """Rewrites an update so that values that depend only on equal step counts are computed once.
 
-    The graph writes only into inputs, at its end, and still writes each input. Two results may
-    become one node: see `functional_memory.keep_apart`.
+    The graph has only writes into inputs, at its end, and each input is still written. Two results
+    may become one node: see `functional_memory.keep_apart`.
 
     Args:
         equal: groups of inputs that hold the same number.

@@ -195,9 +195,12 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             values that exist in backward. Torch's checkpoint does so.
         follows_from_integers: a predicate: True for a number that depends only on integers and
             bools of the step's arguments.
-        note_read: a function that gets each number that is read from a tensor, and the tensor.
-        block_kinds: for each call of a block: the block's class. For each update of a block by an
-            optimizer: the classes of the optimizer and of the block.
+        note_read: a function that is called with each number that is read from a tensor, and the
+            tensor.
+        replaced: each `x.data = y` of the step, by the last node before it.
+        changed_bases: for each change of a shape in place, the arguments of `check_changed_bases`.
+        block_kinds: for each call of a block, a tuple of the block's class. For each update of a
+            block, the classes of the optimizer and of the block.
     """
 
     def __init__(self, graph: fx.Graph, inputs: GraphInputs):
@@ -339,7 +342,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Returns a context manager. Notes of nodes that are added inside name a redistribution.
+        """Returns a context manager. Nodes that are added inside have a redistribution in their
+        notes.
 
         Args:
             wire: the wire (connection to the ranks) that makes the redistribution.
@@ -366,7 +370,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def region(self, reads_again: bool = False) -> AbstractContextManager[None]:
         """Returns a context manager. Nodes that are added inside belong to a new remat region.
 
-        Within nested regions, they belong to the outermost one.
+        In nested regions, they belong to the outermost one.
 
         Args:
             reads_again: True if eager code runs the region again with the values that exist in
@@ -379,13 +383,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raises CaptureError, because a remat region with a budget of its own cannot be captured.
+        """Raises CaptureError, because a remat region with its own budget of `nbytes` cannot be
+        captured.
 
-        Only the whole step has a budget. Inside another region, nothing is raised.
-
-        Args:
-            nbytes: the region's budget in bytes.
-            title: the region's name in the error.
+        Only the whole step has a budget. Inside another region, nothing is raised. `title` is the
+        region's name in the error.
         """
         if HERE.watcher is not None:  # inside another region, whose policy applies
             return
@@ -504,11 +506,8 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._last = self.newest_node()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Writes notes on nodes that are copies of an earlier trace.
-
-        Args:
-            nodes: the copies.
-            made: the node whose value is `out`.
+        """Writes notes on `nodes`, copies of an earlier trace. The node `made` computes the value
+        `out`.
         """
         self.note_made(*nodes)
         self._made.append((made, out))
@@ -531,12 +530,12 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def block(self, *kinds: type) -> Iterator[None]:
         """Assigns nodes made inside the `with` block, and their backward, to one call of a block.
 
-        A block is a repeated module, such as a layer. A block inside another block belongs to the
-        outer one.
+        A block is a repeated module, such as a layer. Nodes of a block inside another block belong
+        to the outer one.
 
         Args:
-            kinds: the class of the block; for an update the optimizer's class and the block's
-                class. Without kinds, nodes are assigned to no block.
+            kinds: the class of the block; for an update, the optimizer's class and the block's
+                class. If it is empty, nodes are assigned to no block.
         """
         if self._running_block is not None or not kinds:
             yield

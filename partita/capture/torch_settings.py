@@ -31,7 +31,7 @@ OF_KERNELS: dict[str, Callable[[], Any]] = {
     ),
     "torch.get_float32_matmul_precision()": read_matmul_precision,
 }
-"""The settings that a step must not change: its graph's kernels use those of its caller."""
+"""Settings that a step must not change, because its graph's kernels use the caller's values."""
 
 # Private torch: the public names take twenty times as long, or raise once a precision was set for
 # one backend alone. Names that a version lacks are skipped.

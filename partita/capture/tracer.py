@@ -288,10 +288,8 @@ class Tracer:
     # -- the run -----------------------------------------------------------------------------------
 
     def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
-        """Runs `run()` within `tracing`, and returns the graph of its calls.
-
-        Args:
-            run: a function that returns the outputs.
+        """Calls `run`, which returns the outputs, within `tracing`. Returns the graph of its
+        calls.
         """
         with self.inputs.mode, lazy_graph_modules():
             try:
@@ -425,10 +423,8 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raises CaptureError if the graph would not do what the run did. Drops unused nodes.
-
-        Args:
-            made: the module with the traced graph.
+        """Raises CaptureError if the traced graph would not do what the run did; drops unused
+        nodes.
         """
         _check_constants(made.graph)
         _check_operators(made.graph)
@@ -438,10 +434,9 @@ class Tracer:
         drop_unused(made.graph)
 
     def fold(self, made: fx.GraphModule, flat: str = "") -> StepBlocks:
-        """Replaces equal blocks of the graph by calls of one subgraph.
+        """Replaces equal blocks of the traced graph by calls of one subgraph.
 
         Args:
-            made: the module with the traced graph.
             flat: a reason to leave all blocks flat; "" for none.
 
         Returns:
@@ -469,22 +464,16 @@ class Tracer:
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
         """Replaces the calls of folded blocks by the blocks' nodes again.
 
-        This is needed if functionalization cannot handle the graph with the calls.
-
-        Args:
-            made: the module with the graph.
-            blocks: the result of `fold`. Its report then says that no block is folded.
+        This is needed if functionalization cannot handle the graph with the calls. The report of
+        `blocks`, the result of `fold`, then says that no block is folded.
         """
         inline_subgraphs(made.graph)
         blocks.leave_flat("around calls of blocks, the step has no graph without writes")
 
     def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:
-        """Returns the inputs that nodes of the graph read.
+        """Returns the inputs that nodes of the traced graph read, and drops its unused nodes.
 
         First, the gradients of results become inputs, too.
-
-        Args:
-            made: the module with the traced graph. Its unused nodes are dropped.
         """
         make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
         nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
@@ -492,10 +481,7 @@ class Tracer:
         return [i for node, i in zip(nodes, self.inputs.all, strict=True) if node.users]
 
     def functionalize(self, made: fx.GraphModule) -> fx.GraphModule:
-        """Returns the graph without in-place writes, except `copy_` into inputs at its end.
-
-        Args:
-            made: the module with the traced graph.
+        """Returns the traced graph without in-place writes, except `copy_` into inputs at its end.
 
         Raises:
             UnsureOfWrites: calls of folded blocks in the graph must be inlined first.
@@ -507,10 +493,9 @@ class Tracer:
         return places_of_equal(self.inputs.all, self.equal_counts)
 
     def make_program(self, made: fx.GraphModule) -> tuple[Program, list[Any]]:
-        """Makes the program of a traced graph. Also returns the values that ranks must compare.
+        """Returns the program of a traced graph, and the plain tensors that ranks must compare.
 
-        Args:
-            made: the module with the traced graph.
+        Each of these is a pair of a node and a wire.
 
         Raises:
             UnsureOfWrites: calls of folded blocks in the graph must be inlined first.

@@ -219,11 +219,10 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def describe(self) -> dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]]:
-        """Returns what the checkpoint has under each name.
+        """Returns `{name: (path, size, dtype)}` for each entry of the checkpoint.
 
-        Returns:
-            For each name: the keys that lead to it in the state, and its size and dtype. Both are
-            None if it is not a tensor.
+        `path` has the keys that lead to the entry in the state. For an entry that is not a tensor,
+        `size` and `dtype` are None.
         """
         paths = self.metadata.planner_data or {}
         found: dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]] = {}

@@ -332,7 +332,8 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
-    """Returns the entries of the model's state dict by name: the objects themselves, not detached.
+    """Returns the entries of the model's state dict by name. Tensors are the model's own, not
+    detached.
 
     Names have no prefixes of torch.compile.
     """
@@ -471,9 +472,9 @@ _NAME = "save_pretrained"
 
 
 def patch_save_pretrained(kind: type) -> None:
-    """Patch `kind.save_pretrained`, a library's method, so that it works for a model of DTensors.
-
-    In the patched method one rank writes whole values.
+    """Patch a library's method `kind.save_pretrained`: for a model of DTensors, one rank writes
+    whole
+    values.
     """
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)

@@ -62,8 +62,8 @@ def name_parameters(
     """Returns the name under which a checkpoint stores each parameter of an optimizer.
 
     The name is the one in the parameter's module, after the module's path if there are several
-    modules. If a parameter is in no module: the names that the optimizer was made with
-    (`AdamW(model.named_parameters())`), otherwise torch.optim's indices.
+    modules. If some parameter is in no module, all have the names that the optimizer was made with
+    (`AdamW(model.named_parameters())`), or without these torch.optim's indices.
 
     Args:
         modules: the modules of the state, each with the keys that lead to it.

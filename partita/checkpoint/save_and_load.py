@@ -78,7 +78,10 @@ DTensor.__create_chunk_list__ = _create_chunk_list  # type: ignore[attr-defined]
 DTensor.__get_tensor_shard__ = lambda self, index: piece_held(self).local  # type: ignore[attr-defined]
 
 Strict = bool | Literal["state"]
-"""The names that are errors if only one side has them: all, those of the state, or none."""
+"""Which names are errors. True: names that only the state or only the checkpoint has. "state":
+names
+that only the state has. False: none.
+"""
 
 
 def attempt(do: Callable[[], Any]) -> Any:
@@ -661,7 +664,7 @@ class LoadTargets:
 @message
 @dataclass(frozen=True)
 class Loaded:
-    """The names that `load` skipped on this rank (with `strict=False`).
+    """The names that `load` skipped on this rank. Without `strict=True` there may be some.
 
     Attributes:
         missing_keys: names in the state that the checkpoint lacks.

@@ -89,12 +89,7 @@ def is_agreed(wire: Wire, series: object, key: object = None) -> bool:
 
 
 def remember_agreed(wire: Wire, series: object, key: object = None) -> None:
-    """Records that `key` was equal on all ranks of `wire`'s mesh, for predictions of `is_agreed`.
-
-    Args:
-        series: the repeated decision to which the key belongs.
-        key: the key that the ranks have compared.
-    """
+    """Records that `key` of `series` was equal on all ranks of `wire`'s mesh, for `is_agreed`."""
     # A program has few lines, but one line may be compared for any number of different shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
@@ -148,10 +143,10 @@ class RepeatedCall:
     def add(self, settings: object) -> bool:
         """Adds a call with its settings. Returns True if ranks must compare them now.
 
-        Ranks compare the first call, and compare again at the latest 64 calls after the last
-        comparison. They compare a single change at once, for example of a scheduler that waits for
-        a plateau. If a schedule changes a rate in each step, a comparison in each step would cost
-        more than a small step.
+        Ranks compare the first call, and then at least every 64th. They also compare a change at
+        once, if the settings had not changed for 64 calls. (A scheduler may wait for a plateau.) A
+        schedule that changes a rate in each step is not compared in each: this would cost more than
+        a small step.
         """
         self.calls += 1
         comes_alone = False

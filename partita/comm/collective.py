@@ -210,7 +210,9 @@ class Transport:
     padded = False
     """True if shards are padded to equal size, as while a step is captured."""
     zeros = False
-    """True while padding is zeros because ranks sum it, as that of gradients in a captured step."""
+    """True while padding is filled with zeros, so that sums over it are right: for gradients in a
+    captured step.
+    """
 
     def __init__(self, mesh: Mesh, at: Coordinate):
         self.mesh, self.at = mesh, at

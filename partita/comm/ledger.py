@@ -48,11 +48,12 @@ class Record:
             local move.
         op: the operation that needed it, such as "matmul".
         source: the user's "file:line", or "".
-        reason: why it was made. "explicit": the user called redistribute. "implicit": an op needed
-            it. "gradient": backward. "gather" and "regather": a sharded weight in forward and in
-            backward. "settle": the reduction of gradients. "recompute": a region ran again in
-            backward. "padding": ranks with no elements get one from a neighbor, so that the graph
-            is equal on all ranks.
+        reason: why it was made.
+            "explicit": the user called redistribute. "implicit": an op needed it.
+            "gradient": backward. "settle": the reduction of gradients.
+            "gather", "regather": a sharded weight in forward and in backward.
+            "update": an optimizer's step. "recompute": a region ran again in backward.
+            "padding": ranks without elements get one, so that the graph is equal on all ranks.
         rank: the rank's index in the mesh, row-major.
         before, after: the layouts, as `Layout.brief` prints them.
     """

@@ -94,7 +94,7 @@ def init_mesh_of_all_ranks(device_type: str | None = None) -> Any:
     """Returns a mesh of one axis over all ranks of the job.
 
     Args:
-        device_type: "cpu" or "cuda"; the accelerator, if there is one, or the CPU if None.
+        device_type: "cpu" or "cuda". None: the accelerator if there is one, otherwise the CPU.
 
     Raises:
         LayoutError: there are no ranks: no process group, no torchrun, no `pt.ranks`.
@@ -261,16 +261,17 @@ def find_root_mesh(part: Any) -> Any:
 def find_context_mesh() -> Any:
     """Returns the mesh of the innermost `with mesh:` around the call, or None.
 
-    Private torch: nothing public tells whether there is one.
+    Private torch: no public function returns it.
     """
     stack = _mesh_resources.mesh_stack
     return stack[-1] if stack else None
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
-    """Returns the mesh of a wire as plain values, which are pickled with a DTensor.
+    """Returns plain values that identify the mesh of a wire: they are pickled with each DTensor.
 
-    `find_saved_wire` finds the mesh by them.
+    `("here", number)` for a `MeshHandle`, otherwise `(device type, ranks, axis names)`.
+    `find_saved_wire` finds the wire again.
     """
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):

@@ -31,15 +31,19 @@ if TYPE_CHECKING:
     from partita.redistribute import Move
 
 Step = Callable[[torch.Tensor, str], torch.Tensor]
-"""A function of the local tensor and the op that needs the move; returns the new local tensor."""
+"""`step(x, op)`: runs a move on the local tensor `x`, and returns the new local tensor. `op` is the
+name of the op that needs the move.
+"""
 
 _CONTIGUOUS = torch.contiguous_format
 
 
 def prepare(move: Move, transport: Transport) -> Step:
-    """Returns a function that runs one move (step of a redistribution) on this rank.
+    """Returns the function `step(x, op)` that runs one move (step of a redistribution) on this
+    rank.
 
-    The function takes the local tensor, which it does not modify, and returns the new one.
+    It takes the local tensor, which it does not modify, and the name of the op that needs the move.
+    It returns the new local tensor.
 
     Args:
         move: the move: its kind, its axes, and the layouts before and after it.
@@ -326,11 +330,7 @@ def _cut_to_shape(x: torch.Tensor, shape: tuple[int, ...], transport: Transport)
 
 
 def outer_length(cut: DimChange, transport: Transport) -> tuple[int, Number]:
-    """Returns the padded and the true length of the piece that the inner axes of `cut` split.
-
-    Args:
-        transport: this rank's connection to the mesh, which has its coordinate.
-    """
+    """Returns the padded and the true length of the piece that the inner axes of `cut` split."""
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded

@@ -301,6 +301,7 @@ class MeetingCall:
     """A call of a simulated rank that needs other ranks, such as a collective.
 
     Attributes:
+        rank: the calling rank.
         mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
         group: the ranks among them that exchange data with this one, in group order.
         request: must be equal on all ranks, except for the op that needs it.

@@ -348,11 +348,13 @@ def patch_state_dicts(tensors: Any) -> None:
     """Patch torch's functions of state dicts for DTensors, when torch's modules are imported.
 
     Args:
-        tensors: an object with the functions below. They use DTensors, which this package must not
-            import. `is_spread(x)`: True for a DTensor. `whole(x)`: its whole value; all ranks call
-            it. `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
-            `empty_like(x)`: CPU memory for a copy. `copy_on_cpu(x)`: a copy of this rank's piece.
-            `give_memory(model)`: allocates the DTensors of a model that are on the meta device.
+        tensors: an object with functions for DTensors, which this package must not import:
+            `is_spread(x)`: True for a DTensor.
+            `whole(x)`: its whole value; all ranks call it.
+            `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
+            `empty_like(x)`: CPU memory for a copy.
+            `copy_on_cpu(x)`: a copy of this rank's piece.
+            `give_memory(model)`: allocates a model's DTensors that are on the meta device.
     """
     after_import(_STATE_DICT_UTILS, lambda module: _patch_state_dict_utils(module, tensors))
     after_import(_STATE_DICT, lambda module: _patch_state_dict_module(module, tensors))

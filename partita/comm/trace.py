@@ -79,8 +79,9 @@ class TraceWire(Wire):
         coordinate: this rank's coordinate on each axis of more than one rank, as a tensor.
         zeros: True while redistributions pad with zeros, as for gradients.
         groups: the axes of the process groups that the graph uses, by their names in it.
-        noting: a function that returns a context manager for the nodes of a move.
-        repeating: a function that traces a move, or copies the nodes of an equal move.
+        noting: `noting(move, itemsize, op, reason)` returns a context manager for the move's nodes.
+        repeating: `repeating(wire, move, x, run)` traces a move by `run()`, or copies the nodes of
+            an equal move. It returns the result.
         admitted: copies of the plain tensors that the step uses as equal on all ranks.
         paddings: masks of padding, and other tensors that calls share, by the names that are passed
             to `share`.
@@ -297,10 +298,7 @@ class Uneven(LayoutError):
 def uneven(fact: str) -> Uneven:
     """Returns the error for an operation that cannot be captured with uneven shards.
 
-    Capture converts it to a CaptureError.
-
-    Args:
-        fact: what cannot be captured, the first line of the error.
+    Capture converts it to a CaptureError. `fact` says what cannot be captured.
     """
     return Uneven(
         fact,

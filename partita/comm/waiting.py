@@ -306,7 +306,10 @@ def _watch_for_deadlock() -> None:
 # -- posts of waiting ranks and deadlocks ----------------------------------------------------------
 
 Post = dict[str, Any]
-"""The text that a waiting rank writes to the store, made by `make_post`."""
+"""What a waiting rank writes to the store. `make_post` makes it, with the keys "text", "id",
+"ranks",
+"group", "meets", "number", "numbers", "requests" and "begun".
+"""
 _VERDICT = "partita/waits/verdict"
 _SAME_CALLS = Fix(
     "the same calls on every rank, in the same order",
@@ -356,11 +359,11 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among some ranks: number, hash, last ones.
-
-    Ranks in a deadlock compare them.
+    """The collectives that this rank has begun among some ranks. Ranks in a deadlock compare them.
 
     Attributes:
+        count, digest: their number, and a hash of all of them.
+        last: the last ones, as pairs of number and `Request`.
         new: collectives that the other fields do not include yet; `add_new` adds them.
     """
 
@@ -370,7 +373,7 @@ class MoveHistory:
         self.new: deque[Request] = deque()
 
     def add_new(self) -> MoveHistory:
-        """Adds the collectives in `new` to number, hash and last ones. Returns `self`."""
+        """Adds the collectives in `new` to the other fields. Returns `self`."""
         # Other threads may do so too, while the main one appends to `new`.
         with _adding:
             new = [self.new.popleft() for _ in range(len(self.new))]
@@ -629,12 +632,7 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
 
 
 def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
-    """Returns the error for a deadlock, in which ranks wait for different things.
-
-    Args:
-        fact: the first sentence of the error.
-        lines: what the ranks wait for.
-    """
+    """Returns the error for a deadlock: `fact`, and `lines` that say what the ranks wait for."""
     return LayoutError(
         fact,
         place=user_line(),

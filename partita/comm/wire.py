@@ -258,12 +258,7 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Record in the ledger that memory was not freed, because a user's view is alive.
-
-        Args:
-            op: the operation that would have freed it.
-            nbytes: its bytes.
-        """
+        """Records that `op` could not free `nbytes` bytes, because a user's view is alive."""
         what = f"{op}: {human(nbytes)} of a view"
         self._record(Record("kept", (), 0, what, user_line(), "a view is kept", self.rank))
 

@@ -681,22 +681,14 @@ class FsdpGroup:
                 )
 
     def was_written(self, i: int) -> bool:
-        """True if forward has written this gathered parameter in place.
-
-        Args:
-            i: the index of the parameter in `order`.
-        """
+        """True if forward has written the gathered parameter of index `order[i]` in place."""
         if not self.installed:
             return False
         one = self.installed[i]
         return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
 
     def find_first_version(self, i: int) -> int:
-        """Returns the `_version` that a gathered parameter had when it was put into the modules.
-
-        Args:
-            i: the index of the parameter in `order`.
-        """
+        """Returns the `_version` of gathered parameter `order[i]` when the forward began."""
         return self.installed[i].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
@@ -1297,11 +1289,7 @@ class ZeroState(ShardedState):
             self.add_gradients(self.collect(self.groups, None))
 
     def add_gradients(self, found: Mapping[DTensor, torch.Tensor]) -> None:
-        """Adds reduced gradients to the parameters' `.grad`, in place of autograd.
-
-        Args:
-            found: the reduced local gradient of each parameter.
-        """
+        """Adds the reduced local gradients `found` to `.grad`, in place of autograd."""
         for p, g in found.items():
             given = restore_partial_gradient(p, g)  # as a hook does in backward
             held = _grad(p)

@@ -133,8 +133,8 @@ class Move:
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """Returns the axes whose placement changes in a redistribution.
 
-    An axis that is Shard before and after is included, too, if it splits another dimension than
-    before. It is also included if the axes that split its dimension before it change.
+    This includes an axis that is Shard before and after, if it splits another dimension than
+    before, or if the axes outside it on its dimension change.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.
@@ -174,11 +174,7 @@ def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
 
 
 def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Returns how many axes are equal at the beginning of two tuples.
-
-    Args:
-        stack, other: axes that split a dimension, outermost first.
-    """
+    """Returns how many axes are equal at the beginning of two tuples of axes."""
     same = 0
     while same < min(len(stack), len(other)) and stack[same] == other[same]:
         same += 1
@@ -215,8 +211,10 @@ def _gradient_of_layout(layout: Layout, mesh: Mesh, move: Move) -> Layout:
 LATENCY = 20e-6
 """Seconds to start a collective."""
 AT_ONCE = 32
-"""The number of ranks to which a rank of an all-to-all sends at once. The others wait for their
-turn. Libraries give the messages of a rank a few dozen channels."""
+"""The number of messages that a rank of an all-to-all sends at once; the others wait. Libraries
+give
+the messages of a rank a few dozen channels.
+"""
 BANDWIDTH = 50e9
 """Bytes per second that one rank sends."""
 LAUNCH = 2e-6
@@ -236,11 +234,7 @@ RETYPE = 1e-7
 
 
 def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
-    """Returns the bytes that the first rank of `mesh` sends in a move.
-
-    Args:
-        itemsize: bytes per element.
-    """
+    """Returns the bytes that the first rank sends in a move, with `itemsize` bytes per element."""
     n = math.prod(mesh.size(a) for a in move.axes)
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
     return bytes_of(move.kind, n, have)
@@ -276,8 +270,7 @@ def seconds_of_work(operations: float) -> float:
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
     """Returns an estimate of the seconds of a move on `mesh` and of its move in backward.
 
-    Args:
-        itemsize: bytes per element.
+    `itemsize` is the number of bytes per element.
     """
     return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
 
@@ -286,11 +279,8 @@ def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
     """True if a move sends so much padding of uneven shards that several moves might be faster.
 
     Uneven shards are padded to the size of the largest. Several moves pay off only if the padding
-    costs more than the latency of one more collective.
-
-    Args:
-        mesh: the mesh of the move.
-        itemsize: bytes per element.
+    costs more than the latency of one more collective. `itemsize` is the number of bytes per
+    element.
     """
     way = move.way
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]

@@ -78,8 +78,7 @@ class Plan:
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
         """Returns an estimate of the seconds of all moves on `mesh`, in forward and in backward.
 
-        Args:
-            itemsize: bytes per element.
+        `itemsize` is the number of bytes per element.
         """
         return sum(price_of_move(move, mesh, itemsize) for move in self.moves)
 

@@ -166,11 +166,7 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Adds `more` bytes (maybe negative), after a storage was created, resized or freed.
-
-        Args:
-            held: the storage.
-        """
+        """Adds `more` bytes (maybe negative), after `held` was created, resized or freed."""
         self.live += more
         self._change_live_bytes(held.labels, more)
 
@@ -219,7 +215,7 @@ def count_memory() -> Iterator[MemoryCount]:
 def resize_listener(
     listener: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Returns a context manager. Inside, `listener` is called with each storage that ZeRO resizes.
+    """Returns a context manager. Inside, `listener(storage)` is called when ZeRO resizes a storage.
 
     Only storages of this thread count.
     """

@@ -157,7 +157,10 @@ class SavedSlot:
 
     Attributes:
         recompute: a function that runs the region again to fill the slot.
+        event: the call in which autograd saved the tensor.
+        shape, dtype: those of the tensor; the shape is local.
         inside: True if the tensor was made inside an opaque call, whose parts are not intercepted.
+        value, version: the tensor and its version, while the slot is filled.
     """
 
     recompute: Callable[[SavedSlot], None]
@@ -473,11 +476,7 @@ class ForwardRecord(_RegionRun):
             self._kept[start] = kept
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """Records that the program has named `x`, and keeps it if the policy says so.
-
-        Args:
-            name: the name that `checkpoint_name` has given to `x`.
-        """
+        """Records the name that `checkpoint_name` gives to `x`. Keeps `x` if the policy says so."""
         if self._names is None or self._event is not None:
             return
         event = self._names.note_name(x, name)
@@ -535,11 +534,7 @@ class ForwardRecord(_RegionRun):
         return True
 
     def announce_write(self, one: torch.Tensor) -> None:
-        """Copies a tensor before a call writes it, if recomputation needs its old value.
-
-        Args:
-            one: the tensor.
-        """
+        """Copies `one` before a call writes it, if recomputation needs its old value."""
         if self.producers.find(one) is None:
             self._note_write(one)
         else:
@@ -930,11 +925,7 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """Returns the error for a call that backward needs, but the second run did not make.
-
-        Args:
-            event: the call, as the first run recorded it.
-        """
+        """Returns the error for a call that backward needs, but the second run did not make."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
             "leaves out a call whose saved tensors backward needs",

@@ -332,9 +332,10 @@ class KeepMode(KernelsOfCall):
         self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
-        """Returns the kernels' results from which the second run can make `out` again.
+        """Returns the kernels' results from which the second run can make `out`; None if they
+        cannot be kept.
 
-        Returns None if they cannot be kept.
+        They cannot be if no kernel made `out`, or if it was written in place after it was made.
         """
         wanted = {storage_id(t) for t in tensors_in(out)}
         found: dict[Place, Any] = {}
@@ -379,13 +380,10 @@ class KeptKernels(_KeptResult):
         self.made = replace_instances(self.made, torch.Tensor, torch.clone)
 
     def give(self, place: Place = _CARRIED) -> Any:
-        """Returns the kept results of one kernel, or None if they were not kept.
+        """Returns the kept results of the kernel run `place`, or None if they were not kept.
 
         They are new aliases, because autograd sets attributes on them. If the program has written
         to them, they are copies, because the second run writes to them again.
-
-        Args:
-            place: identifies the kernel run within the call.
         """
         if place not in self.made:
             return None
@@ -516,8 +514,9 @@ def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 class SavedInOpaque:
     """A tensor that autograd saved inside a kept opaque call.
 
-    If there are outer hooks, which belong to a region around the call's own region, they have
-    packed it.
+    Attributes:
+        hooks: the saved-tensor hooks of a region around the call's own region, or None.
+        packed: the tensor; with hooks, what they made of it.
     """
 
     __slots__ = ("hooks", "packed")
@@ -562,11 +561,7 @@ class OpaqueSaves:
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """Returns the bytes that it takes to keep the call: its result and its saved tensors.
-
-        Args:
-            out: the result.
-        """
+        """Returns the bytes that a kept call takes: its result `out` and its saved tensors."""
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
@@ -679,10 +674,10 @@ class ResultsToName:
             return KeptKernels(replace_instances(offer, _PlaceInStorage, view_storage), x)
 
     def close(self, events: Iterable[Any]) -> None:
-        """Ends the run: stores which calls have occurred, and drops results that were not named.
+        """Ends the run: records which calls it made, and drops stored results that got no name.
 
         Args:
-            events: the calls of the run.
+            events: the run's calls, as `RecordedCall`s.
         """
         self._names.seen.update(e.key[:2] for e in events)
         self._makers, self._offers = {}, {}

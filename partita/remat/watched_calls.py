@@ -251,12 +251,9 @@ def find_call_site() -> tuple[int, ...]:
 
 
 def line_of_site(where: tuple[int, ...]) -> str:
-    """Returns the file and line of a call site, such as "model.py:12"; "" if it has no frame.
+    """Returns the file and line of a call site (`find_call_site`), such as "model.py:12".
 
-    The path is relative to the working directory.
-
-    Args:
-        where: the call site, as `find_call_site` returns it.
+    The path is relative to the working directory. Returns "" if the site has no frame.
     """
     if not where:
         return ""
@@ -273,7 +270,7 @@ def line_of_site(where: tuple[int, ...]) -> str:
 
 
 class TensorProducers:
-    """Maps each tensor in a run of a region to the number of the call that made it.
+    """Maps each tensor in a run of a region to its `Producer`, such as the call that made it.
 
     Args:
         first: in the second run, the map of the first run. It is needed for tensors that the
@@ -377,11 +374,7 @@ def key_of_shape(
 
 
 def describe_call(key: Key) -> str:
-    """Returns a text such as `matmul(f32[8, 16], f32[16, 16]) at model.py:12`.
-
-    Args:
-        key: the key of the call.
-    """
+    """Returns a text such as `matmul(f32[8, 16], f32[16, 16]) at model.py:12` for a call's key."""
     what, where, (args, kwargs) = key
     each = [_format_key_part(a) for a in args] + [f"{k}={_format_key_part(v)}" for k, v in kwargs]
     name = what if isinstance(what, str) else _name_of_function(what)

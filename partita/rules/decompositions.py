@@ -23,9 +23,9 @@ from .sentence import Names
 
 @own_op
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x` with its Partial axes reduced, for a value that is used several times.
+    """Returns `x` with its Partial axes reduced. Its rule does this, not the body.
 
-    Without it, each use would reduce the value again.
+    Use it for a value that is used several times. Otherwise each use would reduce the value again.
     """
     return x.view_as(x)
 
@@ -407,7 +407,7 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """Returns the divisor of a mean loss: the sum of the class weights of its targets.
+    """Returns the divisor of a mean loss: the sum of the class weights of targets that count.
 
     Args:
         target: class indices.

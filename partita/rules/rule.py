@@ -70,7 +70,8 @@ class KernelCall:
         run: the function that the user called.
         shapes: the global shape of each operand (None if absent or a number).
         outputs: this rank's local shape of each output; -1 for a size that only the kernel knows.
-        pieces: for each split name `(offset, length, size)` in elements: this rank's piece of it.
+        pieces: for each dimension name that is split: `(offset, length, size)`, in elements, of
+            this rank's piece in the whole dimension.
         share: `share(name, make)` returns the tensor that was stored under this name, if it is
             alive. Otherwise it calls `make`, and stores the result.
     """
@@ -144,8 +145,11 @@ class Rule:
     """The rule of a function: a sentence, or a function that returns one for given arguments.
 
     Attributes:
+        name: the function's name.
+        text: the sentence, if `derive` is None.
+        derive: the rule function, and `params` its parameters.
         must_fit: True raises an error for a call that the rule does not fit. False gathers the
-            operands of the call.
+            call's operands.
     """
 
     name: str
@@ -182,7 +186,10 @@ class Rule:
 
 
 RULES: dict[Callable[..., Any], Rule] = {}
-"""Each function that has a rule. Methods, in-place and foreach forms find theirs by name."""
+"""Maps each function that has a rule to the rule. Methods, in-place and foreach forms find theirs
+by
+name.
+"""
 
 
 ON_NEW_RULE: list[Callable[[], None]] = []
@@ -266,11 +273,7 @@ def builtin_rule(*what: Any) -> Any:
 
 
 def read_signature(takes: str) -> inspect.Signature:
-    """Makes a signature from a text such as `"input dim=-1"` or `"*tensors indexing=None"`.
-
-    Args:
-        takes: the text: names of parameters with their defaults, separated by blanks.
-    """
+    """Makes a signature from a text such as `"input dim=-1"` or `"*tensors indexing=None"`."""
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = []
     for word in takes.split():
@@ -284,7 +287,7 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Registers a rule function that gets the arguments as one dictionary. A decorator.
+    """Decorator: registers a rule function. It gets a call's arguments as one dict, by name.
 
     Use it for several functions whose sentences are similar, but whose parameters differ.
 

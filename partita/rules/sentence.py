@@ -44,7 +44,10 @@ class SentenceError(ValueError):
 class Dim:
     """One dimension of a tensor in a sentence: a name, or joined names such as `(a b)`.
 
-    Its size is the product of the sizes of the names.
+    Attributes:
+        names: the names. The size of the dimension is the product of their sizes.
+        whole: True if it is marked `!`: it must not be sharded.
+        even: True if it is marked `%`: it is sharded only into equal pieces.
     """
 
     names: tuple[str, ...]
@@ -60,12 +63,12 @@ class Dim:
 
 @dataclass(frozen=True)
 class Term:
-    """One operand or output in a sentence: its dimensions.
+    """One operand or output in a sentence.
 
     Attributes:
+        dims: its dimensions.
         reduce: how an output reduces the names that it lacks: "sum", "max" or "min".
-        explicit: True if the sentence says how the output is reduced: it begins with `max`, `min`
-            or `sum`. An op with an explicit reduction need not be linear.
+        explicit: True if an output begins with `max`, `min` or `sum`. Its op need not be linear.
         index: True if this operand must not be Partial.
     """
 
@@ -90,7 +93,13 @@ class Products:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A parsed sentence, such as "... i * o i -> ... o". `str` returns its text."""
+    """A parsed sentence, such as "... i * o i -> ... o". `str` returns its text.
+
+    Attributes:
+        terms, outputs: the operands and the outputs.
+        groups: how the operands are combined; one `Products` for each part between commas.
+        sizes: the sizes that the sentence gives (`a=3`), as `(name, size)`.
+    """
 
     text: str
     terms: tuple[Term, ...]
@@ -370,6 +379,7 @@ class Row:
 
     Attributes:
         inputs: a placement for each operand; None if it is absent or a number.
+        outputs: a placement for each output.
         split: the name that is split, or "".
     """
 
@@ -498,8 +508,7 @@ class Bound:
         outputs: the dimensions of each output.
         sizes: the size of each name whose size is known from an operand or from the sentence. Names
             that occur only in an output are missing.
-        rows: every legal row. If an axis can really split a name depends on the sizes
-            (`can_split`).
+        rows: every legal row. `can_split` says if the sizes allow an axis to split a name.
         even: the names that may only be split into equal pieces.
     """
 

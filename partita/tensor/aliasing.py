@@ -169,11 +169,12 @@ _SETS_VALUES = ("copy_", "fill_", "zero_")
 
 
 def refuse_repeated_write(name: str, x: DTensor) -> None:
-    """Raise LayoutError if an op updates, or writes a part of, a view whose elements share memory.
+    """Raises LayoutError if an op would write the same element of a view several times.
 
-    In torch, several places of the view may be one element, which is updated once for each place. A
-    view copy has memory for each place. The places that are not written would give the base their
-    old values. An op whose result is copied into `x` reads all places before it writes one.
+    The view is one whose positions share memory, as made by `unfold`. In plain PyTorch the op
+    changes an element once for each of its positions. The view copy has separate memory for each
+    position. Ops that set all values (`copy_`, `fill_`, `zero_`) are allowed. After `expand`, torch
+    raises its own error.
 
     Args:
         name: the name of the op.
@@ -246,7 +247,7 @@ _CHECKED = frozenset(
 
 @cache
 def checks_overlap(name: str) -> bool:
-    """True if an op of torch raises an error if an operand partly overlaps the written tensor."""
+    """True if the torch op `name` raises if an operand partly overlaps the written tensor."""
     # `idiv` is the name of `/=`. Not the op that makes a new tensor: `masked_fill_` does not check.
     for one in (f"{name}_", f"{name[1:]}_"):
         if isinstance(packet := getattr(torch.ops.aten, one, None), torch._ops.OpOverloadPacket):
@@ -301,7 +302,8 @@ def _locate_in_base(x: DTensor) -> torch.Tensor | None:
 
 
 def refuse_overlap_of_parts(written: torch.Tensor, read: torch.Tensor) -> None:
-    """Raise torch's RuntimeError if two tensors in one memory overlap, but are not the same part.
+    """Raises torch's RuntimeError if two views of one memory overlap, unless they are the same
+    part.
 
     Like torch, this does not compare tensors with gaps.
     """
@@ -325,11 +327,12 @@ def refuse_overlap_of_parts(written: torch.Tensor, read: torch.Tensor) -> None:
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
-    """Returns the tensor that a view copy is a view of, through any number of views.
+    """Finds the tensor that a view copy is a view of, through any number of views.
 
     Returns:
-        Three values: that tensor; a function that makes the view of it, or None if arguments of the
-        views are tensors; and True if all of these views were made with gradients enabled.
+        `(base, view, graded)`. `base` is that tensor. `view(base)` makes the view; None if
+        arguments of the views are tensors. `graded` is True if all these views were made with
+        gradients enabled.
     """
     base, views = _list_views(copy)
     given = tree_leaves([(one.args, one.kwargs) for one in views])
@@ -369,10 +372,11 @@ _ViewCall = tuple[Function, Any, dict[str, Any], int | None]
 
 
 def describe_views(copy: DTensor) -> tuple[DTensor, list[Any]] | None:
-    """Returns the tensor that a view copy is a view of, and the calls of torch that make the view.
+    """Returns `(base, calls)`: the tensor that `copy` is a view of, and the calls that make the
+    view.
 
-    The calls name their functions, so that they can be saved. Returns None if `copy` is no view
-    copy, or is made by a function that is not torch's.
+    Each call is `(name, args, kwargs, index)`, with the name of a function of torch, so it can be
+    saved. Returns None if `copy` is no view copy, or another function made it.
     """
     base, views = _list_views(copy)
     calls: list[_ViewCall] = []
@@ -435,10 +439,7 @@ def connect_copy(
 
 
 def redistribute_view(x: Any, layout: Layout) -> Any:
-    """Returns a view copy of the DTensor `x` in the layout `layout`.
-
-    For a plain tensor it returns an alias.
-    """
+    """Returns a view copy of the DTensor `x` in the layout `layout`; of a plain tensor an alias."""
     if not isinstance(x, DTensor):  # the whole value, or a "meta" tensor
         return torch.ops.aten.alias(x)
     alias, now = _alias_of(x), current(x)
@@ -499,9 +500,6 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
 
     This happens if the global tensor has more than one element in a dimension, and the shard has at
     most one.
-
-    Args:
-        spec: the spec of the tensor on this rank.
     """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 

@@ -53,14 +53,15 @@ from .tensor_state import (
 )
 
 Path = tuple[int | str, ...]
-"""The position of a tensor in a call: (1,) or ("bias",), or (0, 3) for the fourth of a list. A plan
-has the paths of the call that it was made for. Other calls of the same key may pass by name what
-that one passed by position (`locate_in_call`).
+"""The position of a tensor in a call: `(1,)`, `("bias",)`, or `(0, 3)` for the item 3 of the list
+that is argument 0. A plan has the paths of the call that it was made for. Other calls of the same
+key may pass by name what that one passed by position (`locate_in_call`).
 """
 
 
 def is_index_of_view(index: Any) -> bool:
-    """True if `x[index]` is a view: the index has only ints and slices.
+    """True if `x[index]` is a view: the index has no bool, no list, and no mask or tensor of
+    indices.
 
     A 0-d integer tensor counts as an int.
     """
@@ -75,7 +76,7 @@ def _is_list_of_places(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of an op: the function, its arguments, and properties that planning needs.
+    """One call of an op: the function, its arguments, and properties by which it is planned.
 
     Attributes:
         form, func: the function, and its `Form` (the op to which it belongs).
@@ -92,11 +93,7 @@ class OpCall:
         return self.func(*self.args, **self.kwargs)
 
     def with_values(self, new: dict[Path, Any]) -> OpCall:
-        """Returns a copy of the call in which the arguments at the paths of `new` are replaced.
-
-        Args:
-            new: the new argument at each path.
-        """
+        """Returns a copy of the call in which `new` replaces the arguments at its paths."""
         return OpCall(self.form, self.func, *replace_at_paths(self.args, self.kwargs, new))
 
     @cached_property
@@ -149,10 +146,11 @@ class OpCall:
 
     @property
     def numbers_of_other_meshes(self) -> dict[Path, DTensor]:
-        """The 0-d DTensors on another mesh than the other operands, by path.
+        """The 0-d DTensors that are on another mesh than the other operands, by path.
 
         Their values, such as a norm, are equal on all ranks, so they may be used on any mesh. They
-        must not require grad, because a gradient cannot be sent to another mesh.
+        must not require grad, because a gradient cannot be sent to another mesh. Empty if operands
+        that are no such numbers are on several meshes.
         """
         spread = {path: t for path, t in self.tensors.items() if isinstance(t, DTensor)}
         if len({t._spec.wire for t in spread.values()}) < 2:
@@ -217,11 +215,7 @@ class OpCall:
         return positional, named, tensors
 
     def make_changed_layout_error(self, x: DTensor) -> LayoutError:
-        """Returns the error for an in-place op that would have to change the layout of `x`.
-
-        Args:
-            x: the operand that the op writes.
-        """
+        """Returns the error for an in-place op that would have to change the layout of `x`."""
         name = self.form.name
         why = "a tensor that is written in place keeps its layout, for its other owners"
         return make_layout_error(
@@ -372,7 +366,8 @@ def _may_be_number(value: Any) -> bool:
 
 
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns `args` and `kwargs` with numbers for DTensors, where `func` expects numbers.
+    """Returns `args` and `kwargs` in which DTensors are replaced by numbers, where `func` requires
+    them.
 
     For example, `k` of `topk` must be a number.
     """

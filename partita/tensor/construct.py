@@ -63,12 +63,10 @@ from .uneven_pieces import (
 
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns this rank's local tensor of the global value `whole`, as a copy.
+    """Returns this rank's local tensor, in the layout `spec`, of the global value `whole`, as a
+    copy.
 
     On the axis of a Partial sum the first rank gets the value and the others get zeros.
-
-    Args:
-        spec: the spec of the DTensor to which the piece belongs.
     """
     part = whole
     for dim, (offset, length) in enumerate(spec.region):
@@ -180,11 +178,11 @@ def distribute_module(
 
     Args:
         device_mesh: a `DeviceMesh`, or the mesh of `ranks`.
-        partition_fn: a function that is called with name, module and mesh for each submodule. It
-            may distribute the module's parameters; others become Replicate.
-        input_fn: a function that is called with the module, its inputs and the mesh before each
-            forward; returns the inputs.
-        output_fn: a function that gets the module, its outputs and the mesh; returns the outputs.
+        partition_fn: called as `partition_fn(name, submodule, mesh)` for each submodule. It may
+            distribute the submodule's parameters; others become Replicate.
+        input_fn: called as `input_fn(module, inputs, mesh)` before each forward; returns the
+            inputs.
+        output_fn: called as `output_fn(module, outputs, mesh)` after it; returns the outputs.
     """
     refuse_lazy(module, "distribute_module")
     for key, fn in {
@@ -216,12 +214,8 @@ def distribute_module(
 def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
     """Returns the DTensor that replaces the plain buffer `b` of a module on a mesh.
 
-    If modules share a buffer, they get the same DTensor: the first call makes it, and later calls
-    return it.
-
-    Args:
-        wire: the wire of the mesh.
-        spread: a function that distributes the buffer.
+    If modules share a buffer, they get the same DTensor: the first call makes it by `spread(b)`,
+    and later calls return it.
     """
     placed = _PLACED.get(b)
     if placed is None or placed._spec.wire is not wire:

@@ -409,7 +409,7 @@ def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
 
 
 PLAIN: set[type] = {torch.Tensor}
-"""The classes of results that are not tagged yet. Capture adds the class of traced tensors."""
+"""The classes of local results that are to become DTensors. Capture adds that of traced tensors."""
 TYPED: dict[type, type] = {torch.Tensor: DTensor}
 """Maps a class of plain tensors to the class of DTensors that `as_dtensor` makes of it."""
 
@@ -774,12 +774,9 @@ def destination(x: torch.Tensor) -> Piece | None:
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
     """Finds the ranks that have the same local tensor as this rank. Only one of them saves it.
 
-    Args:
-        spec: the spec of the tensor.
-
     Returns:
-        The axes along which pieces are equal, this rank's index among the holders, and their
-        number.
+        `(axes, index, count)`: the axes along which pieces are equal, this rank's index among the
+        holders, and their number.
     """
     mesh = spec.wire.mesh
     axes = tuple(a for a in mesh.names if not spec.layout.placement(a).is_shard())
@@ -901,10 +898,7 @@ def make_memory_error(name: str) -> LayoutError:
 
 
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
-    """Returns the error for a tensor `t` that has no strides, such as a sparse one.
-
-    Args:
-        what: the name of the function that gets or makes the tensor.
+    """Returns the error for a tensor without strides (such as a sparse one) in the function `what`.
     """
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",

@@ -65,7 +65,7 @@ hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 def prepare_gradient(x: Any) -> Any:
     """Returns the tensor that has the gradient of `x`: the shard, if ZeRO-3 has gathered `x`.
 
-    Before `x.grad` is read or cleared, ZeRO adds the gradients that it still keeps for it.
+    Called before `x.grad` is read or cleared. ZeRO adds gradients that it has kept to `.grad`.
     """
     state = state_of(x)
     if state.gathered_from is not None:
@@ -861,9 +861,6 @@ def renew_gradient(held: Any, value: torch.Tensor) -> None:
     """Gives the gradient `held` the value that a captured step has computed.
 
     `held` stays the same object, as after an eager step.
-
-    Args:
-        value: the new gradient.
     """
     if not isinstance(held, DTensor) or not isinstance(value, DTensor):
         held.data = value
@@ -928,9 +925,9 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
     A reduced gradient is the same object with new memory. A view that was taken before keeps the
     old memory, which is a correct Partial value. Writes through it do not reach the gradient.
 
-    There is one all-reduce for each set of axes and dtype and for each `BUCKET_BYTES`, recorded
-    with the reason "settle". Gradients that are not Partial do not change. This waits for
-    reductions that ZeRO has already begun.
+    Gradients with equal axes and dtype are joined in all-reduces of at most `BUCKET_BYTES`. A
+    gradient that ZeRO shards is reduce-scattered. The ledger records the reason "settle". Gradients
+    that are not Partial do not change. This waits for reductions that ZeRO has already begun.
     """
     params = list({id(p): p for p in params}.values())
     all_layouts = [state_of(p).zero_layouts for p in params]

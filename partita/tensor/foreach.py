@@ -61,11 +61,7 @@ def _is_clean(plan: CallPlan) -> bool:
 
 
 def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Runs `func(*args, **kwargs)`, a `torch._foreach_*` function, on lists of DTensors.
-
-    Args:
-        op: the function's `Op`, which stores its plans.
-    """
+    """Runs a `torch._foreach_*` function `func` on lists of DTensors. `op` stores its plans."""
     if not _OWN_NAMES.issuperset(kwargs):
         args, kwargs = _place_arguments(func, args, kwargs)
     named = [(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]
@@ -258,13 +254,7 @@ def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
 
 
 def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
-    """Runs `func(*args, **kwargs)`, a fused optimizer kernel, on lists of DTensors.
-
-    An example of `func` is `torch._fused_adam_`.
-
-    Args:
-        op: the function's `Op`, which stores its plans.
-    """
+    """Runs a fused optimizer kernel `func`, such as `torch._fused_adam_`, on lists of DTensors."""
     new: dict[tuple[int | str, ...], Any] = {}
     shares = []
     for j, values in enumerate(args):

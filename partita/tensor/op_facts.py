@@ -337,14 +337,14 @@ VIEW_ATTRIBUTES = frozenset("T H mT mH real imag".split())
 """Attributes that compute like functions, and return views."""
 STATE_OF_LEAVES = """grad data requires_grad requires_grad_ retain_grad detach_ register_hook
 register_post_accumulate_grad_hook""".split()
-"""Attributes and methods of a tensor's state in autograd, which another tensor does not have."""
+"""Attributes and methods of autograd's state, which belongs to one tensor object."""
 ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
 """Methods that return the address of a tensor's memory."""
 FACTS_THAT_STAY = """storage_offset is_leaf grad_fn grad _base _is_view is_shared is_inference
 is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
 """Attributes and methods that describe a tensor, not its values, and stay equal in all calls."""
 FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".split()
-"""Facts that may differ in each call."""
+"""Attributes and methods whose result may differ in each call, such as an address."""
 FREQUENT_METHODS = """
     abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf __neg__
     __abs__ __invert__ add sub mul div matmul mm pow maximum minimum bmm add_ mul_ sub_ div_
@@ -355,7 +355,7 @@ FREQUENT_METHODS = """
 """.split()
 """Names of methods that skip torch's argument parser where the hot path is in C."""
 METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
-"""The builtin method that each operator of torch.Tensor written in Python calls last."""
+"""Maps each operator that torch.Tensor defines in Python to the builtin that it calls last."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
 """Functions of torch.nn.functional whose builtins take only the operand, and no `inplace`."""
 
@@ -584,10 +584,11 @@ class Form:
 
 @cache
 def form_of(func: Function) -> Form:
-    """Returns the form of the torch function `func`: its op, its rule, and its differences.
+    """Returns the form of the torch function `func`: its op, its rule, and if it works in place.
 
     The rule is the function's own, or otherwise the rule of its op. A function written in Python
-    can only have its own rule. Without one, its body runs.
+    has no rule of its op, unless it only calls the builtin of its name. Without a rule, its body
+    runs.
     """
     operator = _operator_of(func)
     if operator is not None:
@@ -715,11 +716,7 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """Returns the function that torch passes to `__torch_function__` for an attribute.
-
-    Args:
-        name: the attribute, such as "shape".
-    """
+    """Returns what torch passes to `__torch_function__` for the attribute `name` ("shape")."""
     return getattr(torch.Tensor, name).__get__
 
 

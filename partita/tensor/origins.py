@@ -209,10 +209,9 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
 
 def is_beside_program(wire: Wire) -> bool:
-    """True in a thread beside the main one, in which ranks must not compare what they read.
+    """True in a thread other than the main one, if ranks of `wire` wait for each other.
 
-    Exchanges of several threads could be mixed up. This matters only if ranks of `wire` wait for
-    each other.
+    There ranks must not compare what they read: exchanges of several threads could be mixed up.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return bool(wire.ranks_to_wait_for) and not is_main

@@ -352,9 +352,10 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """The flops of a plan's matrix products, for ledgers: on the first rank, the largest.
+    """The flops of a plan's matrix products on the first rank, which has the largest shards.
 
     Attributes:
+        op, wire: those of the plan.
         products: for each product its operations, and the axes along which all ranks repeat them.
         is_even: True if every rank computes the same number of flops.
         kernel: the plan's kernel while no ledger is open; None if the function itself runs.
@@ -380,9 +381,11 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the flops of a plan's matrix products, on the rank that computes most, for ledgers.
+    """Returns the `PlanWork` of a plan, which open ledgers record: flops on the rank that computes
+    most.
 
     Args:
+        plan: the plan of a call, with its rule (`bound`) and chosen rows (`choice`).
         work: the matrix products of the op on the global tensors.
         run: the function that runs if the plan has no kernel.
     """
@@ -698,11 +701,7 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """Returns a plan of the older generation, or None. Moves it to the younger generation.
-
-        Args:
-            key: the key of a call
-        """
+        """Returns a plan of the older generation, or None. Moves it to the younger one."""
         plan = self.old.pop(key, None)
         if plan is not None:
             self.remember(key, plan)

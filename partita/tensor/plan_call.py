@@ -449,11 +449,13 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 
 @dataclass(frozen=True)
 class Considered:
-    """One way to run an op on a mesh axis that the search has considered, with its price.
+    """A row of an op's rule that the search has priced for one mesh axis. `pt.explain` lists them.
 
-    The way is a row of the op's rule: the placements of operands and results on the axis. The price
-    is in seconds, for forward and backward together. `pt.explain` lists these rows, and marks the
-    chosen one.
+    Attributes:
+        axis: the mesh axis.
+        row: the placements of operands and results on the axis.
+        price: seconds, for forward and backward together.
+        chosen: True for the cheapest row.
     """
 
     axis: str

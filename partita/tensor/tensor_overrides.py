@@ -222,11 +222,11 @@ _write = torch.Tensor.__setitem__
 def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
     """Runs `x[index] = value` if x, the index or the value is a DTensor.
 
-    Ints and slices select a range of each dimension. Each rank writes the part of the range that it
-    holds. Nothing is sent except a value that is sharded or Partial. Into a Partial sum the first
-    rank writes the value and the others write zeros. An index that contains tensors is applied to
-    the gathered tensor, except a mask with a number as value. A write into a Partial max or min
-    also gathers.
+    - Ints and slices: each rank writes the part of the range that it holds. Only a sharded or
+      Partial value is sent. Into a Partial sum the first rank writes the value, and the others
+      write zeros.
+    - A mask of x's shape, with a number as value: each rank fills its piece.
+    - Other indices with tensors, and ranges of a Partial max or min: `x` is gathered.
 
     Raises:
         LayoutError: x is a plain tensor, but not a whole value that is equal on every rank.

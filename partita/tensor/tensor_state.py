@@ -48,12 +48,9 @@ KEPT_IN_CLASS = "_partita_kept"
 
 
 def keep_in_class(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Caches the result of a function of a class, as an attribute of that class. A decorator.
+    """Decorator: caches the result of `make(cls)` as an attribute of the class `cls`.
 
     A dictionary as cache would keep every class alive that a program defines inside a function.
-
-    Args:
-        make: a function that is called with a class.
     """
     name = KEPT_IN_CLASS + make.__name__
 
@@ -328,7 +325,10 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
 # -- state of a tensor -----------------------------------------------------------------------------
 
 WRITTEN_UNSEEN = "written_unseen"
-"""The attribute that marks a storage with a `.data`, whose writes torch does not count."""
+"""The attribute that marks a storage which a program may write through `x.data`. Torch does not
+count
+these writes.
+"""
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE, "_origin"))
 """Attributes of a DTensor that belong to partita. Copies get only the user's attributes."""
@@ -353,13 +353,15 @@ class ZeroLayouts:
 
 @dataclass(frozen=True, slots=True)
 class RetypedValue:
-    """A cached alias of a tensor under another spec, in which an op needs it.
+    """A cached alias of a tensor in the spec that an op needed. No data was sent to make it.
 
     For example, a Replicate alias of an Invariant value has a gradient that is reduced. The alias
     may be used while the tensor's version and grad_fn are unchanged.
 
     Attributes:
+        spec: the spec of the alias.
         version, grad_fn: the tensor's version and `grad_fn` when the alias was made.
+        value: the alias, a local tensor.
     """
 
     spec: Spec
@@ -542,11 +544,7 @@ class CopiedView:
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
     def take_again(self, copy: Any) -> Any:
-        """Returns the view copy if it is up to date; otherwise makes a new one from the source.
-
-        Args:
-            copy: the view copy.
-        """
+        """Returns the view copy `copy` if it is up to date; otherwise makes a new one."""
         source = current(self.source)
         count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
         with DisableTorchFunction():
@@ -699,7 +697,9 @@ def in_formula_of_backward() -> bool:
 
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""True if the running backward pass will execute a node. It may compute other gradients only."""
+"""`will_execute(node)`: True if the running backward pass executes this autograd node. A pass that
+computes only some gradients may skip it.
+"""
 
 
 def is_only_returned(leaf: torch.Tensor) -> bool:

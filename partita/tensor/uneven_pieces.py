@@ -64,8 +64,7 @@ def empty_padded(spec: Spec, dtype: torch.dtype, device: torch.device | str | No
 def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns a contiguous copy of `local`, with spare memory after its end for padding.
 
-    Args:
-        spec: the spec of the DTensor that has the local tensor.
+    `spec` is the spec of the DTensor that has the local tensor.
     """
     # A call of the program on every rank, also for a mode that records calls (remat).
     copy = local.clone(memory_format=torch.contiguous_format)
@@ -78,10 +77,7 @@ def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Returns `local` as a contiguous tensor with spare memory for padding after its end.
 
-    It is copied only if this is necessary.
-
-    Args:
-        spec: the spec of the DTensor that has the local tensor.
+    It is copied only if this is necessary. `spec` is the spec of its DTensor.
     """
     if not has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
         return local.contiguous()
@@ -99,7 +95,7 @@ def has_room(spec: Spec, device: torch.device | str | None) -> bool:
 
 
 def narrow_storage(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns the first elements of `whole` as a tensor whose storage seems to end behind them.
+    """Returns the first elements of `whole` as a tensor whose storage seems to end after them.
 
     The rest of the memory stays allocated as spare room. `find_padded` returns all of it.
 

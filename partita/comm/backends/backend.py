@@ -16,9 +16,10 @@ from ..collective import PendingSum, PendingWork, Request, Splits
 from ..device import Device, empty_like
 
 WayOfSum = Literal["own", "gather", "exchange"]
-"""The way an all-reduce sums: "own", by the backend's own; "gather", each rank gathers all shares
-and adds them in rank order; "exchange", ranks exchange shares, each sums its piece in rank order,
-and the pieces are gathered.
+"""The way an all-reduce sums. "own": the process group's all-reduce. "gather": each rank gathers
+all
+shares and adds them in rank order. "exchange": each rank gets one part of every share and adds
+these in rank order; then the sums are gathered.
 """
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -82,12 +83,7 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Returns how to all-reduce `x` over `n` ranks: "own", "gather" or "exchange".
-
-        "own" is the process group's all-reduce. With "gather", each rank gathers all addends and
-        adds them in rank order. With "exchange", each rank gets one part of every addend, adds
-        these in rank order, and the sums are gathered.
-        """
+        """Returns how to all-reduce `x` over `n` ranks: a `WayOfSum`."""
         return "own"
 
     def gathers_pieces(self, x: torch.Tensor) -> bool:

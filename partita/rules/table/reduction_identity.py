@@ -115,8 +115,8 @@ def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[
         padded: the names of the dimensions that are padded, because their pieces are uneven.
 
     Returns:
-        None if no value is known for a reduction of the op. None also if an operand cannot hold the
-        value that it needs.
+        A fill for each operand that needs one. None if the value is not known, or an operand cannot
+        hold it.
     """
     found: list[PaddingFill] = []
     for name in padded:

@@ -898,8 +898,7 @@ def make_memory_error(name: str) -> LayoutError:
 
 
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
-    """Returns the error for a tensor without strides (such as a sparse one) in the function `what`.
-    """
+    """Returns the error of the function `what` for a tensor without strides (a sparse one)."""
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
         Fix("t.to_dense()"),

@@ -1,4 +1,4 @@
-"""The pipeline: makes the program for a call. It is the same on all ranks.
+"""The pipeline: makes the program for a call, which is the same on all ranks.
 
 The pipeline captures the step, runs the passes, splits a region, and computes the key. Ranks
 compare keys before anything is compiled. If one rank fails, the comparison fails on the others, so
@@ -97,7 +97,7 @@ def _collector_paused() -> Iterator[None]:
 class OldObjects:
     """Counts the objects that `_collector_paused` moves to the collector's oldest generation.
 
-    Python collects the oldest generation by the number of objects that are new there. It does not
+    Python decides by the number of new objects in that generation when to collect it. It does not
     count objects that were moved, so dropped programs would stay in memory.
     """
 
@@ -133,7 +133,6 @@ def compile_within_budget(
     the results of all of its calls at once. A changed program recomputes more.
 
     Args:
-        program: the program.
         prepare: a function that compiles a program.
         tensors: the leaves (tensors and numbers) of the call for which the program was made.
 

@@ -28,34 +28,29 @@ _shows = threading.Lock()
 
 
 @contextmanager
-def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
-    """Calls `tell(name)` when a phase of a call begins, inside the `with` block. A context manager.
+def phase_listener(listener: Callable[[str], None]) -> Iterator[None]:
+    """Calls `listener(name)` when a phase of a call begins, inside the `with` block.
 
     The phases of a call are "capture", "compile", and "graph", the run of the compiled graph.
     """
-    _listeners.append(tell)
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(tell)
+        _listeners.remove(listener)
 
 
 def begin_phase(name: str) -> None:
-    """Calls the functions that `phase_listener` has registered, when a phase begins.
-
-    Args:
-        name: the name of the phase, such as "capture".
+    """Calls the functions that `phase_listener` has registered with a phase's name, such as
+    "capture".
     """
-    for tell in _listeners:
-        tell(name)
+    for listener in _listeners:
+        listener(name)
 
 
 def note_section(number: int, count: int) -> None:
-    """Shows that a section is compiled.
-
-    Args:
-        number: the number of the section, from 1.
-        count: the number of different sections of the program.
+    """Shows on the progress line that section `number` (from 1) of `count` different ones is
+    compiled.
     """
     for line in _lines:
         line.detail = f" (section {number} of {count})" if count > 1 else ""
@@ -63,7 +58,7 @@ def note_section(number: int, count: int) -> None:
 
 @contextmanager
 def showing_progress(title: str, is_first: bool = True) -> Iterator[Callable[[Any], None]]:
-    """Shows on standard error how long capture and compilation have taken. A context manager.
+    """Shows on standard error how long capture and compilation take, inside the `with` block.
 
     It shows nothing if there is a listener (`phase_listener`).
 

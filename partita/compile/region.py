@@ -1,10 +1,10 @@
 """Regions: a compiled part of an eager model, through which gradients flow.
 
-A program whose results have a history (require gradients) is split (`split`) into a forward graph
-and the parts of a backward graph. In a call each part is one `autograd.Function` (`_RegionPart`):
-its forward only returns the results of the forward graph, its backward runs the part's graph. These
-are ordinary autograd nodes: saved-tensor hooks (remat, ZeRO, offload) apply to the tensors that
-they save. Gradients are local tensors, with the duals of the results' placements.
+A program whose results have a history (require gradients) is split (`split_program`) into a forward
+graph and the parts of a backward graph. In a call each part is one `autograd.Function`
+(`_RegionPart`): its forward only returns the results of the forward graph, its backward runs the
+part's graph. These are ordinary autograd nodes: saved-tensor hooks (remat, ZeRO, offload) apply to
+the tensors that they save. Gradients are local tensors, with the duals of the results' placements.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Region(CapturedProgram):
     """A compiled part of an eager model: a program with a forward and a backward graph.
 
     Attributes:
-        halves: the forward and the backward.
+        halves: the forward and the parts of the backward, as programs.
         parts: the parts of the backward, in the order in which they run; each is one autograd node.
     """
 
@@ -336,9 +336,9 @@ def split_program(program: Program) -> ForwardBackwardPair:
     """Splits a region's program into forward and backward. Changes its graph.
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
-    passes added to recompute values. Forward does not save a view of a whole tensor, or a cast of
-    an input. Backward makes it again, from the base or the input. A parameter that backward gathers
-    again is saved as a shard. Its gathered value can be freed in between.
+    passes added to recompute values. Forward does not save a view of all elements of a tensor, or a
+    cast of an input. Backward makes it again, from the base or the input. A parameter that backward
+    gathers again is saved as a shard. Its gathered value can be freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))

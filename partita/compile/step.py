@@ -128,8 +128,8 @@ def compile(
             modules that occur at least twice. None is like True, but needs six equal modules. False
             uses no blocks.
         sections: True compiles the graph in sections; equal sections are compiled once. False
-            compiles it as a whole. None uses sections if the graph has more than 3,000 calls, and
-            the distinct sections have at most half of them.
+            compiles it in one piece. None uses sections if the graph has more than 3,000 calls,
+            and the distinct sections have at most half of them.
         cuda_graphs: None records the kernels of a step as a CUDA graph in its second call, if they
             run on a GPU and can be recorded. Each later call is one launch. Otherwise
             `step.why_not_recorded` is the reason. The recording keeps the peak memory of the step
@@ -326,10 +326,14 @@ class CompiledStep:
         return Graph(self.program)
 
     def explain(self) -> str:
-        """Returns what each pass did to the program that ran last, and what it saved, as text.
+        """Returns a text: what each pass did to the program that ran last, and the bytes that it
+        saved.
 
         This runs the passes again to measure their effect on the predicted peak, which may take
-        seconds. Raises ValueError if nothing was captured yet.
+        seconds.
+
+        Raises:
+            ValueError: nothing has been captured yet.
         """
         captured = self.program.captured
         assert captured is not None

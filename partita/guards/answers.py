@@ -56,8 +56,8 @@ class PlainNumbers:
 
     Attributes:
         why: the reason if no float can be an input; "" otherwise.
-        named: maps the name of each constant float to the user's line. These are zeros that the
-            step reads or compares, and floats that code may compare by `is`.
+        named: maps the name of each constant float to the user's line. The step reads or compares a
+            float that is zero, or its code may compare the float by `is`.
     """
 
     why: str = ""
@@ -82,7 +82,7 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """Returns a symbolic float for a float of the step; `value` itself if it is a constant.
+        """Returns a symbolic float in place of `value`; `value` itself if it is a constant.
 
         Args:
             given: the graph input for the float.
@@ -104,12 +104,10 @@ class CapturedNumbers:
         return found
 
     def make_read_zeros_constant(self) -> bool:
-        """Makes float inputs that are zero constants, if the step has read or compared them.
+        """Makes floats that are zero constants, if the step has read or compared them.
 
-        The reason: code often tests `if weight_decay != 0`.
-
-        Returns:
-            True if the step has read or compared a zero. It must run again, without these inputs.
+        Code often tests `if weight_decay != 0`. Returns True if there is such a float: the step
+        must then run again, without these inputs.
         """
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
@@ -121,13 +119,9 @@ class CapturedNumbers:
         return bool(found)
 
     def make_constants(self, numbers: Sequence[Input]) -> bool:
-        """Makes floats constants of the program, from the next run of the step on.
+        """Makes the floats of these inputs constants of the program, from the next run on.
 
-        Args:
-            numbers: the inputs for these floats.
-
-        Returns:
-            True if one of them is a graph input in this run, so that another run is needed.
+        Returns True if one of them is a graph input in this run, so that another run is needed.
         """
         traced = [given for given in numbers if any(given is g for g in self.traced.values())]
         self.plain.named.update({given.name: user_line() for given in traced})
@@ -257,11 +251,7 @@ def _decode_answer(found: int, like: Answer) -> Answer:
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """Converts a node of torch's shape environment to a symbolic number, such as `torch.SymInt`.
-
-    Args:
-        question: the node. Its `pytype` is bool, int or float.
-    """
+    """Converts a node of torch's shape environment to a `torch.SymBool`, `SymInt` or `SymFloat`."""
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
@@ -274,9 +264,9 @@ class Guesses:
     the answers of later branches.
 
     Attributes:
-        values: the assumed answers (results of branches).
+        values: the assumed answers.
         certain: the number of answers at the beginning that are known to be true for the call.
-        turned: the indices of the answers that were tried both ways.
+        turned: the indices of the answers for which both results were tried.
         tried: the number of sequences of answers that were tried.
     """
 
@@ -286,10 +276,10 @@ class Guesses:
     tried: int = 1
 
     def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
-        """Returns guesses in which one of `answers` is changed; None if all ways were tried.
+        """Returns guesses in which one of `answers` is changed; None if none is left to try.
 
-        Use it if the step has raised an error during capture. A wrong guess may have led to a
-        branch that the real call does not take.
+        Use it if the step has raised an error during capture: a wrong guess may have led to a
+        branch that the real call does not take. At most `_MOST_TRIES` sequences are tried.
 
         Args:
             answers: the answers that the failed run has assumed, in the order of the branches.
@@ -310,8 +300,8 @@ class OtherAnswers:
 
     Attributes:
         answers: the answers that the graph computed.
-        certain: the number of answers that are true for the call. Answers after the first
-            difference were computed on a branch that the call does not take.
+        certain: the number of answers that are true for the call: up to the first that differs.
+            Later ones were computed on a branch that the call does not take.
         line: the user's line of the first difference.
         before: the answer that the program assumes there.
     """
@@ -355,13 +345,10 @@ class Answers:
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Compares the answers that are numbers. Returns None if they are right, else what was
-        computed.
+        """Compares the answers that are numbers with `found`, the computed ones.
 
-        A small graph computes them before the program runs, because they decide shapes.
-
-        Args:
-            found: the computed numbers.
+        Returns None if they are equal, otherwise the computed answers. A small graph computes them
+        before the program runs, because they decide shapes.
         """
         values = [*map(_encode_answer, self.values)]
         for i, value in zip(self.numeric, found, strict=True):
@@ -389,8 +376,8 @@ class ValuesWanted(BaseException):
     the step does not catch it.
 
     Attributes:
-        compute: a function from the leaves (tensors and numbers) of the call to the values that the
-            step has read so far. All ranks must call it.
+        compute: a function from the leaves (tensors and numbers) of the call to the numbers that
+            the step has read so far, as a `ValuesOfCall`. All ranks must call it.
     """
 
     compute: Callable[[Sequence[Any]], ValuesOfCall]
@@ -423,7 +410,7 @@ class AskedQuestions:
     Attributes:
         values: the symbolic value of each branch, an output of the graph.
         reads: the numbers that the step has read from tensors (`.item()`), in order.
-        last_line: the last line of the user that needs a value which must be computed first.
+        last_line: the user's last line that needs a value which must be computed first.
     """
 
     def __init__(self, guesses: Guesses):
@@ -490,12 +477,9 @@ class AskedQuestions:
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:
-    """Guesses the result of a check on a tensor from its op, without values; None if unsure.
+    """Guesses the result of a check, which `node` computes, from its op; None if unsure.
 
     Most checks pass: `isfinite(x).all()` is true, `isnan(x).any()` is false.
-
-    Args:
-        node: the node that computes the result of the check.
     """
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
     operands = [a for a in node.args if isinstance(a, fx.Node)]
@@ -535,8 +519,8 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
     """Makes a graph write its inputs only if the assumed answers (results of branches) are true.
 
     The graph's last outputs are the true answers. If one of them differs from `answers`, each
-    `copy_` writes the input's old value, so that the run changes nothing. The true answers are
-    joined into one output, a tensor of integers.
+    `copy_` writes the input's old value, so that the run changes nothing. The true answers become
+    one output, a tensor of integers.
 
     Raises:
         CaptureError: a custom operator in the graph writes, whatever the answers are.

@@ -1,9 +1,10 @@
 """Arguments of a step: the leaves of a call, in any containers and objects; lengths of batches.
 
 torch's pytrees support lists, tuples and dictionaries. Other objects that hold a batch (a
-dataclass, a UserDict, a SimpleNamespace, a user's class) are flattened as well ("taken apart"), if
-they hold only tensors and plain data. `unflatten_call` makes new objects from other leaves.
-`pad_to_bucket` pads batches of many lengths to a few, so that few programs are captured.
+dataclass, a UserDict, a SimpleNamespace, a user's class) are flattened as well, if they have only
+tensors and plain data. `unflatten_call` makes new objects from other leaves.
+
+`pad_to_bucket` pads batches of many lengths to a few lengths, so that few programs are captured.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def objects_of_call(call: Any, kinds: Set[type]) -> list[Any]:
 
     Args:
         call: the (args, kwargs).
-        kinds: the classes of objects that `flatten_call` flattens.
+        kinds: the classes of the objects that `flatten_call` has flattened.
     """
     found: list[Any] = []
     inside, opened = [call], set[int]()  # values to visit; ids of objects that may hold themselves
@@ -109,7 +110,8 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
     Args:
         call: the original arguments.
         made: the arguments that `unflatten_call` has rebuilt.
-        known: maps the id of each container of the call to the rebuilt container.
+        known: maps the id of each container of the call to the rebuilt container; entries are
+            added.
     """
     if pytree.tree_is_leaf(call):
         if type(call) not in LEAVES and id(call) not in known and is_flattened(call):
@@ -130,10 +132,8 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
 
 
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
-    """Returns the classes of the objects in arguments that `flatten_call` has flattened.
-
-    Args:
-        structure: the structure that `flatten_call` has returned.
+    """Returns the classes of the objects that `flatten_call` has flattened, from its
+    `structure`.
     """
     within = [kind for child in structure.children() for kind in classes_of_call(child)]
     return [structure.context[0], *within] if structure.type is _Parts else within
@@ -147,11 +147,8 @@ def is_flattened(value: Any) -> bool:
 def refuse_unflattenable(name: str, leaf: Any) -> None:
     """Raises CaptureError if an argument is an object that holds tensors but cannot be flattened.
 
-    Its tensors could not become inputs of the graph.
-
-    Args:
-        name: the argument's name in the error.
-        leaf: the argument, a leaf of `flatten_call`.
+    Its tensors could not become inputs of the graph. `leaf` is the argument, a leaf of
+    `flatten_call`.
     """
     if isinstance(leaf, (*_DATA, *_LIVE)):
         return
@@ -199,7 +196,7 @@ def _is_parts(value: Any) -> bool:
 
 
 class _ObjectFlattener:
-    """Takes the objects of one call apart, each once."""
+    """Flattens the objects of one call, each once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and its parts
@@ -210,7 +207,8 @@ class _ObjectFlattener:
         Other values are returned unchanged.
 
         Args:
-            depth: the number of objects around `value`. Objects at the depth `_DEPTH` stay whole.
+            depth: the number of objects around `value`. Objects at the depth `_DEPTH` are not
+                flattened.
         """
         if isinstance(value, (*_DATA, *_LIVE)):
             return value

@@ -68,8 +68,8 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
 def attribute_names_in(code: CodeType) -> set[str]:
     """Returns the names of all attributes that a code object may read.
 
-    They are the attribute names in its instructions, and its string constants, because `getattr(x,
-    "name")` may use these.
+    They are the attribute names in its instructions, and its string constants: `getattr(x, "name")`
+    may use these.
     """
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
 
@@ -227,8 +227,7 @@ def may_read_any_name(code: CodeType) -> bool:
 
     `getattr` with a constant name does not count. The name is constant if the instruction that
     pushes the second argument loads a constant. A call pushes the function, an empty stack entry
-    and the arguments, in this order. So the depth of the stack shows which instruction pushes the
-    second argument.
+    and the arguments, in this order. So the depth of the stack shows which instruction that is.
     """
     if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
         return True

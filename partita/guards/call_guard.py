@@ -118,9 +118,6 @@ class CallGuard:
         """Returns the leaves (tensors and plain values) of a new call if it is like the last one.
 
         Otherwise returns None, and the slower `Guards` must decide.
-
-        Args:
-            args, kwargs: the arguments of the new call.
         """
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
@@ -162,7 +159,7 @@ class CallGuard:
         """Returns the local tensors that this rank passes to the program in a call.
 
         Args:
-            tensors: the leaves (tensors and numbers) of the call, as `tensors` returns them.
+            tensors: the leaves of the call, as the method `tensors` returns them.
         """
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)

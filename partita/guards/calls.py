@@ -1,8 +1,8 @@
 """Function calls of a captured step, watched with `sys.setprofile` in this thread.
 
-`Calls` gets each call of a Python or C function, and decides once per code object what it is
-(`_kind_of`). A user's function is recorded. A setting that is read (of torch, Python, the
-environment) is read again before a later call, and compared. Calls that no guard can cover raise a
+`Calls` gets each call of a Python or C function. Once per code object, it decides how its calls are
+handled (`_kind_of`). A user's function is recorded. If the step reads a setting (of torch, Python,
+the environment), each later call reads it again and compares. Calls that no guard can cover raise a
 CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only at
 capture, with a warning.
 """
@@ -187,8 +187,8 @@ class Calls:
 
     Args:
         record: stores the settings that are read, and raises CaptureErrors.
-        enter_frame: a function that is called when a function of the user runs.
-        reach_globals: a function that gets the globals when `globals()` is called.
+        enter_frame: a function that is called with the frame when a function of the user runs.
+        reach_globals: a function that is called with the globals when the step calls `globals()`.
     """
 
     def __init__(
@@ -461,8 +461,8 @@ def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
 
     Args:
         record: the record to which they are added.
-        names: the string constants in the step's code. Those in capital letters count as names of
-            variables.
+        names: the string constants in the step's code. Those in capital letters are taken for names
+            of variables.
     """
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.ignore(os.environ)
@@ -492,7 +492,6 @@ def read_ambient(record: PlaceRecord, module: str | None) -> None:
     """Records settings that functions of a module use without an argument, such as the locale.
 
     Args:
-        record: the record to which the settings are added.
         module: the module's name; None records nothing.
     """
     for name, function in _AMBIENT.get(module or "", ()):

@@ -122,7 +122,7 @@ class CaptureRequest:
         state: the modules, optimizers and tensors that the step reaches.
         guesses: assumed answers to branches on tensor values.
         values: known values of the call's tensors, from which answers are computed.
-        blocks: the choice of modules that are blocks (equal modules, traced as one subgraph).
+        blocks: the choice of modules that are blocks. Equal blocks are traced as one subgraph.
         counts_apart: True if the parameters of one optimizer may have different step counts.
     """
 
@@ -143,17 +143,14 @@ def capture_step(request: CaptureRequest) -> CapturedProgram:
     The step runs again if a run has shown that an assumption was wrong. Examples: the step reads a
     `.grad` that was assumed unread, or a float must be a constant.
 
-    Returns:
-        The program.
-
     Raises:
         ValuesWanted: more values must be computed, for another capture.
         CaptureError: a graph cannot express what the step does. The error names the user's line.
         NewStateFound: a run has read tensors, modules or optimizers that `request.state` lacks.
             Capture again with the error's `state`.
-        StepRaises: the step raises an error of its own, such as a ValueError. If partita can
-            explain the step's error by a CaptureError, it raises the CaptureError instead. It does
-            not if results of branches on values are known for this call (`Guesses.certain`).
+        StepRaises: the step raises an error of its own, such as a ValueError. If a CaptureError
+            explains it, that is raised instead. It is not if answers are known for this call
+            (`Guesses.certain`).
     """
     # In the first run each tensor without a gradient gets a mark as its gradient, which shows
     # whether the step reads it. Tensors whose marks were read get none in the next run.
@@ -214,7 +211,7 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """Returns `run.program()`, and frees what the run has recorded."""
+    """Returns `run.program()`, and frees what tracing has stored for the run."""
     try:
         return run.program()
     finally:
@@ -265,18 +262,19 @@ class CaptureRun:
     """One run of a step over fake tensors, which traces its graph and records what it reads.
 
     Args:
+        request: the call to capture.
         unmarked: the indices (among the leaves of the call) of tensors that get no mark. A mark is
             a fake gradient that shows whether the step reads `.grad`.
         plain: the floats that stay Python numbers.
 
     Attributes:
-        record: the record of what the step reads of Python.
+        record: the record of what the step reads from Python objects.
         writes: the writes to Python objects, which each call must repeat.
         other_tensors: (tensor, name) of real tensors that the step may compare by identity with a
             fake.
         slots, values: where the step's tensors are stored, and where its plain Python values are.
         inputs, outputs: the inputs and outputs of the graph.
-        read_marks: the indices of tensors whose marks (gradients that do not exist) were read.
+        read_marks: the indices of tensors whose marks the step has read.
         questions: the branches on values.
         numbers: the floats that the step reads.
         raised: True if the step has raised an error of its own.
@@ -316,8 +314,8 @@ class CaptureRun:
     def program(self) -> CapturedProgram | None:
         """Runs the step, and returns its program.
 
-        Returns None if the step has read the `.grad` of a tensor that has no gradient
-        (`read_marks`). The caller must then start another run.
+        Returns None if the step has read a mark (`read_marks`). The caller must then start another
+        run.
         """
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
@@ -642,8 +640,8 @@ class CaptureRun:
     def check_other_tensors(self) -> None:
         """Raises CaptureError if the step may compare an input with `is`, and get a wrong result.
 
-        That happens if one side of the comparison is the fake, and the other side the real tensor.
-        An object may hold the real tensor in a place where capture cannot put the fake.
+        One side of the comparison would be the fake, and the other side the real tensor: an object
+        may hold it in a place where capture cannot put the fake.
         """
         if self._returns_unknown_tensor:
             raise not_an_input("")
@@ -732,11 +730,7 @@ class CaptureRun:
         return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
-        """Returns the error for a change of a Python object that later calls could not repeat.
-
-        Args:
-            write: the change.
-        """
+        """Returns the error for a change of a Python object that later calls could not repeat."""
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
@@ -807,7 +801,7 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
 
     Args:
         call: the arguments and keyword arguments.
-        record: what the step reached, and the functions that ran.
+        record: the values that the step reached, and the functions that ran.
     """
     codes = record.codes.values()
     asking = next(filter(compares_identities, codes), None)

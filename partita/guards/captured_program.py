@@ -6,8 +6,8 @@ the step.
 
 Plain tensors that the step mixes with DTensors must be equal on all ranks. A small graph computes
 them (`ReplicatedInputCheck`), and ranks compare them before the first run (under `check_ranks()`
-before each run). A graph's redistributions are known in advance, so a run without a ledger and
-without `strict()` pays nothing for them.
+before each run). A graph's redistributions are known in advance: a run without a ledger and without
+`strict()` spends no time on them.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ class CapturedProgram(Program):
         given_memory: (kind, index) of inputs that get other memory in the step (`x.data = y`).
         answers: the results of branches on values that the program assumes.
         blocks: which blocks were folded, and why others were not.
-        work: the matrix products, for ledgers.
+        work: (op, line, mesh axes, operations) of each matrix product, for ledgers.
         captured: the program before any pass.
         budget_search: the search for a rewriting with a lower peak; None after compilation.
         overlap_check: the check whether a written input overlaps another input in memory.
         numeric_answers: a graph that computes those answers that are numbers. It runs before the
             program.
-        calls: the numbers among the inputs of its calls, and when ranks compare them.
-        holds_writes: True until the first run, while Python objects still have the values that the
+        calls: the Python numbers among the inputs of recent calls, which ranks compare from time to
+            time.
+        holds_writes: True until the first run: Python objects still have the values that the
             capture gave them.
     """
 
@@ -113,9 +114,6 @@ class CapturedProgram(Program):
         """Raises on all ranks if values that must be equal on all ranks differ.
 
         These are Python numbers, and plain tensors that are used with DTensors.
-
-        Args:
-            tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
         if self._numbers:
             self._compare_numbers(self._read_numbers(tensors))
@@ -125,13 +123,10 @@ class CapturedProgram(Program):
             )
 
     def note_call(self, tensors: Sequence[Any]) -> None:
-        """Notes the Python numbers among the inputs of a call. Ranks compare them in some calls.
+        """Stores the Python numbers among the inputs of a call. Ranks compare them in some calls.
 
         `compare` compares the numbers of the first call. A number may first differ in a later call.
         An example is a learning rate that a scheduler computes from local values.
-
-        Args:
-            tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
         if self._numbers:
             numbers = self._read_numbers(tensors)
@@ -161,9 +156,6 @@ class CapturedProgram(Program):
         """Adapts the program to the storages of the state. Call it after a storage has changed.
 
         Uneven shards get room for their padding, and `overlap_check` records the new storages.
-
-        Args:
-            tensors: the call's leaves: tensors and numbers of the state and the arguments.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -202,8 +194,8 @@ class CapturedProgram(Program):
 
         Returns:
             The step's result. If the program has assumed wrong results of branches: an
-            `OtherAnswers`. In that case nothing has changed, not even the state of random
-            generators.
+                `OtherAnswers`. In
+            that case nothing has changed, not even the state of random generators.
         """
         reads = tensors
         if self.view_copies:
@@ -289,6 +281,9 @@ class PrecomputeGraph:
     """A copied part of a captured graph that computes some values before the program runs.
 
     It writes nothing.
+
+    Attributes:
+        graph, inputs: the module with the part, and its inputs.
     """
 
     graph: fx.GraphModule
@@ -297,11 +292,9 @@ class PrecomputeGraph:
     def compute(
         self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
     ) -> Sequence[torch.Tensor]:
-        """Returns the values that the graph computes in a call. The random state does not change.
+        """Returns the values that `run` computes from a call's leaves `tensors`; it runs the graph.
 
-        Args:
-            tensors: the leaves (tensors and numbers) of the call.
-            run: a function that runs the graph.
+        The state of random generators does not change.
         """
         given = [i.local_value(tensors) for i in self.inputs]
         borders = [i.padding for i in self.inputs]
@@ -411,10 +404,9 @@ def extract_values(
 
 
 def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> PrecomputeGraph:
-    """Returns a graph that computes some answers (results of branches) before the program.
+    """Returns a graph that computes the answers (results of branches) with the indices `numbers`.
 
-    Args:
-        numbers: the indices of the answers.
+    It runs before the program.
     """
     graph = program.graph.graph
     at = [output.kind for output in program.outputs].index("answers")
@@ -463,7 +455,7 @@ def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
 
 
 def record_moves(program: Program) -> None:
-    """Adds the redistributions of a program to the open ledgers, because it is going to run.
+    """Adds the redistributions of a program, which is going to run, to the open ledgers.
 
     Raises:
         LayoutError: a redistribution is implicit, and `strict()` forbids it.

@@ -64,9 +64,9 @@ from .values import (
     find_difference,
     find_last_leaf,
     forget_leaves,
+    key_by_fields,
     key_of_argument_key,
     reads_like_base,
-    whole_key,
 )
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class Guards:
             in which these attributes are stored.
         compared: identities of the places whose values the step may compare by `is` or `id`; None
             if it compares none.
-        call: the (args, kwargs) of the captured call, because the step may compare objects in them,
-            too. None if the step has no program.
+        call: the (args, kwargs) of the captured call. The step may compare objects in them, too.
+            None if the step has no program.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Guards:
         self._moving: set[int] | None = None
         # For each place with parts, their ids in the order of the walk.
         self._met: dict[int, tuple[int, ...]] = {}
-        # For each place, ids of tensors that are no leaves: if one becomes a leaf, the key differs.
+        # For each place, ids of tensors that are not leaves: if one becomes one, the key differs.
         self._others: dict[int, frozenset[int]] = {}
         walk = self._make_walk(self._inputs.leaves)
         found = {at: self._look_at(at, walk) for at in range(len(places))}
@@ -180,13 +180,11 @@ class Guards:
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """Returns a hash of the expected values, by which a history finds repeated captures."""
+        """Returns a hash of the expected values and their names, to find repeated captures."""
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def holds_no_arguments(self, count: int) -> bool:
         """True if no argument of a call is also read from a Python object, such as a global.
-
-        In other words: all tensors that were read from Python objects are in the state.
 
         Args:
             count: the number of leaves that are the state. The leaves after them are the arguments.
@@ -350,13 +348,10 @@ class Guards:
         return PlaceContent(key, parts, frozenset(walk.others[others:]), tuple(met))
 
     def holds_none_of(self, tensors: Iterable[int]) -> bool:
-        """True if none of these tensors is also in a guarded place, such as a global.
+        """True if none of the tensors with these ids is also in a guarded place, such as a global.
 
         `CallGuard` uses it for the tensors among a call's arguments. A tensor in a guarded place
         needs the full check.
-
-        Args:
-            tensors: the ids of the tensors.
         """
         return all(ids.isdisjoint(tensors) for ids in self._others.values())
 
@@ -472,7 +467,8 @@ class Guards:
 
 
 class PlaceContent(NamedTuple):
-    """What a place (an attribute, a global, an item) contains: the key of its value, and its parts.
+    """The content of a place (an attribute, a global, an item): the key of its value, and its
+    parts.
 
     Attributes:
         key: the key of the value.
@@ -641,13 +637,14 @@ _TENSOR_PROPERTIES = (_base.data_ptr, _base.size, _base.stride, _dtype, _require
 
 
 class TensorGuard:
-    """Remembers the tensors of a step's state with storages and metadata, to detect changes.
+    """Stores the tensors of a step's state, their storages and metadata, to detect changes.
 
     A tensor object may get another storage, shape, dtype or layout. There are about four tensors
     for each parameter, so each property is read from all tensors in one C call.
 
     Args:
-        tensors: the tensor in each slot (place of the state).
+        slots: the places of the state's tensors.
+        tensors: the tensor in each slot.
     """
 
     def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]):
@@ -688,12 +685,9 @@ _DICT_CONTEXTS: dict[Any, Callable[[Any], Any]] = {
 
 
 def keys_of_call(structure: pytree.TreeSpec) -> list[Any]:
-    """Returns a comparison key for each dictionary key in a call's arguments, except strings.
+    """Returns comparison keys for the dictionary keys in a call's arguments, except strings.
 
-    `flatten_call` compares keys by `==`, which does not distinguish 1 from True.
-
-    Args:
-        structure: the structure that `flatten_call` has returned.
+    `flatten_call`, whose structure this takes, compares keys by `==`: 1 is equal to True.
     """
     found, waiting = [], [structure]
     while waiting:
@@ -782,7 +776,7 @@ def find_owner(t: torch.Tensor) -> torch.Tensor:
 
 
 def _attribute_key(value: Any) -> Any:
-    return torch.Tensor if isinstance(value, torch.Tensor) else whole_key(value)
+    return torch.Tensor if isinstance(value, torch.Tensor) else key_by_fields(value)
 
 
 # -- torch modes -----------------------------------------------------------------------------------

@@ -82,8 +82,8 @@ class State:
         lists: (container, length) of lists and dictionaries that were searched.
         reached: places with state that the search did not find, but that a run of the step has
             read.
-        search: a function that repeats the search, and also searches the places that it gets.
-        searches: the number of searches for one call that a run of the step has made necessary.
+        search: a function that repeats the search, and also searches the places passed to it.
+        searches: the number of repeated searches for one call, after runs that read new state.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -100,13 +100,11 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Looks for new modules, optimizers and tensors in the places that a run has read.
+        """Returns a NewStateFound if there is new state in `places`, which a run has read;
+        otherwise None.
 
-        Args:
-            places: these places.
-
-        Returns:
-            If there are any, the exception with which the capture starts again; otherwise None.
+        New state is a module, an optimizer or a tensor. With this exception, the capture starts
+        again.
         """
         if self.search is None or self.searches >= _SEARCHES:
             return None
@@ -140,12 +138,9 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """True if a call's arguments contain the modules and optimizers of this state.
+        """True if the modules and optimizers among a call's arguments are those of this state.
 
         Otherwise the search for the step's state must be repeated.
-
-        Args:
-            args, kwargs: the arguments of the call.
         """
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
@@ -190,7 +185,7 @@ class State:
     def guarded_places(self) -> Iterator[Place]:
         """Yields places that guards always compare, such as `optimizer.param_groups`.
 
-        They are always compared, because reads of them are not recorded.
+        Reads of these places are not recorded.
         """
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
@@ -234,10 +229,6 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
     """Returns the leaves of a call: the values of the state's slots, followed by the arguments.
 
     Leaves are tensors and numbers. Inputs of a graph refer to them by index.
-
-    Args:
-        slots: the slots of the state.
-        args, kwargs: the arguments of the call.
     """
     found: list[Any] = []
     for slot in slots:
@@ -250,12 +241,7 @@ def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
 
 
 def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
-    """Returns `(name, kind)` for each leaf of a call, in the order of `tensors_of_call`.
-
-    Args:
-        slots: the slots of the state.
-        args, kwargs: the arguments of the call.
-    """
+    """Returns `(name, kind)` for each leaf of a call, in the order of `tensors_of_call`."""
     found = []
     for slot in slots:
         count = len(pytree.tree_leaves(slot.value, is_leaf=is_no_tuple))
@@ -474,11 +460,7 @@ class _Search:
                 self.value(prefix + key, v, self._slot(prefix + key, "value", home, key))
 
     def given(self, name: str, value: Any) -> None:
-        """Searches an object that the user passes as `state=`.
-
-        Args:
-            name: the object's name, such as "state[0]".
-            value: the object.
+        """Searches an object that the user passes as `state=`, with a name such as "state[0]".
 
         Raises:
             ValueError: it is a tensor, whose place is unknown.

@@ -1,8 +1,9 @@
-"""Python outputs of a step: what it assigns to attributes and containers, and results that are
-objects.
+"""Python outputs of a step: what it assigns to attributes and containers, and objects in its
+result.
 
-A program must repeat these in each call. What it cannot repeat raises an error at capture: tensors
-stored in lists or variables, attributes of tensors, writes that differ in each call.
+A program must repeat the assignments in each call. An assignment that it cannot repeat raises an
+error at capture: tensors stored in lists or variables, attributes of tensors, writes that differ in
+each call.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _MOST_OBJECTS = 10_000  # the most objects that one search visits
 
 
 class ModuleAttributes:
-    """The attributes of modules before the step, to find out which of them it sets.
+    """The attributes of modules before the step, to find out which of them the step sets.
 
     Parameters and buffers are not included.
     """
@@ -80,12 +81,7 @@ class ModuleAttributes:
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """Returns the error for a step that stores a tensor or number where a program cannot.
-
-        Args:
-            place: where the step stores it.
-            value: what it stores.
-        """
+        """Returns the error for a step that stores `value` in a place where a program cannot."""
         for _, attributes in self._homes:
             if place.home is attributes.get("_buffers"):
                 return not_captured(
@@ -127,7 +123,7 @@ class ModuleAttributes:
 
 
 class InputAttributes:
-    """Attributes that a user has set on input tensors, and that their fakes have during capture.
+    """Copies the attributes that a user has set on input tensors to their fakes during capture.
 
     Args:
         record: the record of what the step reads from Python objects. The attributes are added to
@@ -142,8 +138,7 @@ class InputAttributes:
         """Copies the user's attributes of an input tensor to the fake that replaces it.
 
         Args:
-            given: the input.
-            stand_in: a function that returns the fake of a tensor.
+            stand_in: a function from a tensor in an attribute to its fake.
         """
         held = given.tensor.__dict__
         for name in user_attributes_of(given.tensor):
@@ -176,12 +171,13 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raises CaptureError if a leaf of the result contains a fake tensor, or text made from one.
+    """Raises CaptureError if a leaf of the step's result contains a fake tensor, or text made from
+    one.
 
     Args:
         value: the leaf.
         known: the ids of objects that existed before the step. Fakes in them do not count, unless
-            the leaf is or contains the fake itself.
+            the leaf is a fake, or a container with one.
     """
     if is_text_of_unknown(value):
         raise not_captured(
@@ -204,10 +200,7 @@ def check_result(value: Any, known: Container[int]) -> None:
 def has_only_known_fakes(value: Any, known: Collection[tuple[int, Any]]) -> bool:
     """True if `value` is a container whose fake tensors are all in places that are graph inputs.
 
-    The program already writes these places.
-
-    Args:
-        known: the identities of the places (slots).
+    The program already writes these places. `known` has their identities.
     """
     if not has_type(value, (list, dict, tuple, collections.deque)):
         return False
@@ -231,7 +224,7 @@ _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
 def contains_fake(value: Any) -> bool:
-    """True if `value` is or contains a fake tensor or symbolic number."""
+    """True if `value` is a fake tensor or symbolic number, or a container with one."""
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # true of nearly all attributes of modules
@@ -243,7 +236,8 @@ def contains_new_fake(value: Any, known: Container[int]) -> bool:
 
     Args:
         value: the object at which the search begins.
-        known: the ids of objects that existed before the step. They hold fakes during capture.
+        known: the ids of objects that existed before the step, which are not searched. They hold
+            fakes during capture.
     """
 
     def list_held(held: Any) -> Iterable[Any]:
@@ -266,10 +260,11 @@ def _in_container(value: Any) -> Iterable[Any]:
 def walk_reachable(
     value: Any, contents_of: Callable[[Any], Iterable[Any]] = _in_container
 ) -> Iterator[Any]:
-    """Yields `value` and everything that it contains, each object once.
+    """Yields `value` and everything that it contains, each object once, up to `_MOST_OBJECTS`.
 
     Args:
-        contents_of: a function that returns what a value contains; by default a container's items.
+        contents_of: a function from a value to the values inside it; by default a container's
+            items.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
     waiting = [value]
@@ -302,11 +297,9 @@ def _stands_in(value: Any) -> bool:
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:
-    """Returns the error for a step that stores a tensor or number in, for example, a global list.
+    """Returns the error for a step that stores `value` in `name`, for example a global list.
 
-    Args:
-        name: the name of the place, such as a global.
-        value: what the step stores.
+    It is a tensor, a number that is a graph input, or an object with tensors.
     """
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
     if value is not None and not _stands_in(value) and not contains_fake(value):

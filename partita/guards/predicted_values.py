@@ -2,9 +2,9 @@
 
 A step may read values (`grid.tolist()`) and branch on them. While the graph is traced,
 `PredictedValues` runs each new node on the CPU if all its operands are known: constants, small
-inputs of the call, and values computed from these. Sharded integers are gathered once
-(`gather_small_integers`). After that each rank runs the nodes for all ranks, and collectives are
-copies within the process.
+inputs of the call, and values computed from these. Ranks exchange small tensors of integers and
+bools once (`gather_small_integers`). After that each rank runs the nodes for all ranks, and
+collectives are copies within the process.
 
 A prediction is a guess. The graph computes the true value, and writes nothing if the guess was
 wrong (`answers`).
@@ -32,12 +32,12 @@ from partita.graph.shared_memory import operands_written
 from partita.tensor.op_facts import facts_of
 
 FEW = 64
-"""The most elements of an input of any dtype that is read, if this rank holds all of it."""
+"""The most elements of an input of any dtype that is read, if each rank has all elements."""
 _SMALL = 2**16
-"""The most elements of an integer input that ranks gather, and of a value that is computed."""
+"""The most elements of an integer or bool input that ranks exchange, and of a computed value."""
 
 Values = list[Any]
-"""The value of a node on each rank for which nodes are run."""
+"""The values of one node, one for each rank for which nodes are run."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class ValuesOfCall:
 
     Attributes:
         reads: the numbers that the step has read so far, in order. Later ones are unknown.
-        integers: for each integer input, by its index among the leaves (tensors and numbers) of the
-            call: its local value on each rank. It is padded, as for the graph.
+        integers: the local values of each small integer or bool input, one for each rank, padded as
+            for the graph. The key is the input's index among the leaves (tensors and numbers) of
+            the call.
         mesh: the mesh of these ranks.
     """
 
@@ -59,15 +60,15 @@ class ValuesOfCall:
 def gather_small_integers(
     inputs: Iterable[Input], tensors: Sequence[Any], wires: Iterable[Wire]
 ) -> ValuesOfCall:
-    """Gathers a call's small integer tensors, from which ranks predict branches.
+    """Returns the values on all ranks of a call's integer and bool tensors that have few elements.
 
-    All ranks must call it.
+    From them ranks predict branches. All ranks must call it.
 
     Args:
         inputs: the inputs of the graph.
         tensors: the call's leaves: tensors and numbers of the state and the arguments.
-        wires: the wires (connections to the ranks) of the inputs. Unless there is exactly one,
-            nothing is gathered, and the result is empty.
+        wires: the wires (connections to the ranks) of the inputs. The result is empty unless there
+            is exactly one.
     """
     among = [*wires]
     if len(among) != 1:

@@ -2,7 +2,6 @@
 
 Not every read can be seen when it happens. So when a value is read, the *places* to which its code
 can go from there are recorded in advance:
-
 - a function, when it first runs: the globals, closure cells, defaults and attributes that it names
 - a class, module or function as an object: its variables whose names occur in code; all of them if
   code uses `getattr(x, key)` or `vars(x)`
@@ -192,8 +191,8 @@ class ReadRecord(PlaceRecord):
 
         Args:
             step: the function that is going to run.
-            arguments: (name, value) of the step's arguments and of other values that it gets
-                without reading a global, a closure cell, an attribute or an item.
+            arguments: (name, value) of the step's arguments, and of other values that the step gets
+                without a recorded read.
 
         Raises:
             CaptureError: the step read a value that no guard can cover.
@@ -233,7 +232,9 @@ class ReadRecord(PlaceRecord):
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if the step has reached the object `value`, so that attribute reads count."""
+        """True if the step has reached the object `value`, whose attribute reads are then
+        recorded.
+        """
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
@@ -319,10 +320,10 @@ class ReadRecord(PlaceRecord):
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
-        """Copies rebuilt arguments of the call, to find what the step writes to them.
+        """Stores a copy of `value`, to find later what the step writes to it.
 
         Args:
-            value: the arguments, or a list of an optimizer's groups.
+            value: arguments that capture has rebuilt, or a list of an optimizer's groups.
             name: its name in messages.
         """
         before = self._reached.keys() | ()
@@ -441,11 +442,11 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_dict(known.name, owner))
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
-        """Records that the step reads the attribute `name` of the class `kind`.
+        """Records that the step reads the attribute `name` of the class `kind`, and returns its
+        value.
 
-        Returns:
-            The attribute's value. If the class lacks it, or if it is a special name that is not in
-            `WITH_FIELDS`: MISSING, and nothing is recorded.
+        Returns MISSING, and records nothing, if the class lacks it. The same holds for special
+        names that are not in `WITH_FIELDS`.
         """
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
@@ -574,9 +575,7 @@ class ReadRecord(PlaceRecord):
     def reach_object(self, value: Any, name: str) -> None:
         """Makes the class of a user's object record reads of the object's attributes from now on.
 
-        Args:
-            value: the object.
-            name: its name in messages.
+        If the class cannot be changed, attributes are recorded whose names occur in code.
         """
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
@@ -616,12 +615,7 @@ class ReadRecord(PlaceRecord):
         return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
-        """Registers a function, so that the names in its code are recorded when it runs.
-
-        Args:
-            f: the function.
-            name: its name in messages.
-        """
+        """Registers a function, so that the names in its code are recorded when it runs."""
         self.snapshots.snapshot_namespace(f, name)
         if self._reads_methods:
             self._unread_methods[id(f)] = f
@@ -650,12 +644,7 @@ class ReadRecord(PlaceRecord):
             self._waiting.setdefault(id(f.__code__), []).append((f, name))
 
     def reach_methods(self, kind: type, name: str) -> None:
-        """Registers the methods of a class. When one runs, the names in its code are recorded.
-
-        Args:
-            kind: the class.
-            name: its name in messages.
-        """
+        """Registers the methods of a class. When one runs, the names in its code are recorded."""
         self._classes[id(kind)] = kind
         if is_user_module(kind.__module__):
             self._describe(kind, kind.__name__)
@@ -699,18 +688,14 @@ class ReadRecord(PlaceRecord):
             self._enter_function(*waiting)
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
-        """Records all globals of a module, because the step calls `globals()`.
-
-        Args:
-            variables: the module's globals.
-        """
+        """Records all globals of a module, `variables`, because the step calls `globals()`."""
         with self.without_recording():
             self.snapshots.snapshot_namespace(variables, "globals()")
             self.reach_namespace(variables, "globals()")
             _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
-        """Records the variables of a namespace that are named in code that runs.
+        """Records the variables of a namespace whose names occur in code that runs.
 
         Args:
             space: a module, class or function, or a dictionary of variables.
@@ -723,11 +708,7 @@ class ReadRecord(PlaceRecord):
                 self._read_whole_namespace(space, name)
 
     def reach_class(self, kind: type) -> None:
-        """Records those attributes of a class whose names occur in code that runs.
-
-        Args:
-            kind: the class. Nothing is recorded if it is not a user's.
-        """
+        """Records those attributes of a user's class whose names occur in code that runs."""
         if is_user_module(kind.__module__):
             self.reach_namespace(kind, kind.__name__)
 
@@ -809,9 +790,7 @@ class ReadRecord(PlaceRecord):
     def record_attribute_names(self, names: set[str]) -> None:
         """Records, for each object and class that is reached, its attributes with these names.
 
-        Args:
-            names: attribute names in code that ran. From which object the code reads them is
-                unknown.
+        The names occur in code that ran. It is unknown from which object the code reads them.
         """
         new = names - self._names_asked
         self._names_asked |= new
@@ -944,7 +923,7 @@ class ReadRecord(PlaceRecord):
 
 
 _CHANGED_BY_LOGGING = ("_cache", "handlers", "manager")
-"""Attributes of a logger that change when others log. For a step only its level counts."""
+"""Attributes of a logger that change when other code logs. A step reads only its level."""
 
 _READERS = (getattr, hasattr, vars, dir)
 """Functions that may read any name, if code passes them as values."""

@@ -1,8 +1,8 @@
 """Recompile reasons: why a call needs another capture, as text.
 
 `describe_call` describes a call. `CaptureHistory`, the record of a step's captures, compares a call
-with the most similar one that has a program, stores the difference, and warns if a step is captured
-too often.
+with the most similar one that has a program. It stores the difference, and warns if a step is
+captured too often.
 """
 
 from __future__ import annotations
@@ -249,11 +249,7 @@ class CaptureHistory:
         )
 
     def note_drop(self, key: Any) -> None:
-        """Records that the step no longer keeps a program.
-
-        Args:
-            key: the key that `note_capture` got for the program.
-        """
+        """Records that the step no longer keeps the program with this key (see `note_capture`)."""
         self._described.pop(key, None)
         if len(self._dropped) >= _REMEMBERED:
             self._dropped.clear()

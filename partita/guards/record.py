@@ -4,11 +4,11 @@ A *place* is an attribute, a global or an item. A value that is read is also *re
 that can be read from it are recorded (`read_record`). It is copied, so that `Snapshots.find_writes`
 finds the step's changes.
 
-Reads of attributes are seen by a `__getattribute__` that reports them to the record of this thread.
-While a step is captured, it is installed in nn.Module, optimizers, schedulers and each class of the
-user that is reached (`instrument_class`). Other threads read as usual. But while the parameters of
-a module are replaced by fakes, a thread that reads the module waits until they are restored
-(`exclusive_access`)."""
+A `__getattribute__` reports reads of attributes to the record of this thread. While a step is
+captured, it is installed in nn.Module, optimizers, schedulers and each class of the user that is
+reached (`instrument_class`). Other threads read as usual. But while fakes replace the parameters of
+a module, other threads that read the module wait until they are restored (`exclusive_access`).
+"""
 
 from __future__ import annotations
 
@@ -272,8 +272,8 @@ class Write:
     """One change that a step made to a Python object.
 
     Attributes:
-        place: the attribute, global or item that changed. For a whole container or array, a place
-            without a key.
+        place: the attribute, global or item that changed. If an array's content, or a list's length
+            or order changed, it is a place without a key.
         before, after: the value before the step, and the value now.
         is_repeatable: True if a later call can make the same change; False if order or length
             change.
@@ -386,12 +386,7 @@ class Snapshots:
         self._places.setdefault(place.identity, (place, value))
 
     def snapshot_object(self, value: Any, name: str) -> None:
-        """Copies the attributes of an object: its `__dict__`, and its slots.
-
-        Args:
-            value: the object.
-            name: its name in messages.
-        """
+        """Copies the attributes of an object: its `__dict__`, and its slots."""
         held = dict_of(value)
         if held is not None:  # which may have been reached before, as `vars(value)`
             copied = self._containers.get(id(held))
@@ -405,11 +400,8 @@ class Snapshots:
             self.snapshot_place(place, place.value)
 
     def snapshot_namespace(self, value: Any, name: str) -> None:
-        """Copies the own attributes of a class, module or function, or a dictionary of variables.
-
-        Args:
-            value: the class, module, function or dictionary.
-            name: its name in messages.
+        """Copies the own attributes of a class, module or function, or a dictionary of
+        variables.
         """
         held = variables_of(value)
         of = id(value if has_type(value, type) else held)
@@ -463,8 +455,6 @@ class Snapshots:
         """Copies an argument that capture has rebuilt, with everything in it, to find writes to it.
 
         Args:
-            value: the argument.
-            name: its name in messages.
             known: objects that are not copied, by id. Copied containers are added.
         """
         if id(value) in known:
@@ -481,12 +471,7 @@ class Snapshots:
                 self.snapshot_new(v, f"{name}[{key!r}]", known)
 
     def snapshot_raw(self, value: Any, name: str) -> None:
-        """Copies the content of an array, a buffer or a similar object, to detect changes.
-
-        Args:
-            value: the object.
-            name: its name in messages.
-        """
+        """Copies the content of an array, a buffer or a similar object, to detect changes."""
         copy = copy_raw_content(value)
         place = Place(name, value, None, None, lambda _: restore_raw_content(value, copy))
         self._raw.append((place, read_raw_content(value)))
@@ -758,13 +743,10 @@ def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
 
 @contextmanager
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
-    """Makes other threads wait if they read attributes of some modules, inside the `with` block.
+    """Makes other threads wait if they read attributes of these modules, inside the `with` block.
 
-    Other threads that capture a step of these modules wait, too. Inside the `with` block, fakes
-    replace the modules' parameters, which other threads must not see.
-
-    Args:
-        objects: the modules.
+    Other threads that capture a step of the modules wait, too. Inside the block, fakes replace the
+    modules' parameters, which other threads must not see.
     """
     ids = [id(o) for o in objects]
     with _FREED:

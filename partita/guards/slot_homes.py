@@ -1,5 +1,4 @@
-"""Homes of slots: wrappers that give access by `home[key]` to values outside dictionaries and
-lists.
+"""Homes of slots: wrappers that give access by `home[key]` to values outside of dictionaries.
 
 Capture reads and replaces each tensor of a step as `home[key]`. These wrappers do this for default
 arguments of a function, closure cells and attributes.

@@ -1,17 +1,16 @@
-"""Values and places: how a guard compares a Python value with the one at capture, and where it
-finds it.
+"""Values and places: how a guard compares a Python value with the one at capture, and finds it.
 
 `content_key` makes a hashable key of a value. Keys are equal if a program cannot distinguish the
 values. Numbers and strings are compared by type and bits (0.0 is not -0.0, True is not 1, NaN is
 NaN), containers by their contents, arrays and buffers by their bytes, other objects by identity. A
 tensor is an input of the graph. `find_difference` says how two keys differ:
 
-    find_difference(content_key([1, 2]), content_key([1, 3]))    ("[1]", "2", "3")
+    find_difference(content_key([1, 2]), content_key([1, 3]))    # ("[1]", "2", "3")
 
 A `Place` is where a value is stored: an attribute, a global, an item, a setting. It has a home and
 a key, which identify it, a name for messages, and functions that read and write its value.
 
-    Place("cfg.scale", vars(cfg), "scale").value    the current value of `cfg.scale`
+    Place("cfg.scale", vars(cfg), "scale").value    # the current value of `cfg.scale`
 """
 
 from __future__ import annotations
@@ -168,20 +167,19 @@ def _key_of_entry(value: Any) -> Any:
     return content_key(value) if is_known else ByIdentity(value)
 
 
-def key_of_member(key: Any, is_whole: bool = False) -> Any:
+def key_of_member(key: Any, by_fields: bool = False) -> Any:
     """Returns the comparison key of a dictionary's key or a set's member; calls no `__eq__`.
 
     Args:
-        key: the dictionary's key, or the set's member.
-        is_whole: True compares dataclasses by their fields, and tensors by identity.
+        by_fields: True compares dataclasses by their fields.
     """
     if type(key) in PLAIN:
         return content_key(key)
     if type(key) is tuple:
-        return tuple([key_of_member(part, is_whole) for part in key])
+        return tuple([key_of_member(part, by_fields) for part in key])
     if has_type(key, torch.Tensor):
         return ByIdentity(key)
-    return ContentWalk(is_whole).make_key(key)
+    return ContentWalk(by_fields).make_key(key)
 
 
 def key_of_argument_key(key: Any) -> Any:
@@ -192,15 +190,15 @@ def key_of_argument_key(key: Any) -> Any:
     if type(key) in PLAIN or has_type(key, (type, types.FunctionType, types.ModuleType)):
         return key_of_member(key)
     if _sort_of_type(type(key)) != "object" or dataclasses.is_dataclass(type(key)):
-        return key_of_member(key, is_whole=True)
+        return key_of_member(key, by_fields=True)
     fields = {name: read_field(key, name) for name in slots_of(type(key))}
-    return (type(key), whole_key({**(dict_of(key) or {}), **fields}))
+    return (type(key), key_by_fields({**(dict_of(key) or {}), **fields}))
 
 
-def _keys_of_members(kind: type, keys: list[Any] | None, is_whole: bool = False) -> Any:
+def _keys_of_members(kind: type, keys: list[Any] | None, by_fields: bool = False) -> Any:
     if keys is None:
         return None
-    found = [key_of_member(key, is_whole) for key in keys]
+    found = [key_of_member(key, by_fields) for key in keys]
     return frozenset(found) if issubclass(kind, _SETS) else tuple(found)
 
 
@@ -208,16 +206,13 @@ def argument_key(value: Any) -> Any:
     """Returns the comparison key of a non-tensor argument. For a float it is only the type.
 
     Floats are inputs of the graph, so their values do not matter.
-
-    Args:
-        value: the argument.
     """
     if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
-    return whole_key(value)
+    return key_by_fields(value)
 
 
-def whole_key(value: Any) -> Any:
+def key_by_fields(value: Any) -> Any:
     """Returns the comparison key of `value`: dataclasses by their fields, tensors by identity."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
@@ -246,7 +241,7 @@ class ContentWalk:
     """Makes comparison keys of nested values, in which an object may occur several times.
 
     Attributes:
-        is_whole: True for a stricter comparison: dataclasses by their fields, tensors by identity.
+        by_fields: True for a stricter comparison: dataclasses by their fields, tensors by identity.
             Two equal objects also differ from one object that occurs twice.
         numbers: maps the identity of a number's place to the number's index as a graph input.
         leaves: maps the id of each tensor to its first index among the leaves (tensors and numbers)
@@ -256,10 +251,11 @@ class ContentWalk:
         changeable: (object, key) for each visit of an object that may change in place.
         shared: the ids of changeable objects that were visited more than once.
         others: the ids of visited tensors that are not leaves.
-        compared: the ids of all visited values, except number inputs; None if not compared.
+        compared: the ids of all visited values, except number inputs, bools and None; None if not
+            needed.
     """
 
-    is_whole: bool = False
+    by_fields: bool = False
     numbers: Mapping[tuple[int, Any], int] = field(default_factory=dict)
     leaves: Mapping[int, int] = field(default_factory=dict)
     huge: Mapping[int, Any] = field(default_factory=dict)
@@ -277,17 +273,17 @@ class ContentWalk:
         """Returns the comparison key of a value that is not of a plain type such as int or str."""
         kind: type = type(value)
         sort = _sort_of_type(kind)
-        if sort == "object" and not self.is_whole:
+        if sort == "object" and not self.by_fields:
             return (kind, ByIdentity(value))
         if sort == "tensor":
-            if self.is_whole:
+            if self.by_fields:
                 return (kind, ByIdentity(value))
             at = self.leaves.get(id(value))
             if at is not None:
                 return LeafKey(at)
             self.others.append(id(value))
             return torch.Tensor
-        if id(value) in self._open:  # the value holds itself, or is whole and holds this twice
+        if id(value) in self._open:  # it holds itself, or `by_fields` and something holds it twice
             key = (_MET, self._open[id(value)][1])
             self.changeable.append((value, key))  # so that what holds it counts as changeable
             return key
@@ -307,7 +303,7 @@ class ContentWalk:
             key = self._make_changeable_key(value, sort)
             if not issubclass(kind, (tuple, frozenset)) or len(self.changeable) > before:
                 self.changeable.append((value, key))
-            if not self.is_whole:
+            if not self.by_fields:
                 del self._open[id(value)]
                 others = self.others[others_before:]
                 compared = (self.compared or [])[compared_before:]
@@ -355,7 +351,7 @@ class ContentWalk:
         own = self._key_of_attributes(value)
         if id(home) in self.written:
             own = (own, ByIdentity(home))
-        members = _keys_of_members(type(value), keys, self.is_whole)
+        members = _keys_of_members(type(value), keys, self.by_fields)
         if self.compared is not None and keys:
             ids = [id(key) for key in keys if type(key) not in PLAIN]
             self.compared += sorted(ids) if issubclass(type(value), _SETS) else ids
@@ -395,11 +391,7 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """Returns the highest index of a leaf (tensor of the call) in a comparison key; else -1.
-
-    Args:
-        key: the comparison key.
-    """
+    """Returns the highest index of a leaf (tensor of the call) in the comparison key; else -1."""
     if isinstance(key, LeafKey):
         return key.number
     return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
@@ -416,34 +408,24 @@ def is_deeply_immutable(value: Any) -> bool:
 
 
 def has_type(value: Any, kinds: Any) -> bool:
-    """True if the class of `value` is or inherits from a class in `kinds`.
+    """True if the class of `value` is, or inherits from, `kinds` (a class or a tuple of classes).
 
     Unlike `isinstance`, it runs no code of the user (a `__class__` property).
-
-    Args:
-        kinds: a class or a tuple of classes.
     """
     return issubclass(type(value), kinds)
 
 
 def base_of_container(value: Any) -> Any:
-    """Returns the builtin class, such as dict, from which a container's class is derived.
+    """Returns the builtin class, such as dict, from which the class of a container is derived.
 
     `base.__getitem__(x, key)` runs no override of the user, which could have side effects.
-
-    Args:
-        value: the container.
     """
     kind: type = type(value)
     return _find_base(kind)[0]
 
 
 def reads_like_base(value: Any) -> bool:
-    """True if the class of a container reads items as its builtin base (such as dict) does.
-
-    Args:
-        value: the container.
-    """
+    """True if the class of a container reads items as its builtin base (such as dict) does."""
     kind: type = type(value)
     return _find_base(kind)[1]
 
@@ -478,15 +460,11 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields each value in `value` and its nested containers that is no container and not plain.
+    """Yields (value, path) for the values in nested containers that are neither containers nor
+    plain.
 
-    Skips the items of sets, keys, and containers with more than `HUGE` items.
-
-    Args:
-        name: the name of `value`, such as "x".
-
-    Yields:
-        (value, path): the path leads to the value, such as "x['a'][0]".
+    The path leads to the value, such as "x['a'][0]" if `name` is "x". Items of sets, keys, and
+    containers with more than `HUGE` items are skipped.
     """
     ahead, seen = [(value, name)], set[int]()
     while ahead:
@@ -686,11 +664,7 @@ def _is_shared_memory(kind: type) -> bool:
 
 
 def read_raw_content(value: Any) -> Any:
-    """Returns the content of an array, buffer or similar object, to be compared by `==` later.
-
-    Args:
-        value: an object for which `has_raw_content` is True.
-    """
+    """Returns the content of an array, buffer or similar object, to be compared by `==` later."""
     if isinstance(value, _FILES):
         return "closed" if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, decimal.Context):
@@ -708,9 +682,6 @@ def copy_raw_content(value: Any) -> Any:
     """Returns a copy of the content of an array, buffer or similar object; None for a closed file.
 
     `restore_raw_content` writes it back.
-
-    Args:
-        value: an object for which `has_raw_content` is True.
     """
     if isinstance(value, _FILES):
         return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
@@ -720,11 +691,7 @@ def copy_raw_content(value: Any) -> Any:
 
 
 def restore_raw_content(value: Any, copy: Any) -> None:
-    """Writes content back into `value`.
-
-    Args:
-        copy: the result of `copy_raw_content(value)`.
-    """
+    """Writes `copy`, the result of `copy_raw_content(value)`, back into `value`."""
     if isinstance(value, _FILES):
         if copy is not None and not value.closed:  # it cannot be opened again
             value.__setstate__(copy)  # type: ignore[union-attr]
@@ -812,23 +779,17 @@ def _write_attribute(owner: Any, key: str, value: Any) -> None:
 
 
 def place_of_cell(name: str, where: types.CellType) -> Place:
-    """Returns the `Place` of the variable in a closure cell.
-
-    Args:
-        name: the variable's name in messages.
-        where: the cell.
-    """
+    """Returns the `Place` of the variable in the closure cell `where`."""
     at = where, "cell_contents"
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(name, where, 0, partial(cell_content, where, MISSING), put)
 
 
 def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
-    """Returns the `Place` of an attribute that is stored in `__slots__`.
+    """Returns the `Place` of an attribute of `owner` that is stored in `__slots__`.
 
     Args:
         name: the attribute's name in messages.
-        owner: the object that has the attribute.
         descriptor: the descriptor of the attribute, from the class.
     """
 
@@ -859,12 +820,12 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the `Place` of an attribute that is stored in `space` itself, and not inherited.
+    """Returns the `Place` of the attribute `key` that is stored in `space` itself, and not
+    inherited.
 
     Args:
         name: the name of the attribute in messages.
         space: a class, a module, a function, or the dict of one of these.
-        key: the attribute's name in `space`.
     """
     if type(space) is dict:
         return Place(name, space, key)
@@ -891,31 +852,20 @@ def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
 
     Args:
         name: the attribute's name in messages.
-        owner: the function or class.
-        key: the attribute's name in `owner`.
+        owner, key: the function or class, and the attribute's name in it.
     """
     put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
     return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 
 
 def place_of_dict(name: str, owner: Any) -> Place:
-    """Returns the `Place` of an object's `__dict__`, for code that reads all attributes.
-
-    Args:
-        name: the dictionary's name in messages.
-        owner: the object.
-    """
+    """Returns the `Place` of the `__dict__` of `owner`, for code that reads all attributes."""
     put = partial(object.__setattr__, owner, "__dict__")
     return Place(name, owner, "__dict__", partial(dict_of, owner), put)
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    """Returns the `Place` of the value of a `contextvars.ContextVar`.
-
-    Args:
-        name: the variable's name in messages.
-        variable: the variable.
-    """
+    """Returns the `Place` of the value of a `contextvars.ContextVar`."""
 
     def get_context_variable() -> Any:
         try:
@@ -927,11 +877,10 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
 
 
 def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
-    """Returns the `Place` of a setting whose value is the result of a function.
+    """Returns the `Place` of a setting whose value is the result of `function()`.
 
     Args:
         name: the setting's name in messages.
-        function: the function.
         about: an object that identifies the place. By default the function identifies it.
     """
     return Place(name, function if about is None else about, "()", function)
@@ -1023,9 +972,6 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
     """Returns the `Place` of a logger's effective level.
 
     It depends on the levels of the logger, its parents and the logging module.
-
-    Args:
-        name: the logger's name in messages.
     """
 
     def get_logger_level() -> tuple[int, bool, int]:
@@ -1035,14 +981,10 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
 
 
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
-    """Returns the `Place` of a global that does not exist now, and would hide a builtin.
+    """Returns the `Place` of a global `name` that does not exist now, and would hide a builtin.
 
     A guard fails if the program defines the global later. The replacements that capture itself puts
-    there (`Substitutes`) do not count.
-
-    Args:
-        variables: the globals of a module.
-        name: the name of the builtin.
+    into `variables`, a module's globals, do not count (`Substitutes`).
     """
 
     def get_hiding_variable() -> Any:
@@ -1100,11 +1042,7 @@ _FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
 
 
 def variables_of(space: Any) -> dict[str, Any]:
-    """Returns the variables of a namespace.
-
-    Args:
-        space: a dictionary, which is returned itself, or an object, whose `__dict__` is returned.
-    """
+    """Returns the variables of a namespace: `space` itself if it is a dict, else its `__dict__`."""
     return space if type(space) is dict else dict_of(space)
 
 
@@ -1119,10 +1057,8 @@ def dict_of(value: Any) -> Any:
 def find_module_dict(owner: Any, name: str) -> Any:
     """Returns the dictionary in which an nn.Module stores the attribute `name`, or None.
 
-    It is the module's dictionary of parameters, buffers or submodules.
-
-    Args:
-        owner: an object. The result is None if it is not an nn.Module.
+    It is the module's dictionary of parameters, buffers or submodules. None if `owner` is no
+    module.
     """
     if has_type(owner, nn.Module):
         held = dict_of(owner)
@@ -1209,8 +1145,7 @@ class AttributesAndHooks:
     def may_change_within(self, known: Container[int]) -> bool:
         """True if a tensor has an attribute that can be changed in place, such as a list.
 
-        Args:
-            known: the ids of tensors that do not count.
+        Tensors whose ids are in `known` do not count.
         """
         others = [vars(t).values() for t in self._others if id(t) not in known]
         return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))

@@ -1,8 +1,8 @@
 """Plans by search: `pt.autoplan`, the fastest way to train a model on given ranks that fits.
 
 A *way* is a mesh and a strategy. Most ways are never simulated: lower bounds of time and memory
-exclude them, and estimates decide which to simulate next. Bounds and estimates are computed from
-runs of the unsharded model over tensors without memory, with one block and with two.
+exclude them, and estimates decide which to simulate next. Bounds and estimates come from runs of
+the unsharded model over tensors without memory, once with one block and once with two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .strategy import (
 )
 
 MOST = 6
-"""The default of the most ways to simulate."""
+"""How many ways are simulated at most, by default."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def autoplan(
     prune: bool = True,
     watch: Callable[[int, int, str], None] | None = None,
 ) -> ModelPlan:
-    """Find the fastest ways to train a model on a number of ranks, within a memory limit.
+    """Finds the fastest ways to train a model on a number of ranks, within a memory limit.
 
     The search covers meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches.
     It first simulates the configurations with the least estimated time. If the first is too big, it
@@ -307,11 +307,11 @@ class WayCost(NamedTuple):
     times: Mapping[str, float]
 
     def extend(self, before: WayCost, more: int) -> WayCost:
-        """Returns the cost if each of `more` parts of a step adds as much as the last one.
+        """Returns the cost of a step with `more` further parts that each cost as much as its last
+        one.
 
         Args:
             before: the cost without the last part.
-            more: the number of parts that are added.
         """
 
         def extend(last: float, first: float) -> float:
@@ -326,6 +326,7 @@ class WaySearch:
     """The search of `autoplan` for the best ways to train a model (a mesh and a strategy).
 
     Attributes:
+        model, machine: the model, and the hardware of a rank.
         memory: bytes that a rank may hold.
         prune: True skips ways that lower bounds exclude.
         keep: the number of best ways to return.
@@ -354,7 +355,9 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """The number of ways for each outcome of the search. Together they are all ways."""
+        """The number of ways for each outcome of the search. Their sum is the number of all
+        ways.
+        """
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 
@@ -549,11 +552,8 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a lower bound of a way's peak bytes: weights, and AdamW's state of trained ones.
-
-    Args:
-        shape: the model.
-        way: the mesh and the strategy.
+    """Returns a lower bound of a rank's peak bytes: its weights, and AdamW's state of trained
+    ones.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     weights = needs.weights / way.tp / (way.dp if of.zero == 3 else 1)
@@ -561,16 +561,12 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a lower bound of the seconds of a step in a way: the longer of computing and sending.
+    """Returns a lower bound of the seconds of a step: the longest of computing and sending per
+    axis.
 
     A rank must compute its part of the model's matrix products. Over dp, each gradient is summed
     once per step. Stage 3 also gathers each weight once per micro-batch. Over tp, each block sums
     its results once per micro-batch, in forward.
-
-    Args:
-        shape: the model.
-        way: the mesh and the strategy.
-        machine: the hardware of a rank.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     compute = of.micro_batches * _least_compute(needs, way, machine)
@@ -626,11 +622,6 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     """Estimates the seconds of a step roughly, to decide what to simulate first.
 
     It adds matrix products, other kernels, and waiting for links.
-
-    Args:
-        shape: the model.
-        way: the mesh and the strategy.
-        machine: the hardware of a rank.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     n, again = of.micro_batches, 4 / 3 if of.remat else 1.0
@@ -645,11 +636,8 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
 def guess_bytes(shape: ModelShape, way: Way) -> float:
     """Estimates a rank's peak bytes roughly, to decide what to simulate first.
 
-    It adds what a rank holds between steps, gradients, and activations saved for backward.
-
-    Args:
-        shape: the model.
-        way: the mesh and the strategy.
+    It adds weights and optimizer state, gradients, gathered weights, and activations saved for
+    backward.
     """
     of, needs = way.strategy, _needs_of(shape, way)
     layers = of.layers or shape.layers

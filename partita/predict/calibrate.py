@@ -3,8 +3,8 @@
 Every rank runs this module as a program. It calls a list of kernels (the *deck*) in random order,
 and collectives between them, as in a step. The time of a kernel is the CPU time of its median call,
 times the ratio of elapsed time to CPU time of all calls. The time of a collective is measured from
-when the last rank begins to when the first has ended. `straggling` is the time between two
-collectives in excess of the kernels. No part of a model is run.
+when the last rank begins to when the first has ended. Between two collectives, the slowest rank
+takes longer than its kernels: `Machine.straggling` is this excess. No part of a model is run.
 """
 
 from __future__ import annotations
@@ -91,11 +91,8 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    """Returns a `Machine` that is fitted to the measurements of all ranks.
-
-    Args:
-        reports: each rank's measurements of kernels and collectives.
-        ranks: the number of ranks.
+    """Returns a `Machine` that is fitted to the measurements of kernels and collectives by all
+    ranks.
     """
     slower = _compare_clocks(reports)
     kernels = _fit_kernels(reports, slower)

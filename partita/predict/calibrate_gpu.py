@@ -32,7 +32,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class DeckSizes:
-    """The sizes of what is measured.
+    """The sizes of the kernels that are measured.
 
     Attributes:
         products: the numbers of rows of square matrices.
@@ -47,13 +47,13 @@ class DeckSizes:
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """What was measured on a device.
+    """The figures that were measured on a device.
 
     Attributes:
-        products: for each dtype, points of matrix products, by operations.
+        products: for each dtype, (operations, seconds) of matrix products.
         attention: operations per second of causal attention, forward and backward.
-        sums: points of element-wise sums, by bytes read and written.
-        kernel_seconds: the time of an empty kernel.
+        sums: (bytes read and written, seconds) of element-wise sums.
+        kernel_seconds: the seconds of a kernel with almost no work.
         memory_bytes: the device's memory.
     """
 
@@ -81,7 +81,7 @@ def make_gpu_machine(figures: DeviceFigures, name: str) -> Machine:
     peaks that are the best measured rates.
 
     Args:
-        figures: what was measured on the device.
+        figures: the figures that were measured on the device.
         name: the device's name, such as "NVIDIA H200". It selects the data sheet.
     """
     like = next((m for m in shipped_machines() if m.lower() in name.lower()), None)
@@ -116,11 +116,7 @@ def _find_best_rate(points: Sequence[Point]) -> float:
 
 
 def measure_device(device: Device, sizes: DeckSizes) -> DeviceFigures:
-    """Measures the current device of the kind `device`.
-
-    Args:
-        sizes: the sizes of what is measured.
-    """
+    """Measures kernels of these `sizes` on the current device of the kind `device`."""
     sizes_of = {
         torch.bfloat16: sizes.products,
         torch.float16: sizes.products[-2:],

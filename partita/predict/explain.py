@@ -169,11 +169,7 @@ class Explainer:
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Stores the names of modules and submodules, to show calls with their modules.
-
-        Args:
-            modules: the modules, by name.
-        """
+        """Stores the names of `modules` and their submodules, to show calls with their modules."""
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
@@ -474,17 +470,14 @@ class ExplainedOp:
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row (placements) that the op uses on the mesh axis `axis`, or None.
-
-        It is None if the op has no rule.
+        """Returns the row (placements) that the op uses on the mesh axis `axis`; None if it has no
+        rule.
         """
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
-        """Returns the second-best row (placements) on a mesh axis; None if there is only one.
-
-        Args:
-            axis: the name of the mesh axis.
+        """Returns the second-best row (placements) on the mesh axis `axis`; None if there is only
+        one.
         """
         others = [row for row in self.rows if row.axis == axis and not row.chosen]
         return min(others, key=lambda row: row.seconds, default=None)

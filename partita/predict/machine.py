@@ -67,10 +67,8 @@ class Kind:
     has: Callable[[Any], bool]
 
     def check(self, name: str, value: Any, error: type[ValueError]) -> None:
-        """Raises `error`, with the value and what is allowed, unless `value` is of this kind.
-
-        Args:
-            name: the name of the argument in the error.
+        """Raises `error` unless `value` is allowed. The message has `name`, the value and what is
+        allowed.
         """
         if not self.has(value):
             raise error(f"{name} is {describe_value(value)}: {self.allowed}")
@@ -96,8 +94,7 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
     """Raises `error` for the first attribute of `of` that has a value which is not allowed.
 
     Args:
-        error: the class of the error.
-        kinds: the kind of each attribute, or of several, whose names are separated by blanks.
+        kinds: maps the name of an attribute, or several names separated by blanks, to the kind.
     """
     for names, kind in kinds.items():
         for name in names.split():
@@ -130,7 +127,8 @@ class MeasuredCurve:
     def seconds_of(self, amount: float) -> float:
         """Returns the seconds for an amount of work (bytes or operations), by interpolation.
 
-        Beyond the last point, the line through the last two points is extended.
+        An amount below the first point takes the first point's seconds. Beyond the last point, the
+        line through the last two points is extended.
         """
         last = len(self.amounts) - 1
         if amount <= self.amounts[0] or not last:
@@ -229,10 +227,8 @@ class Machine:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
-        """Returns the peak operations per second for a dtype; the slowest peak if unknown.
-
-        Args:
-            dtype: its name, such as "bfloat16".
+        """Returns the peak operations per second for a dtype ("bfloat16"); the slowest peak if
+        unknown.
         """
         return self.flops.get(dtype, min(self.flops.values()))
 
@@ -245,7 +241,9 @@ class Machine:
         return name.replace("_for_cpu", "") if self.overlaps else name
 
     def given_link(self, axes: Sequence[str]) -> Link | None:
-        """Returns the link that the file or the user sets for exactly these axes, or None."""
+        """Returns the link that the file or the user sets for exactly these axes; None if there is
+        none.
+        """
         for name, link in self.links.items():
             if sorted(name.split()) == sorted(axes):
                 return link
@@ -490,10 +488,7 @@ def read_amount(what: str) -> _Read:
     """Returns a function that reads a positive amount of "bytes", "seconds" or another unit.
 
     The function takes the key in the machine file and its value. It raises a MachineError if it
-    cannot read the value.
-
-    Args:
-        what: the name of the unit, a key of `_UNITS`.
+    cannot read the value. `what` is a key of `_UNITS`.
     """
     units = _UNITS[what]
 
@@ -581,9 +576,9 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
     Args:
         kind: the kind of the collective, as for `messages_of`.
         ranks: the number of ranks of the collective.
-        whole: bytes of the unsharded tensor. This is the result of an all-gather, or the input of a
-            reduce-scatter or all-reduce. For an all-to-all it is what a rank has before. For other
-            kinds it is the tensor that is sent.
+        whole: bytes of the unsharded tensor: the result of an all-gather, or the input of a
+            reduce-scatter or all-reduce. For an all-to-all: the tensor that a rank has before it.
+            For other kinds: the tensor that is sent.
 
     Raises:
         ValueError: a kind that is not known.

@@ -421,10 +421,9 @@ class _Schedule(MemoryCount):
         return any(own.get("step") is t for own in state.values())
 
     def begin_place(self, made_by: str) -> None:
-        """Begins the next place (point in time). Later changes of memory belong to it.
+        """Begins the next place (point in time), at which the op `made_by` runs.
 
-        Args:
-            made_by: the name of the op that runs at this place.
+        Later changes of memory belong to it.
         """
         self._made_by, self._source = made_by, user_line()
         self._places.append(f"{made_by}_{len(self._places)} {made_by}")
@@ -454,11 +453,7 @@ class _Schedule(MemoryCount):
         return Buffer(f"{self._made_by}_{at}", nbytes, at, _NEVER, **about)
 
     def memory_with(self, held: tuple[HeldInput, ...]) -> Memory:
-        """Returns the memory schedule that was recorded so far.
-
-        Args:
-            held: the step's inputs.
-        """
+        """Returns the memory schedule that was recorded so far, with the step's inputs `held`."""
         end = len(self._places)
         buffers = (replace(b, death=min(b.death, end)) for b in self._buffers if b.nbytes)
         return Memory(tuple(self._places), tuple(buffers), held)

@@ -194,12 +194,11 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str
     """Returns a copy of the machine in which `links` replace its own links.
 
     Args:
-        machine: the machine.
         links: the links, by the axes of a collective (separated by blanks).
         axes: the axes of the mesh.
 
     Raises:
-        MachineError: names a link whose axes are not all among `axes`.
+        MachineError: `links` has an axis that is not in `axes`, or a value that is not a `Link`.
     """
     if not isinstance(links, Mapping):
         said = describe_value(links)
@@ -232,8 +231,9 @@ def capture_model(
         strategy: how the model is distributed and trained.
 
     Returns:
-        The program; the tokens of a step on all ranks together; unread bytes. These are parameters
-        and buffers that a rank holds, but the step does not read.
+        The program; the tokens of a step on all ranks together; the bytes of the parameters and
+            buffers
+        that a rank holds, but the step does not read.
 
     Raises:
         StrategyError: an unknown model, or a mesh that does not divide it.
@@ -299,7 +299,7 @@ def _count_nodes(program: Program) -> int:
 
 @lru_cache(maxsize=8)
 def are_blocks_alike(shape: ModelShape, layers: int, strategy: Strategy) -> bool:
-    """True if the blocks of a model differ in their numbers only, which they may store."""
+    """True if a model's blocks are equal, except that each may store its own index."""
     with torch.device("meta"):
         blocks = getattr(shape.make(layers, strategy.context or shape.context), "blocks", ())
     found = [dict(_describe_block(block)) for block in blocks]
@@ -333,7 +333,6 @@ def simulate_program(
     """Simulates a captured program, and returns what `simulate` returns.
 
     Args:
-        program: the program.
         mesh: the size of each axis, outermost first.
         machine: the hardware of a rank.
         what: the name of the step.
@@ -521,7 +520,6 @@ def simulate_graph(
     """Simulates a program's graph: computes when each kernel and collective runs.
 
     Args:
-        program: the program.
         machine: the hardware of a rank.
         mesh: the sizes of the axes, outermost first, of the mesh that contains the program's
             meshes. It determines which links ranks use. None: the program's meshes are not part of

@@ -35,7 +35,8 @@ from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, c
 class StrategyError(ValueError):
     """Raised if a model, strategy, mesh or argument is invalid.
 
-    It is unknown, has a wrong type or no effect, or the mesh does not divide the model.
+    For example, the model is unknown, an argument has no effect, or the mesh does not divide the
+    model.
     """
 
 
@@ -46,21 +47,15 @@ def refuse_if(is_wrong: object, message: str) -> None:
 
 
 def check_counts(**counts: Any) -> None:
-    """Raises StrategyError for an argument that is not an integer of at least 1.
-
-    Args:
-        counts: the arguments, by name.
+    """Raises StrategyError for the first of these named arguments that is not an integer of at
+    least 1.
     """
     for name, count in counts.items():
         COUNT.check(name, count, StrategyError)
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raises StrategyError, with the argument and what is `allowed`, unless `is_right`.
-
-    Args:
-        name, value: the name and the value of the argument, for the error.
-    """
+    """Raises StrategyError unless `is_right`: "NAME is VALUE: ALLOWED"."""
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
@@ -88,12 +83,12 @@ class ModelShape:
         vocab: the number of different tokens.
         plan: a function `plan(sequence=...)` that returns the plan of tensor parallelism.
         name: the name in reports.
-        make_batch: a function that takes the number of sequences and the number of tokens in each.
-            It returns inputs and targets, whose dimension 0 is the batch.
-        loss: a function that takes the module's result and the targets.
+        make_batch: a function `make_batch(sequences, tokens in each)` that returns inputs and
+            targets. Their dimension 0 is the batch.
+        loss: a function `loss(result, targets)` of the module's result that returns the loss.
         has_blocks: True if its `blocks` can be recomputed in backward.
         has_sequence: True if sequences can be split over tp.
-        sums: how many reductions over tp a block needs at least in forward.
+        sums: the least number of reductions over tp that a block needs in forward.
         code: the constructor call of a class in `partita.app.models`, with "{layers}" and
             "{context}" in it; "" for your own model.
 
@@ -215,7 +210,7 @@ _PRECISIONS = "'bfloat16' or 'float32'"
 def make_step(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy, on: Any = None
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...], int]:
-    """Returns a training step of a model that is distributed by a strategy.
+    """Makes a training step of a model that is distributed by a strategy.
 
     Args:
         model: a name in `partita.predict.MODELS`, or a `ModelShape`.
@@ -364,13 +359,12 @@ def ways_of(
 ) -> Iterator[Way]:
     """Yields all ways to train a model with `ranks` ranks and `batch` sequences per step in total.
 
-    Ranks of tensor parallelism are on one host, and their number divides that of the heads.
-    Numbers of micro-batches are powers of two.
+    Ranks of tensor parallelism are on one host, and their number divides that of the heads. Numbers
+    of micro-batches are powers of two.
 
     Args:
-        shape: the model.
         machine: the hardware of a rank. It says how many ranks are on a host.
-        base: a strategy. Its other fields are those of each way.
+        base: a strategy with the fields that all ways have in common.
     """
     context = base.context or shape.context
     for tp in range(1, min(ranks, machine.ranks_per_host) + 1):
@@ -402,10 +396,6 @@ def write_code(shape: ModelShape, way: Way) -> str:
 
     Its step is the one that `make_step` makes. If the model is not one of partita's, the program
     uses a `ModelShape` named `shape`.
-
-    Args:
-        shape: the model.
-        way: the mesh and the strategy.
     """
     of = way.strategy
     own = not shape.code
@@ -477,9 +467,6 @@ def train_command(shape: ModelShape, way: Way) -> str:
     """Returns the `partita train` command for the mesh and strategy of `way`; "" if there is none.
 
     There is one for a GPT whose tokens are bytes, if it recomputes all blocks or none.
-
-    Args:
-        shape: the model.
     """
     of = way.strategy
     if not shape.code.startswith("GPT(") or shape.vocab != _BYTES or of.remat_every > 1:

@@ -1,7 +1,6 @@
-"""The shape of a model of transformers, made from its configuration without weights.
+"""The `ModelShape` of a model of transformers, made from its configuration without weights.
 
     from partita.predict import shape_of_config
-
     print(pt.autoplan(shape_of_config("path/to/config.json"), ranks=8, memory="80GB"))
 
 Nothing is downloaded. The model is made on the caller's device (see `ModelShape.make`).
@@ -27,10 +26,10 @@ _CONTEXT = 4096
 
 
 def shape_of_config(config: Any, task: str = "causal-lm", *, lora: int | None = None) -> ModelShape:
-    """Returns a model of transformers for `pt.autoplan` and `pt.simulate`, from its configuration.
+    """Returns the `ModelShape` of a transformers model, for `pt.autoplan` and `pt.simulate`.
 
     Args:
-        config: the path of a config.json or of the folder that has it; or a configuration.
+        config: a configuration of transformers, the path of a config.json, or that of its folder.
         task: "causal-lm" learns the next token of text; "image-classification" learns a label.
         lora: the rank of adapters of peft at all linear layers but the head. Only these are
             trained. None: all weights are trained.

@@ -1,8 +1,8 @@
 """Anomaly detection: finds the module that produced the first NaN of a step.
 
-Hooks check the results of every module, and the gradients of these results. The culprit is a module
-whose result is not finite although all its inputs are. Each rank checks its own shards. In `check`
-the ranks exchange what they found, and all raise an error that names the earliest find.
+Hooks check the results of every module, and the gradients of these results. The first module whose
+result is not finite although all its inputs are is the cause. Each rank checks its own shards. In
+`check` the ranks exchange what they found, and all raise an error that names the earliest find.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class NanWatch:
             self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def check(self, loss: float | torch.Tensor, step: int | None = None) -> None:
-        """Raise on every rank if the loss is not finite, or a gradient of this step is NaN.
+        """Raises on every rank if the loss is not finite, or a gradient of this step is NaN.
 
         Must be called on all ranks once per step, after backward and before the optimizer's step,
         which would write the NaN into the parameters. It costs one small collective of all ranks.
@@ -88,7 +88,7 @@ class NanWatch:
         self._finds = {}  # what the loss does not see, such as the -inf of a mask, is no fault
 
     def remove(self) -> None:
-        """Remove the hooks from the model. The `with` block does this at its end."""
+        """Removes the hooks from the model. The `with` block does this at its end."""
         for hook in self._hooks:
             hook.remove()
 
@@ -144,18 +144,16 @@ class NanWatch:
 
 
 def detect_nan(model: nn.Module) -> NanWatch:
-    """Find the module that produces the first NaN of a step, in forward or in backward.
+    """Finds the module that produces the first NaN of a step, in forward or in backward.
 
     Works with any model: plain, parallel, sharded, recomputed. It reads each result and each
-    gradient once more, and on a GPU waits for them. Use it to find a fault, not in every run.
-    It returns a `NanWatch`, which has hooks on all modules until the `with` block ends.
+    gradient once more, and on a GPU waits for them. Use it to find a fault, not in every run. It
+    returns a `NanWatch`, which has hooks on all modules until the `with` block ends.
 
         with pt.detect_nan(model) as watch:
             for step, (x, y) in enumerate(batches):
-                loss = loss_of(model(x), y)
-                loss.backward()
-                watch.check(loss, step)  # NanError names the step and the module
-                optimizer.step()
+                loss = loss_of(model(x), y) loss.backward() watch.check(loss, step)  # NanError
+                    names the step and the module optimizer.step()
     """
     return NanWatch(model)
 

@@ -64,8 +64,8 @@ BENCHES = {
         *("faults", "simulate", "published", "plan", "steps", "kernels"),
     )
 }
-"""The function that `partita bench NAME` runs: "module:function", called with the remaining
-arguments.
+"""Maps each NAME of `partita bench NAME` to its function, as "module:function". The function is
+called with the remaining arguments.
 """
 HOST_BENCHES = {
     "kernels": "it lowers for a chip that is not there",

@@ -91,7 +91,7 @@ class UnshardHandle:
     """The result of `FSDPModule.unshard(async_op=True)`."""
 
     def wait(self) -> None:
-        """Return at once: parameters are gathered when they are used."""
+        """Returns at once: parameters are gathered when they are used."""
 
 
 def fully_shard(
@@ -184,7 +184,7 @@ def _take_names(module: Any, reshard_after_forward: Any, mp_policy: MixedPrecisi
 
 
 def get_mesh(model: nn.Module) -> Any:
-    """Return the mesh of a sharded model, for `pt.distribute_batch(batch, mesh, ...)`.
+    """Returns the mesh of a sharded model, for `pt.distribute_batch(batch, mesh, ...)`.
 
     Raises:
         ValueError: no parameter of the model is a DTensor.
@@ -202,18 +202,17 @@ def _find_mesh(model: nn.Module) -> Any:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """No effect: in partita every method can use sharded parameters, not only `forward`.
 
-    Args:
-        method_name: the name of the method of `module`.
-
     Raises:
-        ValueError: the module has no method of this name.
+        ValueError: the module has no method with the name `method_name`.
     """
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """No effect, because partita chooses streams itself. In FSDP2 `modules` would share streams."""
+    """No effect: partita chooses streams itself. In FSDP2 this lets several models share
+    streams.
+    """
 
 
 class FSDPModule:
@@ -237,7 +236,7 @@ class FSDPModule:
         """Sets whether the next backward passes reduce gradients, or accumulate them locally.
 
         Accumulated gradients are reduced by the next backward pass that reduces. Call this on the
-        model. On a block the value must be that of the model. `recurse` has no effect.
+        model. A call on a block must pass the same value. `recurse` has no effect.
 
         Args:
             requires_gradient_sync: True reduces, False accumulates.

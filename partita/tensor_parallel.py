@@ -5,9 +5,9 @@
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 Two things differ. Activations stay DTensors with the global shape, so a model keeps its global
-number of heads. A plain tensor counts as the whole value. The ranks check that it is equal on all
-of them. Where a style says that plain tensors are pieces, as `input_layouts=Shard(0)` does, a plain
-tensor is an error.
+number of heads. A plain tensor counts as the global value, and the ranks check that it is equal on
+all of them. A style may say that plain tensors are shards, as `input_layouts=Shard(0)` does. Then a
+plain tensor is an error.
 """
 
 from __future__ import annotations
@@ -235,11 +235,11 @@ class SequenceParallel(_Layouts):
 
 
 class PrepareModuleInput(_Layouts):
-    """Redistribute the inputs of a module.
+    """Redistributes the inputs of a module.
 
     Args:
-        input_layouts: the placements of plain tensors among the arguments. A plain tensor whose
-            placement is a Shard raises an error. A DTensor has its own layout.
+        input_layouts: used only for plain tensors, because a DTensor has its own layout. For a
+            Shard, a plain tensor raises an error.
         input_kwarg_layouts: `input_layouts` for keyword arguments, by name.
         desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
         desired_input_kwarg_layouts: maps the name of each keyword argument to its placement.
@@ -271,11 +271,11 @@ class PrepareModuleInput(_Layouts):
 
 
 class PrepareModuleOutput(_Layouts):
-    """Redistribute the outputs of a module.
+    """Redistributes the outputs of a module.
 
     Args:
-        output_layouts: the placements of plain tensors among the outputs. A plain tensor whose
-            placement is a Shard raises an error. A DTensor has its own layout.
+        output_layouts: used only for plain tensors, because a DTensor has its own layout. For a
+            Shard, a plain tensor raises an error.
         desired_output_layouts: a placement for each output. None leaves it unchanged.
         use_local_output: ignored; the outputs are always DTensors.
     """
@@ -384,7 +384,9 @@ def parallelize_module(
 
 @cache
 def warn_of_global_shapes() -> None:
-    """Warn, once in a process, that `parallelize_module` returns DTensors and not local tensors."""
+    """Warns, once in a process, that `parallelize_module` returns DTensors and not local
+    tensors.
+    """
     warnings.warn(
         "parallelize_module: results stay DTensors of the global shape, also where "
         "use_local_output=True; keep the global number of heads in views",

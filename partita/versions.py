@@ -24,8 +24,8 @@ _OLDEST, _NEWEST = (2, 11), (2, 14)
 INPUT_CHECK = re.compile(
     r"^ +assert_size_stride\((?:\w+, .*, 'input'|arg\d+_\d+, [^'\n]*)\)\n", re.MULTILINE
 )
-"""A line of Inductor's code that checks an input. Up to torch 2.12 only the tensor's name shows it
-from the check of a result."""
+"""Matches a line of Inductor's code that checks an input. Up to torch 2.12, only the tensor's name
+distinguishes it from the check of a result."""
 
 
 def describe_torch() -> str:

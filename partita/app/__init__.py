@@ -1,6 +1,6 @@
 """The trainer behind `partita train`, and the start of its ranks.
 
-In reading order: `options`, `launch` (the ranks, and messages if one fails) with `start_rank`,
+In reading order: `options`, `launch` (starts the ranks; messages if one fails) with `start_rank`,
 `trainer` (the loop, its checkpoints, the timeline of a step), `data`, `models/`, `logs` (progress
 on a terminal, and logs).
 """

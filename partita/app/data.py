@@ -15,7 +15,7 @@ from torch import Tensor
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-LARGEST = 512 * 1024 * 1024  # bytes: what a small model on one machine can make use of
+LARGEST = 512 * 1024 * 1024  # bytes: more has no use for a small model on one machine
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Text:
     def batch(self, step: int, *, seed: int, size: int, context: int) -> tuple[Tensor, Tensor]:
         """Returns the inputs and targets of a step: int64 tensors of shape (size, context).
 
-        A target is the byte after its input. This is the whole batch, equal on every rank and every
-        mesh. The batch's layout decides which rows a rank computes.
+        A target is the byte after its input. The result is the global batch, equal on every rank
+        and every mesh. The batch's layout decides which rows a rank computes.
 
         Args:
             step: the number of the step. With `seed` it determines the batch.
@@ -61,8 +61,8 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
     """Returns the text files below `path`, or Python's standard library without its tests.
 
     Files are read in the order of their names, so every rank on every machine reads the same. Files
-    with a zero byte are not text and are skipped, as are pipes, devices and broken links. Reading
-    stops at 512 MiB.
+    with a zero byte are not text and are skipped, as are hidden files, pipes, devices and broken
+    links. Reading stops at 512 MiB.
 
     Args:
         path: a folder or a file. None: the sources of Python's standard library.

@@ -2,10 +2,10 @@
 
 `launch` starts each rank as a process with the environment variables that torchrun would set, so a
 rank does not depend on what started it. Two pipes connect a rank and its parent. The rank writes
-events to one. The other closes when the parent has ended. The parent polls the operating system for
-ranks that have ended or been stopped, so no lock in a rank can delay it. Other machines cannot
-connect: the ranks find each other by a file that only this user may read, and listen on the
-loopback interface.
+events to one. The other closes when the parent ends, which ends the rank. The parent polls the
+operating system for ranks that have ended or been stopped, so no lock in a rank can delay it. Other
+machines cannot connect: the ranks find each other by a file that only this user may read, and
+listen on the loopback interface.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class _Child:
 def launch(command: list[str], ranks: int, show: Show) -> int:
     """Runs `python -m partita COMMAND` as `ranks` processes on this machine.
 
+    All ranks end before the call returns. They also end if the parent is killed.
+
     Args:
         command: the arguments, the same for every rank.
         ranks: the number of ranks.
@@ -108,8 +110,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
 
     Returns:
         The exit code: 1 if a rank failed, was killed or stayed stopped; 130 after Ctrl-C; 143 after
-            SIGTERM. If all ranks have finished, it is the largest of their exit codes. All ranks
-            end before the call returns, and also if the parent is killed.
+        SIGTERM. Otherwise the largest exit code of the ranks.
     """
     children: list[_Child] = []
     saved: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
 """Logs of a training run: progress on a terminal, files, and services.
 
-Each receives the events that rank 0 emits, such as "step". There are lines or a live bar on the
+Each log gets the events that rank 0 emits, such as "step". There are lines or a live bar on the
 terminal, JSON lines, a report, TensorBoard, Weights & Biases, and MLflow. The last three are
 imported only if they are requested.
 """
@@ -54,7 +54,7 @@ class RunLog(Protocol):
 
 
 class Logs:
-    """All logs of a run. One that fails is dropped, and training continues.
+    """All logs of a run. If one fails, it gets no further events, and training continues.
 
     Attributes:
         complete: True if none of them has failed.
@@ -84,6 +84,8 @@ class Logs:
     def show(self, event: str, facts: dict[str, Any]) -> None:
         """Passes one event of the run, such as a step, to all logs.
 
+        The events "at", "done" and "failed" go only to the function `show` of the constructor.
+
         Args:
             event: the kind of the event, such as "step".
             facts: the data of the event, such as "loss".
@@ -107,7 +109,7 @@ class Logs:
         self._call_each(lambda log: log.record_event(event, facts))
 
     def end(self) -> None:
-        """Close all logs when the run has ended or failed. May be called more than once."""
+        """Closes all logs when the run has ended or failed. May be called more than once."""
         if self._begun:
             self._call_each(lambda log: log.end())
         self._logs = []
@@ -335,7 +337,7 @@ class Progress:
         mesh: the mesh as text, such as "dp=2,tp=2".
         least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
             unknown.
-        out: the stream to write to.
+        out: the stream to write to; None for standard output.
     """
 
     def __init__(
@@ -367,16 +369,18 @@ class Progress:
             shown(**facts)
 
     def stop(self) -> None:
-        """Restore the terminal, if this changed it. May be called more than once."""
+        """Does nothing. A subclass that changes the terminal restores it."""
 
     def say(self, line: str = "") -> None:
-        """Print a line. Unprintable characters, as in a file name or a sample, are escaped."""
+        """Prints a line. Unprintable characters, as in a file name or a sample, are escaped."""
         print(printable(line), file=self.out, flush=True)
         self._said = time.monotonic()
 
     @property
     def waited(self) -> float:
-        """The seconds since the last line. After a while, a line shows that the run goes on."""
+        """The seconds since the last line. After `PAUSE` seconds, a line shows that the run
+        works.
+        """
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
@@ -489,14 +493,7 @@ def make_progress(
 ) -> Progress:
     """Returns the display of a run's progress: a live bar on a terminal, otherwise lines.
 
-    The live bar needs the package rich.
-
-    Args:
-        steps: the number of steps of the run.
-        tokens: bytes of text per step, over all ranks.
-        mesh: the mesh as text, such as "dp=2,tp=2".
-        least_seconds: the seconds of a step at peak speed of all ranks, to compute MFU; None if
-            unknown.
+    The live bar needs the package rich. The arguments are those of `Progress`.
     """
     facts: dict[str, Any] = {"steps": steps, "tokens": tokens, "mesh": mesh}
     facts["least_seconds"] = least_seconds

@@ -1,4 +1,4 @@
-"""Options of a training run: one table for flags, config files and checkpoints."""
+"""Options of a training run: one table, from which flags, config files and checkpoints are made."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def _option(
 class Options:
     """The options of a training run. `partita train --help` shows the same table.
 
-    Raises:
-        ValueError: raised by `check` for an invalid option. The error names the flag.
+    A field's value may be invalid. `check` raises an error for it.
     """
 
     mesh: Mesh = _option(  # noqa: RUF009  it returns a field
@@ -223,10 +222,11 @@ class Options:
         return None if self.save is None else self.save / _LAST
 
     def check(self) -> None:
-        """Raise an error for invalid options, before any rank starts.
+        """Raises an error for invalid options, before any rank starts.
 
         Raises:
             ValueError: options that exclude each other, or that name a file that does not exist.
+                The error names the flag.
         """
         if self.width % (2 * self.heads):
             near = 2 * self.heads * max(1, round(self.width / (2 * self.heads)))
@@ -260,10 +260,9 @@ class Options:
             )
 
     def leave_out_idle(self) -> tuple[Options, list[str]]:
-        """Drops options that have no effect on a single rank.
+        """Returns the options without those that have no effect on a single rank.
 
-        Returns:
-            The other options, and a line for the user about each dropped one.
+        Also returns a line for the user about each of these.
         """
         idle = {}
         if self.zero and not self.mesh:
@@ -295,7 +294,7 @@ def flag(name: str) -> str:
 
 
 def options_in(text: str, source: str = "config") -> dict[str, Any]:
-    """Reads options from the text of a TOML file. The result is for `Options(**options_in(text))`.
+    """Returns the options in the text of a TOML file, as keyword arguments of `Options`.
 
     Args:
         source: the name of the file in errors.

@@ -14,7 +14,7 @@ import sys
 
 
 def start_rank() -> None:
-    """Run `python -m partita` with this process's arguments, as one rank of a job."""
+    """Runs `python -m partita` with this process's arguments, as one rank of a job."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     sys.path.insert(0, os.getcwd())

@@ -1,7 +1,7 @@
 """The trainer: an ordinary training loop over tensors that are distributed on a mesh.
 
-This file also has its checkpoints (when one is written, how a run resumes) and the timeline of a
-step, which torch's profiler measures.
+This file also has the checkpoints of a run (when one is written, how a run resumes) and the
+timeline of a step, which torch's profiler measures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .models import GPT
 from .options import Options, flag, options_in
 
 Emit = Callable[..., None]
-"""A function of an event's name and its facts: `emit("step", step=3, loss=2.1, ...)`."""
+"""A function that reports an event by its name and its facts: `emit("step", step=3, loss=2.1)`."""
 
 MicroBatches = list[tuple[Tensor, Tensor]]
 Run = Callable[[MicroBatches, int], Tensor]
@@ -44,9 +44,12 @@ _PROMPT = b"def "
 def train(options: Options, emit: Emit, text: Text | None = None, mesh: Any = None) -> list[float]:
     """Trains a GPT and returns the loss of each step (nats per byte, before the step's update).
 
-    Must be called on all ranks of `options.mesh` with equal options. It emits the event "ready"
-    once, "at" when a step enters another phase, and "step" after each step. "saved" follows when a
-    checkpoint is on the disk, and "sample" at the end.
+    Must be called on all ranks of `options.mesh` with equal options. It emits these events:
+    - "ready" once; with a report also "layouts"
+    - "at" when a step enters another phase, and "step" after each step
+    - with a report, after its second step: "moves", and "graph" and "timeline" if there are any
+    - "saved" when a checkpoint is on the disk
+    - "sample" at the end
 
     Args:
         options: the options of the run.
@@ -348,7 +351,7 @@ class _CheckpointSchedule:
         self._saved = 0
 
     def resume(self) -> int:
-        """Load the checkpoint if the run is to be resumed and there is one.
+        """Loads the checkpoint if the run is to be resumed and there is one.
 
         Returns:
             The step to begin with.
@@ -374,7 +377,7 @@ class _CheckpointSchedule:
         return self._saved
 
     def after_step(self, step: int) -> None:
-        """Start to save in the background if a checkpoint is due after this step."""
+        """Begins to save in the background if a checkpoint is due after this step."""
         if self._pending_save is not None and self._pending_save.done():
             self._wait_for_save()
         every = self._options.save_every
@@ -385,7 +388,7 @@ class _CheckpointSchedule:
             self._pending_save = pt.async_save(self._state, self._path)
 
     def finish(self) -> None:
-        """Save the last step if it has not been saved. Call this at the end of the run."""
+        """Saves the last step if it has not been saved. Call this at the end of the run."""
         self._wait_for_save()
         steps = self._options.steps
         if self._path is not None and self._saved < steps:
@@ -449,7 +452,7 @@ class _StepTimeline:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Profile the step that runs inside the `with` block."""
+        """Profiles the step that runs inside the `with` block."""
         with (
             _without_its_log(),
             profile(activities=activities_to_profile(), acc_events=True) as found,

@@ -1,16 +1,15 @@
-"""A bench of checkpoints: how long they stop training, compared with a copy alone and with torch's
-own.
+"""A bench of checkpoints: how long they stop training, compared with a copy and with torch's own.
 
 Ranks hold the shards of a few large weights. Each round times, one after the other:
-
 - the copy of this rank's shards into existing memory, which every asynchronous save needs
 - `pt.save`
 - the call of `pt.async_save` that allocates its memory (as the first of a run), and one that reuses
   it
 - torch.distributed.checkpoint's `async_save` of as many bytes, with new memory each time (its
-  default) and with memory that it keeps (a `DefaultStager`), and its `save`
+  default) and with memory that it keeps (a `DefaultStager`)
+- torch.distributed.checkpoint's `save`
 - `pt.load` and torch's `load`
-- the checksums alone of all bytes that a rank reads
+- only the checksums of all bytes that a rank reads
 
 For an asynchronous save, only the time until the call returns counts. It is compared with the copy
 of the same round.
@@ -135,12 +134,9 @@ def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -
 
 
 def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:
-    """Runs the bench. Returns the seconds of each way to save, by round, on the slowest rank.
+    """Runs the bench in `ranks` processes, with `mib` MiB of weights.
 
-    Args:
-        ranks: the number of processes.
-        rounds: how often each way is timed.
-        mib: the size of the weights in MiB.
+    Returns the seconds of each way to save and load, by round, on the slowest rank.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

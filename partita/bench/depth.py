@@ -17,11 +17,9 @@ _COLUMNS = ("capture", "passes", "both", "first", "call")
 def depth(options: argparse.Namespace) -> dict[int, dict[str, float]]:
     """Prints and returns the seconds of each part of a first step for models of several depths.
 
-    Args:
-        options: the options of the command line (`add_options`).
-
     Returns:
-        The medians of the seconds by part, for each number of blocks.
+        For each number of blocks, the medians by part: "capture", "passes", "both" (of these two),
+        "first" (the whole first call) and "call" (a later one), in CPU seconds; and "nodes".
 
     Raises:
         subprocess.CalledProcessError: the process failed; its traceback is on stderr.

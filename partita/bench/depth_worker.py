@@ -158,8 +158,7 @@ def main(name: str, width: int, backend: str, depths: Sequence[int]) -> None:
     """Captures first steps of a model with each depth, and prints the times as lines of JSON.
 
     Args:
-        name: the name of the model.
-        width: the width of a block.
+        name, width: the name of the model, and the width of a block.
         backend: the backend of `pt.compile`.
         depths: the numbers of blocks, one after the other.
     """

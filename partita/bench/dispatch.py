@@ -1,9 +1,9 @@
 """A bench of dispatch: the time that a DTensor adds to an op on a plain tensor.
 
 It uses one process, torch's fake process group, and tiny tensors, so that only dispatch is timed.
-Each op runs on plain tensors and on `torch.distributed.tensor`'s DTensors in turn. When all have
-run, a mesh of partita is made, and each op runs on plain tensors and on partita's. The minimum over
-many rounds counts. Overheads are in microseconds per call.
+First each op runs on plain tensors and on `torch.distributed.tensor`'s DTensors, in turn. Then a
+mesh of partita is made, and each op runs on plain tensors and on partita's, in turn. The minimum
+over many rounds counts. Overheads are in microseconds per call.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Cost:
     """The time per call of one op, in microseconds.
 
     Attributes:
+        op: the name of the op, a key of `OPS`.
         plain: the time on plain tensors.
         partita, torch: the additional time on DTensors; nan if the call raised.
     """
@@ -130,7 +131,8 @@ class KindTimes:
     """The measured times of one implementation of DTensors: partita's or torch's.
 
     Attributes:
-        ops: the microseconds of a call of each op, plain and on DTensors; nan if it raised.
+        ops: for each op, the microseconds of a call on plain tensors and on DTensors; nan if it
+            raised.
         steps: the time of each part of a step divided by the time on plain tensors.
         plain_steps: milliseconds of each part on plain tensors.
     """
@@ -143,8 +145,8 @@ class KindTimes:
 def measure(kind: Any, mesh: Any, rounds: int, n: int, with_steps: bool) -> KindTimes:
     """Times every op of `OPS` and the parts of a training step, on plain tensors and on DTensors.
 
-    Call it for torch first, because the process must not have a mesh of partita by then. The time
-    of an op that raises on torch's DTensors is nan. For partita, the error is raised.
+    Call it for torch first: the process must not have a mesh of partita by then. The time of an op
+    that raises on torch's DTensors is nan. For partita, the error is raised.
 
     Args:
         kind: the module `partita` or `torch.distributed.tensor`.
@@ -185,7 +187,7 @@ def _time_beside_plain(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Returns the geometric mean of `values`, overheads in microseconds, without nan.
+    """Returns the geometric mean of `values`, overheads in microseconds; nan is left out.
 
     Values below 0.01 count as 0.01.
     """

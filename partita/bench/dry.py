@@ -1,6 +1,7 @@
 """A bench of dry captures: a step is planned for thousands of ranks on one core.
 
-The model is a Llama on the "meta" device and a dry mesh, so there are no memory and no other ranks.
+The model is a Llama on the "meta" device, and the mesh is dry: tensors have no memory, and there
+are no other ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from partita.parallel.plans import llama
 
 
 def dry(options: argparse.Namespace) -> dict[str, float]:
-    """Plans a first step for thousands of ranks, without memory. Prints and returns the cost.
-
-    Args:
-        options: the options of the command line (`add_options`).
+    """Plans a first step for thousands of ranks, on meta tensors. Prints and returns the cost.
 
     Returns:
-        The CPU seconds of the first step and of its memory schedule, and its GiB.
+        "capture and passes" and "memory schedule": their CPU seconds. "GiB": the most memory that
+            this
+        process has used. "nodes": the nodes of the graph. "predicted peak, GiB": the peak memory of
+            a
+        rank in the step.
     """
     torch.set_num_threads(1)
     dp, tp = options.dry_mesh

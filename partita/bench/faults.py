@@ -1,11 +1,11 @@
 """A bench of faults: ranks of `partita train`, killed, stopped or interrupted at random moments.
 
 A trial starts a small job, waits for a random moment, and sends a signal to a random rank. The job
-must then end within 15 seconds, with an error that names the rank and its phase, without a
-traceback. The checkpoint, if there is one, must be complete, and no process may be left. Half of
-the jobs are compiled: from scratch or, for moments during the steps, from a cache. Moments are
-drawn from the start, from the time after it, and from the steps. Exits with 1 if a trial fails.
-Needs Linux (/proc).
+must then end within 15 seconds. Its error must name the rank and its phase, without a traceback.
+The checkpoint, if there is one, must be complete, and no process may be left. Half of the jobs are
+compiled; for moments during the steps their code comes from a cache. Moments are drawn from the
+start, from the time after it, and from the steps. Exits with 1 if a trial fails. Needs Linux
+(/proc).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trial:
     Attributes:
         took: seconds from the signal to the end of the job.
         stderr: the job's output on stderr.
-        where: the phase of the rank, as reported by the job.
+        where: the phase of the rank, as reported by the job; "?" if it reported none.
         saved: the step of the checkpoint; -1 if there is none.
         faults: sentences about violated requirements.
     """
@@ -145,11 +145,11 @@ class RunningJob:
         raise RuntimeError(f"there is no rank {rank}:\n{self._said()}")
 
     def look_at(self, name: str, rank: int, took: float, deadline: float) -> Trial:
-        """Checks how the job has ended after a signal to a rank. Returns the result of the trial.
+        """Checks how the job has ended after the signal `name` to a rank. Returns the result of the
+        trial.
 
         Args:
             name: the signal without "SIG".
-            rank: the rank that got it.
             took: seconds from the signal to the end.
             deadline: seconds that it may take.
         """

@@ -1,8 +1,9 @@
 """Interleaved timing of several ways to train, in one run.
 
-Each way is a step that every rank of a team of Gloo ranks can call. The ways take turns, in
-another order in each round, and each step begins and ends with a barrier. The result is the median
-over rounds of the ratio of two steps in the same round, because other load slows both steps.
+Each way is a step, which all ranks of a team of processes call together. The ways take turns, in
+another order in each round, and each step begins and ends with a barrier. Two ways are compared by
+the ratio of their times in one round, because other load slows both steps. The result is the median
+over rounds.
 """
 
 from __future__ import annotations
@@ -211,9 +212,7 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Returns the time of the way `name` divided by the time of the way `base`.
-
-    It is the median over rounds. A way is one of the training steps that are compared.
+    """Returns the time of the way `name` divided by that of the way `base`: the median over rounds.
 
     Args:
         seconds: the seconds of each way, by round, as `measure` returns them.
@@ -222,10 +221,10 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the results as text: milliseconds of each way, and the ratio to the way `base`.
+    """Returns the results of `measure` as text: for each way the milliseconds, and ratios to
+    `base`.
 
-    Args:
-        seconds: the seconds of each way, by round, as `measure` returns them.
+    The ratios are the median over rounds, and that of the shortest times.
     """
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
@@ -238,7 +237,7 @@ def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]],
     """Returns a row with the results of a bench for the table in the README.
 
     Args:
-        what: the first cell.
+        what: the text of the first cell.
         ways: maps the name of each way to its name in the README.
         seconds: the seconds of each way, by round, as `measure` returns them.
         base: the way to which the others are compared.

@@ -67,7 +67,7 @@ RANKS = 8
 _SUM_OF_PARTS = re.compile(r"= workspace_\d+\[.*\.sum\(dim=0\)")
 
 Counts = Counter[tuple[str, str]]
-"""For each ("launches" or "bytes", kind) a number; for ("peak", "bytes") the peak of memory."""
+"""Maps ("launches", kind) and ("bytes", kind) to a number, ("peak", "bytes") to the peak memory."""
 
 
 # -- the kernels of generated code -----------------------------------------------------------------
@@ -343,7 +343,7 @@ def lower_in_process(
     without: Sequence[str] = (),
     **options: str,
 ) -> dict[str, Counts]:
-    """Counts a step's GPU kernels in a new process, and how many more one more block adds.
+    """Counts a step's GPU kernels in a new process.
 
     Args:
         environment: the environment variables of the process, from `fake_gpu_environment`.
@@ -352,6 +352,9 @@ def lower_in_process(
         blocks: the number of blocks.
         without: names of passes that are left out.
         options: `chip`, and `optimizer`, "foreach" or "fused".
+
+    Returns:
+        "step": the counts of a step. "block": how many more it has with one more block.
 
     Raises:
         RuntimeError: the process failed. The message has the end of its stderr.

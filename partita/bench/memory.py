@@ -1,8 +1,8 @@
-"""A bench of memory: the peak bytes of a training step, predicted, counted, and of rivals.
+"""A bench of memory: the peak bytes of a training step, predicted and counted, and those of rivals.
 
 Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3 (compiled and eager) and by FSDP2, in
-one run. All bytes count that torch's CPU allocator has allocated above those held between steps.
-With `--uneven` the ranks' shards of each weight differ by a row.
+one run. The peak counts all bytes that torch's CPU allocator has allocated above those held between
+steps. With `--uneven` the ranks' shards of each weight differ by a row.
 
 `partita bench memory predicted` compares predictions for many models with counts.
 """

@@ -149,7 +149,8 @@ class Case:
     Attributes:
         make: a function of the width factor that returns the model.
         batch: a function of the width factor and the number of samples that returns a batch.
-        blocks: the modules that remat recomputes one by one; if empty, the whole model.
+        blocks: patterns of the names of modules that remat recomputes one by one. If empty, the
+            model is recomputed in one piece.
     """
 
     make: Callable[[int], nn.Module]
@@ -176,4 +177,4 @@ MODELS: dict[str, Case] = {
         ("down*", "middle", "join*"),
     ),
 }
-"""Six kinds that people train, by name."""
+"""The six models of the benches, by name."""

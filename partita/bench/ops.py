@@ -1,10 +1,10 @@
-"""A sweep over torch's ops: which are right on DTensors, for each class of layouts of their
-arguments.
+"""A sweep over torch's ops: which are right on DTensors, for each class of their arguments'
+layouts.
 
 It runs every op of torch's own list (OpInfo) with its samples, forward and backward, on a mesh of
-Gloo ranks, and compares with one device. Arguments are whole, sharded evenly, sharded unevenly,
-Partial, or mixed. An op is right in a class if all its samples are. "raise" means a LayoutError
-with a reason, equal on all ranks.
+Gloo ranks, and compares with one device. Arguments are replicated, sharded evenly, sharded
+unevenly, Partial, or mixed. An op is right in a class if all its samples are. "raise" means a
+LayoutError with a reason, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Found:
     """The results of a sweep over ops.
 
     Attributes:
-        results: the worst outcome of the samples of each op and class.
+        results: for each op and class of layouts, the worst outcome of its samples.
         skipped: the reason for each skipped op.
-        cases: the number of samples times classes that were run.
+        cases: the number of runs: one for each sample and class.
         refused: the number of samples that raise on one device.
     """
 
@@ -148,7 +148,9 @@ def _mesh(text: str) -> Axes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `partita bench ops`. Returns 1 if an op is wrong, hangs or crashes.
+    """Runs `partita bench ops`. Returns the exit code.
+
+    It is 1 if an op is wrong, hangs or crashes; 2 if there is no op of a name in the command line.
 
     Args:
         argv: the command line without the program's name; None for `sys.argv`.

@@ -1,10 +1,9 @@
-"""A bench of plans: is the training configuration that `pt.autoplan` ranks first really the
-fastest?
+"""A bench of plans: how much slower `pt.autoplan`'s first way to train is than the fastest one.
 
-This machine is calibrated at 4 ranks, and the models of the four examples are planned for them. The
-plan's ten best ways, and five random others, train on as many Gloo ranks, compiled and run node by
-node, in turns. The bench prints how much slower the first way is than the fastest measured one,
-which must be at most 10 %.
+A way is a training configuration. This machine is calibrated at 4 ranks, and the models of the four
+examples are planned for them. The plan's ten best ways, and five random others, train on as many
+Gloo ranks in turns, compiled and run node by node. The first way may be at most 10 % slower than
+the fastest measured one.
 """
 
 from __future__ import annotations
@@ -92,7 +91,8 @@ class PlacedWay:
     """One training configuration (way): its place in a plan, its predicted and its measured time.
 
     Attributes:
-        place: its position in the plan; 0 if it is not among the best.
+        way: the mesh and the strategy.
+        place: its position in the plan, from 1; 0 if it is not among the best.
         simulated, measured: seconds of a step.
         failure: why it could not be measured, or "".
     """

@@ -64,7 +64,7 @@ class Peaks:
 
 
 def relative_error(found: Peaks) -> float:
-    """Returns (predicted - counted) / counted for the peak memory of a step, `found`."""
+    """Returns (predicted - counted) / counted for the peak memory of a step."""
     return (found.predicted - found.counted) / found.counted
 
 
@@ -73,7 +73,6 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
 
     Args:
         mesh: the mesh over which the model and the batch are sharded.
-        setup: the model, and how it is trained.
         make: the optimizer's class.
         options: options of `pt.compile`.
     """
@@ -102,7 +101,7 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
 
 
 def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
-    """Measures one setup: the predicted and the counted peak of its step, in bytes.
+    """Returns the predicted and the counted peak, in bytes, of the step of one setup.
 
     Must be called on all ranks of the mesh.
 
@@ -116,19 +115,15 @@ def measure_peaks(mesh: Any, setup: Setup, **options: Any) -> Peaks:
 def measure_budgets(
     mesh: Any, setup: Setup, many: int, **options: Any
 ) -> Iterator[tuple[int, Peaks]]:
-    """Measures one setup with several memory budgets, smallest first.
+    """Yields (budget, peaks) in bytes for several memory budgets of one setup, smallest first.
 
     The budgets range from the smallest possible one to the peak without a budget. Must be called on
     all ranks of the mesh.
 
     Args:
         mesh: the mesh over which the model and the batch are sharded.
-        setup: the model, and how it is trained.
         many: the number of budgets.
         options: `make`, the optimizer's class, and options of `pt.compile`.
-
-    Yields:
-        Each budget in bytes, and the step's peak memory with it.
     """
     most = measure_peaks(mesh, setup, **options).predicted
     least = _least(mesh, setup, **options)
@@ -150,7 +145,8 @@ def _least(mesh: Any, setup: Setup, **options: Any) -> int:
 
 
 def are_budgets_kept(found: Iterable[tuple[int, Peaks]]) -> bool:
-    """True if all peaks are within budgets, and a larger budget never has a smaller peak.
+    """True if the counted peaks are within their budgets and never fall from one budget to the
+    next.
 
     Args:
         found: each budget with its peaks, sorted by budget.

@@ -1,8 +1,8 @@
 """A bench of published runs: compares the simulated speed of runs on GPUs with the published one.
 
-For each machine, one number is tuned: the efficiency of matrix products, so that the first run has
-its published speed. All other figures come from the machine's file. The other runs are then
-predicted.
+For each machine, one number is tuned: the fraction of the peak that matrix products reach. It is
+such that the first run has its published speed. All other figures come from the machine's file. The
+other runs are then predicted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ def tune_matmul(machine: Machine, seconds_of: Callable[[Machine], float], wanted
     """Returns a copy of a machine whose matmul efficiency makes a step take `wanted` seconds.
 
     Args:
-        machine: the machine.
         seconds_of: a function from a machine to the seconds of the step.
 
     Raises:

@@ -138,8 +138,8 @@ def shard_by_fsdp(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None)
 
     Args:
         mesh: torch's own mesh.
-        dtype: the dtype of computation, if it differs from the parameters'. Gradients are reduced
-            in float32 if it is given.
+        dtype: the dtype of computation; gradients are then reduced in float32. None computes in the
+            parameters' dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -166,13 +166,8 @@ class _Gathered(nn.Module):
 def shard_by_simple_fsdp(model: nn.Module, mesh: Any) -> nn.Module:
     """Makes every parameter a `torch.distributed.tensor` DTensor that is gathered at each use.
 
-    This follows the SimpleFSDP paper (arXiv 2411.00284): one parametrization, no hooks.
-
-    Args:
-        mesh: torch's own mesh.
-
-    Returns:
-        The model.
+    This follows the SimpleFSDP paper (arXiv 2411.00284): one parametrization, no hooks. `mesh` is
+    torch's own mesh. Returns the model.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 

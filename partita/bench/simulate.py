@@ -74,7 +74,7 @@ class _Row:
 
 
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
-    """Measures training configurations. Returns the simulated and measured seconds of each.
+    """Measures and simulates training configurations. Returns the seconds of each, or its error.
 
     Args:
         ways: the configurations. All must have the same number of ranks.

@@ -21,7 +21,7 @@ class SpreadStep:
     """A model of the examples, and how its training step is distributed over a mesh.
 
     Attributes:
-        model: "gpt", "llama" or "cnn", the models of the examples, with two blocks.
+        model: "gpt" or "llama", with two blocks, or "cnn".
         mesh: the number of ranks of each axis, "dp" and "tp".
         zero: the ZeRO stage over "dp".
         remat: True recomputes blocks in backward.
@@ -96,8 +96,7 @@ class SpreadStep:
 def make_cnn(channels: int) -> nn.Module:
     """Returns the convolutional network of the example that classifies digits.
 
-    Args:
-        channels: the channels of the first convolution. The second one has twice as many.
+    Its first convolution has `channels` channels, the second one twice as many.
     """
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
@@ -189,7 +188,6 @@ class ExpertModel(nn.Module):
 def plan_experts(sequence: bool = False) -> dict[str, dict[str, pt.Shard]]:
     """Returns a plan for `pt.parallelize` that shards the experts over the axis "tp".
 
-    Args:
-        sequence: not used. A `ModelShape` calls its `plan` with it.
+    A `ModelShape` calls it with `sequence`, which has no effect.
     """
     return {"up": {"tp": pt.Shard(0)}, "down": {"tp": pt.Shard(0)}}

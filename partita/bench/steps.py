@@ -7,10 +7,15 @@ autocast. Sharded models use the mixed-precision policies of FSDP2 and of ZeRO-3
 bfloat16 and reduce float32.
 
 The ways run one after another, each in its own process, so that none affects another. The table has
-for each way: the mean time of consecutive steps; the fraction of the device's peak that the model's
-matrix products reach (MFU); the host's time until the call returns; the number of kernels and their
-time; the MiB held between steps, and the additional MiB in a step; and the time of the first step,
-compilation included. A way with the same code as an earlier one finds the compiled code in a cache.
+for each way:
+- the mean time of consecutive steps
+- the fraction of the device's peak that the model's matrix products reach (MFU)
+- the host's time until the call returns
+- the number of kernels and their time
+- the MiB held between steps, and the additional MiB in a step
+- the time of the first step, compilation included
+
+A way with the same code as an earlier one finds the compiled code in a cache.
 """
 
 from __future__ import annotations
@@ -90,13 +95,11 @@ class StepShape:
         return list(bench_device().place(torch.randint(0, self.vocab, size)))
 
     def flops(self, parameters: int) -> float:
-        """Returns the floating-point operations of a training step.
+        """Returns the floating-point operations of a training step, for the number of the model's
+        parameters.
 
-        They are six for each parameter and token, plus attention (causal: a token attends to half
-        of the others).
-
-        Args:
-            parameters: the number of the model's parameters.
+        They are six for each parameter and token, plus causal attention: a token attends to half of
+        the others.
         """
         attention = 6 * self.layers * self.width * self.context
         return float((6 * parameters + attention) * self.batch * self.context)
@@ -130,9 +133,10 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass
 class StepFigures:
-    """The measurements of one way to train, such as "FSDP2, compiled".
+    """The measurements of one way to train, such as "FSDP2, compiled". See the table of the module.
 
-    Kernels, MFU and held memory are None on a CPU.
+    `kernels`, `kernel_ms`, `mfu` and `held_mib` are None on a CPU. `above_mib` and `predicted_mib`
+    are the counted and the predicted peak above what is held between steps.
     """
 
     ms: float

@@ -1,9 +1,9 @@
 """A bench of sharded training: its cost relative to the same compute without communication.
 
 A GPT is trained on Gloo ranks, each with its own rows of a batch: without communication (each rank
-has its own model), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns in each round
-of one run. The bench prints the median over rounds of the ratio to the step without communication
-in the same round. Rivals run in processes without a mesh of partita.
+has its own model), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns in each
+round. In each round, a step's time is divided by that of the step without communication. The bench
+prints the median over rounds. Rivals run in processes without a mesh of partita.
 """
 
 from __future__ import annotations
@@ -51,11 +51,7 @@ class Shape:
         return bench_device().place(torch.randint(0, 256, (2, ranks * self.batch, self.context)))
 
     def tokens_of(self, rank: int, ranks: int) -> list[torch.Tensor]:
-        """Returns this rank's rows of `tokens(ranks)`: inputs and targets.
-
-        Args:
-            rank, ranks: the number of this rank, and the number of all ranks.
-        """
+        """Returns this rank's rows of `tokens(ranks)`: inputs and targets."""
         return [part.chunk(ranks)[rank].contiguous() for part in self.tokens(ranks)]
 
 
@@ -83,7 +79,6 @@ def rival_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> di
     Args:
         names: the names of rivals, as for `make_rival`.
         rank, ranks: the number of this rank, and the number of all ranks.
-        shape: the sizes of the model and the batch.
     """
     base, mesh = shape.model(), make_rival_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
@@ -99,7 +94,6 @@ def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> 
     Args:
         names: keys of `STAGES`, maybe followed by " compiled".
         rank, ranks: the number of this rank, and the number of all ranks.
-        shape: the sizes of the model and the batch.
     """
     base, mesh = shape.model(), make_dp_mesh(ranks)
     mine = shape.tokens_of(rank, ranks)
@@ -122,9 +116,8 @@ def measure_ways(
 
     Args:
         ways: the names of the ways, such as "partita dp" or "FSDP2 compiled".
-        ranks: the number of processes of each team.
+        ranks: the number of processes that make one step together.
         rounds: how often each way is timed.
-        shape: the sizes of the model and the batch.
         warm: the number of steps of each way that are not timed.
     """
     teams: dict[str, list[str]] = {}
@@ -140,10 +133,7 @@ def measure_ways(
 
 
 def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Returns the ways (kinds of training) in `only`, and "alone"; all if `only` is empty.
-
-    Args:
-        ways: the ways that exist.
+    """Returns the names in `only`, and "alone"; all of `ways` if `only` is empty.
 
     Raises:
         SystemExit: one of `only` is not in `ways`.

@@ -41,17 +41,13 @@ def phase_listener(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Calls the functions that `phase_listener` has registered with a phase's name, such as
-    "capture".
-    """
+    """Calls the functions of `phase_listener` with the name of a phase, such as "capture"."""
     for listener in _listeners:
         listener(name)
 
 
 def note_section(number: int, count: int) -> None:
-    """Shows on the progress line that section `number` (from 1) of `count` different ones is
-    compiled.
-    """
+    """Shows on the progress line that section `number` (from 1) of `count` is compiled."""
     for line in _lines:
         line.detail = f" (section {number} of {count})" if count > 1 else ""
 

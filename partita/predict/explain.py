@@ -470,15 +470,13 @@ class ExplainedOp:
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row (placements) that the op uses on the mesh axis `axis`; None if it has no
+        """Returns the row (placements) that the op uses on the mesh axis; None if it has no
         rule.
         """
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
-        """Returns the second-best row (placements) on the mesh axis `axis`; None if there is only
-        one.
-        """
+        """Returns the second-best row (placements) on the mesh axis; None if there is only one."""
         others = [row for row in self.rows if row.axis == axis and not row.chosen]
         return min(others, key=lambda row: row.seconds, default=None)
 

@@ -67,9 +67,7 @@ class Kind:
     has: Callable[[Any], bool]
 
     def check(self, name: str, value: Any, error: type[ValueError]) -> None:
-        """Raises `error` unless `value` is allowed. The message has `name`, the value and what is
-        allowed.
-        """
+        """Raises `error`, with `name`, `value` and what is allowed, unless the value is allowed."""
         if not self.has(value):
             raise error(f"{name} is {describe_value(value)}: {self.allowed}")
 
@@ -227,9 +225,7 @@ class Machine:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
-        """Returns the peak operations per second for a dtype ("bfloat16"); the slowest peak if
-        unknown.
-        """
+        """Returns the peak operations per second for a dtype; the slowest dtype's if unknown."""
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
@@ -241,9 +237,7 @@ class Machine:
         return name.replace("_for_cpu", "") if self.overlaps else name
 
     def given_link(self, axes: Sequence[str]) -> Link | None:
-        """Returns the link that the file or the user sets for exactly these axes; None if there is
-        none.
-        """
+        """Returns the link that the file or the user sets for exactly these axes, or None."""
         for name, link in self.links.items():
             if sorted(name.split()) == sorted(axes):
                 return link

@@ -47,9 +47,7 @@ def refuse_if(is_wrong: object, message: str) -> None:
 
 
 def check_counts(**counts: Any) -> None:
-    """Raises StrategyError for the first of these named arguments that is not an integer of at
-    least 1.
-    """
+    """Raises StrategyError for the first named argument that is not an integer of at least 1."""
     for name, count in counts.items():
         COUNT.check(name, count, StrategyError)
 

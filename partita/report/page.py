@@ -54,13 +54,13 @@ for (const place of document.querySelectorAll(".figure")) {
 
 
 def check_plotly() -> None:
-    """Raise ValueError if plotly, which draws the figures, is not installed."""
+    """Raises ValueError if plotly, which draws the figures, is not installed."""
     if importlib.util.find_spec("plotly") is None:
         raise ValueError("a report needs plotly: pip install plotly")
 
 
 def write_report(path: str | Path, *runs: RunFacts) -> None:
-    """Write an HTML page about one training run, or about several side by side.
+    """Writes an HTML page about one training run, or about several side by side.
 
     Args:
         path: the HTML file to write, about 5 MB: it includes plotly.
@@ -362,11 +362,11 @@ _COLLECTIVES = {
 _KINDS |= _COLLECTIVES
 """Colours of what streams do, in the order of the legend."""
 _BARS = 400
-"""The number of parts of a timeline that are drawn separately. Each has two pixels, because bars of
-less would cover others.
+"""The number of parts of a timeline that are drawn separately. Each is two pixels wide, because
+narrower bars would cover each other.
 """
 _POINTS = 2000
-"""Places of a schedule that are drawn; of more, the highest of each few."""
+"""The most places of a schedule that are drawn. Of several adjacent ones, the highest is drawn."""
 
 
 def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
@@ -548,7 +548,7 @@ def _passes_figure(run: RunFacts) -> Any:
 
 
 def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Raise ValueError if a file cannot be written, is named twice, or is also read.
+    """Raises ValueError if a file cannot be written, is named twice, or is also read.
 
     Args:
         outputs: maps each option to the file that it writes, or to None.
@@ -583,10 +583,9 @@ def written_file(text: str) -> Path:
 
 
 def check_written_folder(path: Path, option: str) -> None:
-    """Raise ValueError unless `path` is a folder in which this user may write, or can become one.
+    """Raises ValueError unless `path` is a folder in which this user may write, or can become one.
 
-    Args:
-        option: the name of the option, for the message.
+    `option` is the name of the option in the message.
     """
     above = path.absolute()
     while not above.exists() and above.parent != above:

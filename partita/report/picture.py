@@ -11,10 +11,10 @@ from partita.layout import Layout, Mesh
 from partita.layout.text import escape_controls
 
 _PIECES_SHOWN = 8
-"""Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""
+"""The most pieces of a dimension that are drawn. If there are more, the last one says how many."""
 _PANELS_SHOWN = 8
 _RANKS_SHOWN = 4
-"""Ranks along an axis that a cell names; of more, the first two and the last."""
+"""The most ranks along an axis that a cell names. If there are more: the first two and the last."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class DimPiece:
 
     Attributes:
         offset, length: the position of the piece, in elements.
-        at: on each axis that splits the dimension, the coordinate of the ranks that hold this
-            piece.
+        at: (axis, coordinate) of the ranks that hold this piece, for each axis that splits the
+            dimension.
         left_out: 0 for a piece that is drawn. If there are too many pieces, one of them represents
             several that are not drawn, and this is their number.
     """
@@ -59,10 +59,12 @@ class PictureCell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A two-dimensional slice of the tensor in a picture: rows, columns, and their cells.
+    """A two-dimensional slice of the tensor in a picture.
 
     Attributes:
-        where: the slice in the other dimensions, such as "dim 0 0:4"; "" if they are whole.
+        where: the slice in the other dimensions, such as "dim 0 0:4"; "" if they are not split.
+        rows, columns: the pieces of the two drawn dimensions.
+        cells: the cells of each row.
     """
 
     where: str
@@ -270,8 +272,7 @@ _RULER = "opacity:.65; white-space:nowrap; padding:2px 6px; text-align:center; a
 def html_of(picture: Picture, width: int = 560) -> str:
     """Returns the picture as an HTML `<div>` with inline styles. Its text is escaped.
 
-    Args:
-        width: the largest width in pixels; a cell is never narrower than its text.
+    The drawing is at most `width` pixels wide, but a cell is never narrower than its text.
     """
     panels = "".join(_panel_html(one, picture, width) for one in picture.panels)
     notes = [*picture.notes]

@@ -65,7 +65,7 @@ class RunFacts:
     notes: list[str] = field(default_factory=list)
 
     def record_event(self, event: str, facts: dict[str, Any]) -> None:
-        """Add one event of the run, such as a step, to these facts."""
+        """Adds one event of the run, such as a step, to these facts."""
         if event == "begin":
             self.options, self.began, self.stopped = facts["options"], facts.get("time"), ""
         elif event == "ready":
@@ -96,7 +96,8 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
     """Reads the logs `paths` of several runs, and gives the runs distinct names.
 
     Raises:
-        ValueError: a line is not an event of a run's log, or a log has no event.
+        ValueError: a line is not an event of a run's log, or a log has no step.
+        OSError: a file cannot be read.
     """
     runs = [read_log(path) for path in paths]
     whole = [(*path.absolute().parent.parts, path.stem) for path in paths]
@@ -112,11 +113,11 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 def read_log(path: Path) -> RunFacts:
     """Reads the log `path` of `partita train --log`, and returns its facts about the run.
 
-    A run that was killed, or that still writes, may leave an incomplete line. `read_log` skips this
-    line if it is the last one, or the last one before a resume. `notes` mentions it.
+    A run that was killed, or that still writes, may leave an incomplete line. The line is skipped
+    if it is the last one, or the last one before a resume, and `notes` mentions it.
 
     Raises:
-        ValueError: a line is not an event of a run's log, or the log has no event.
+        ValueError: a line is not an event of a run's log, or the log has no step.
         OSError: the file cannot be read.
     """
     run = RunFacts(path.stem)
@@ -416,9 +417,9 @@ def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:
     """Joins short events of a timeline, so that a picture has about `most` events on each stream.
 
-    The duration is divided into `most` intervals. Longer events stay unchanged. The shorter events
-    of an interval become one event. It has their total duration, and the kind that takes most of
-    the time.
+    The duration is divided into `most` intervals. Events longer than an interval stay unchanged.
+    The shorter events of an interval become one event. It has their total duration, and the kind
+    that takes most of the time.
     """
     end = max((e.start + e.seconds for e in events), default=0.0)
     if not end:

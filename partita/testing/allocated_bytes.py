@@ -1,10 +1,10 @@
 """Allocated bytes: the most bytes that torch's allocator had allocated at once.
 
-An accelerator's allocator counts this itself. On the CPU every allocation counts: by ops, by
-kernels that Inductor compiled, and by collectives. torch's profiler reports them, in this thread
-and in threads of process groups. It does not report a buffer that such a thread is the last to
-free, which would then seem to stay allocated. So after each wait those threads get time to free
-buffers first.
+An accelerator's allocator counts this itself. On the CPU, torch's profiler reports allocations by
+ops, by kernels that Inductor compiled, and by collectives. It reports those of this thread and of
+threads of process groups. A buffer that such a thread is the last to free would seem to stay
+allocated, because that is not reported. So after each wait these threads get time to free buffers
+first.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def counted(
             exists.
         times: the number of runs; the smallest peak is returned.
         device: the type of the device, such as "cuda".
-        before: a function that is called before each run, and not counted. It frees memory that the
-            step would free.
+        before: a function that is called before each run, whose memory is not counted. For example,
+            it frees gradients that the step would free.
     """
     count = counts_of if Device(device).is_host else _count_on_accelerator
     found = []

@@ -44,7 +44,7 @@ _OF_AMPERE = {
     "shared_memory_per_multiprocessor": 167936,
 }
 CHIPS = {"h100": _OF_HOPPER, "a100": _OF_HOPPER | _OF_AMPERE}
-"""What torch reports of a chip: `torch.cuda.get_device_properties`."""
+"""Maps a chip to its properties, which `torch.cuda.get_device_properties` returns."""
 
 
 GPU = torch.device("cuda:0")
@@ -52,10 +52,9 @@ GPU = torch.device("cuda:0")
 
 
 def fake_gpu_environment(folder: Path) -> dict[str, str]:
-    """Build the library that simulates a GPU. Returns environment variables that load it.
+    """Builds a library in `folder` that simulates a GPU.
 
-    Args:
-        folder: the folder for the library.
+    Returns environment variables with which a process loads it.
 
     Raises:
         RuntimeError: it does not compile, because torch's headers have changed.
@@ -72,7 +71,7 @@ def fake_gpu_environment(folder: Path) -> dict[str, str]:
 
 
 def believe_in_autocast() -> None:
-    """Make autocast assume a GPU with bfloat16.
+    """Makes autocast assume a GPU with bfloat16.
 
     Private torch: without a GPU, autocast warns and does nothing.
     """
@@ -94,7 +93,7 @@ class _Kernel:
 
 @contextmanager
 def lower_for(chip: str, ranks: int) -> Iterator[None]:
-    """Make Inductor generate code for a GPU inside the `with` block, without compiling it.
+    """Makes Inductor generate code for a GPU inside the `with` block, without compiling it.
 
     Private torch: functions by which Inductor queries the driver are replaced.
 

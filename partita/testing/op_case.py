@@ -4,10 +4,10 @@ A case is one op, one sample and one class of arguments: every tensor argument b
 that class (see `op_layouts`). Results, gradients, and the operands after the call are compared with
 a call of plain tensors, on every rank.
 
-Elements may differ by 1e-4 of their size plus 1e-5 (or 1e-5 of the largest, if that is in the
-thousands at most). A larger difference is right if the element is closer to the result in double
-precision than the result on one device is. An op may instead raise a LayoutError that gives a
-reason or a fix, the same on every rank. Any other exception is a crash.
+Elements may differ by 1e-4 of their size plus 1e-5 of the largest element. The size of the largest
+counts as 1 to 1,000. A larger difference is right if the element is closer to the result in
+double precision than the result on one device is. An op may instead raise a LayoutError that gives
+a reason or a fix, the same on every rank. Any other exception is a crash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RTOL, ATOL, LARGEST_SCALE = 1e-4, 1e-5, 1e3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test case ended: one op with one sample and one class of layouts.
+    """The outcome of one test case: one op with one sample and one class of layouts.
 
     Attributes:
         kind: one of OUTCOMES.
@@ -52,7 +52,8 @@ class Outcome:
 def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Returns the worst of the ranks' outcomes of one case.
 
-    If only some ranks raise an error, or if they raise different errors, that counts as a crash.
+    If the worst is an error, but only some ranks raise one, or different ones, it counts as a
+    crash.
     """
     worst = outcomes[0]
     for o in outcomes[1:]:
@@ -70,17 +71,17 @@ Convert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass
 class Reference:
-    """One sample of an op, with the right results: the results on one device.
+    """One sample of an op, with its results on one device, which count as right.
 
     Attributes:
-        call: `call(convert)` runs the op with `convert(t)` for each tensor argument t. It returns
-            the output and the converted tensors.
+        call: `call(convert)` runs the op with `convert(i, t)` in place of its i-th tensor argument
+            t. It returns the output and the converted tensors.
         outputs: the leaves of the result: tensors and other values.
         graded: for each output, True if it requires grad.
         operands: the value of each tensor argument after the call.
         gradients: the gradient of each tensor argument, or None.
         seeds: for each output, the gradient with which backward starts; None if it needs none.
-        narrow: True if the op runs under autocast, so errors may be as large as bfloat16's.
+        narrow: True if the op runs under autocast. Errors may then be as large as bfloat16's.
     """
 
     call: Callable[[Convert], tuple[Any, list[torch.Tensor]]]
@@ -114,7 +115,8 @@ class Reference:
 def references(name: str, count: int) -> tuple[list[Reference], int]:
     """Returns up to `count` samples of the op `name`, with their results on one device.
 
-    Also returns the number of samples that raise on one device. `list_names` lists the names.
+    Also returns the number of samples that raise on one device. `opinfo.list_names` lists the
+    names.
     """
     form = form_of(name)
     found, refused = [], 0
@@ -127,10 +129,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """Runs a sample of `form` on one device, and returns its results.
-
-    Raises what the op raises.
-    """
+    """Returns a sample of `form`, with its results on one device. Raises what the op raises."""
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)

@@ -1,9 +1,9 @@
 """Classes of layouts in which the sweep over torch's ops tries the arguments of an op.
 
-- replicated: whole on every rank.
+- replicated: complete on every rank.
 - even: sharded along a dimension that is divisible by the number of ranks (along any, if none is).
 - uneven: sharded along a dimension that is not, so that shards are unequal or empty.
-- partial: Partial sums of 2x and -x (exact in binary); whole if not floating-point.
+- partial: Partial sums of 2x and -x (exact in binary); replicated if not floating-point.
 - mixed: each argument has one of these on each mesh axis, or is Invariant, or a plain tensor.
 """
 
@@ -29,7 +29,7 @@ def distribute_argument(
 
     Args:
         turn: a number that selects one of several layouts.
-        first: True for the first argument, which is never left plain.
+        first: True for the op's first argument, which always becomes a DTensor.
     """
     # A plain tensor that requires grad is refused beside a DTensor: its gradient has no layout.
     stays = not (first or t.requires_grad)

@@ -1,8 +1,8 @@
 """Teams of ranks for a sweep that survives ops which hang or kill their ranks.
 
 The parent process never computes. It forks the ranks, passes them one case after the other and
-waits for all results. If a rank returns no result in time, the case hangs; if a rank ends, it has
-crashed. In both cases the ranks are replaced and the sweep continues.
+waits for all results. If a rank returns no result in time, the outcome is "hang"; if a rank ends,
+it is "crash". In both cases the ranks are replaced and the sweep continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORK = mp.get_context("fork")
 Axes = tuple[tuple[str, int], ...]
 """The names and sizes of a mesh's axes."""
 Case = tuple[str, int, str]
-"""An op, the number of its sample, a class."""
+"""An op, the number of its sample, and a class of layouts."""
 
 
 # -- in the ranks ----------------------------------------------------------------------------------
@@ -143,7 +143,9 @@ class Team:
         return count, refused, "" if count else "no sample runs on one device"
 
     def run(self, case: Case) -> list[Outcome]:
-        """Run one case. Returns the outcome of each rank."""
+        """Runs one case. Returns the outcome of each rank; one outcome if a rank does not
+        answer.
+        """
         answers = self._ask_ranks(case, self.limit)
         return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
 

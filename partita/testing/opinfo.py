@@ -1,7 +1,7 @@
 """OpInfo: the ops of torch, their forms, and samples of their arguments.
 
 Torch's own list (OpInfo) has, for each op, arguments that it must accept. Ops have the names of
-that list. Other forms of an op have the same samples; they are named `add:method`, `add:inplace`,
+that list. An op's other forms have the same samples. They are named `add:method`, `add:inplace`,
 `add:out`, ..., and `add:autocast` under bf16 autocast.
 """
 
@@ -45,10 +45,11 @@ class Form:
         info: torch's OpInfo.
         call: the function that is called with a sample's arguments.
         dtype: the dtype of the samples.
-        writes: True if it writes its first operand, which must not be a leaf.
+        writes: True if it writes its first operand, which must not be a leaf of autograd.
         fills: True if it is called with `out=`, and without gradients.
-        autocast: True if it runs under bf16 autocast. Its floating arguments are bf16, float32 or
-            both, in turns.
+        unspecified: True if its values are not specified (`UNSPECIFIED`).
+        autocast: True if it runs under bf16 autocast. The floating-point arguments are then bf16 in
+            one sample, float32 in the next, and of both dtypes in a third.
     """
 
     def __init__(self, name: str, info: Any, call: Callable[..., Any], dtype: torch.dtype):
@@ -187,7 +188,11 @@ def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def choose_samples(form: Form, count: int) -> list[Any]:
-    """Returns `count` different samples of a form. Small ones that can be sharded come first."""
+    """Returns at most `count` samples of a form: first different kinds, small ones that can be
+    sharded.
+
+    Under autocast it returns exactly `count`, so samples may repeat with other dtypes.
+    """
 
     def kind(sample: Any) -> Any:
         shape = [t.dim() for t in collect_tensors((sample.input, sample.args))]

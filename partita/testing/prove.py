@@ -40,7 +40,7 @@ from .trial import Trial, draw_cotangent
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 MOST_COMBINATIONS = 150
-"""Samples with more placements of their operands than this are not searched."""
+"""The most placements of a sample's operands. Missed rows are not searched if it has more."""
 
 
 @dataclass
@@ -80,8 +80,8 @@ def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool 
         assert not proof.wrong, str(proof)
 
     Args:
-        function: a function with a rule, or an operator of `torch.library` under another of its
-            names.
+        function: a function with a rule. It may also be any name of an operator of `torch.library`
+            that has one.
         samples: calls, each `(args, kwargs)` of plain tensors. Different sizes that are not
             divisible by the number of ranks find most faults. float64 is compared most strictly.
         missed: True also searches for valid rows that the rule lacks.

@@ -42,7 +42,7 @@ def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> t
     Args:
         parts: each rank's part.
         p: the placement by which the value is distributed.
-        terms: how many terms may be summed in an element, as for `tolerance_of`.
+        terms: the number of terms of a sum that an element may be, as for `tolerance_of`.
 
     Raises:
         ValueError: ranks that must be equal differ.
@@ -108,9 +108,10 @@ def tolerance_of(
 
     Args:
         of: the operands; the least precise of their dtypes counts.
-        parts: the pieces or shares of the value. Shares may be larger than the value.
-        terms: how many terms may be summed in an element. Rounding errors grow with the square root
-            of this number, as in a random walk.
+        parts: the shards or addends of the value. Their largest element scales the tolerance,
+            because addends may be larger than their sum.
+        terms: the number of terms of a sum that an element may be. Rounding errors grow with its
+            square root, as in a random walk.
     """
     floating = [x.dtype for x in of if _is_rounded(x)]
     if not floating:

@@ -1,4 +1,4 @@
-"""One sample call for the prover: what a rule says about it, and its result on one device."""
+"""One sample call for the prover: the answer of a rule for it, and its result on one device."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Trial:
         tensors: the operands and the expected results.
         products: a bound on the number of terms of all sums together: at first the largest tensor's
             number of elements. The prover raises it to the product of a sentence's dimensions.
+        differentiable: for each operand, True if torch has a gradient for it.
     """
 
     def __init__(self, function: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -90,7 +91,7 @@ class Trial:
         return able
 
     def leaves_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns copies of the operands `tensors` as autograd leaves.
+        """Returns copies of `tensors`, which replace the operands, as leaves of autograd.
 
         They require grad if the operand in this place can have a gradient.
         """
@@ -102,7 +103,8 @@ class Trial:
     def evaluate_rule(self) -> Iterator[KernelRule | Decomposition | None]:
         """Yields the different rules that a rule function returns for sharded operands.
 
-        The operands are first whole. Afterwards one dimension of one operand is sharded at a time.
+        First all operands are replicated. Afterwards one dimension of one operand is sharded at a
+        time.
         """
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)
@@ -141,10 +143,8 @@ class Trial:
         return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Runs `kernel` on the sample call with other operands, and returns the resulting tensors.
-
-        Args:
-            tensors: the operands.
+        """Runs `kernel` on the sample call with the operands `tensors`; returns its tensor
+        results.
         """
         leaves = list(self.leaves)
         for place, x in zip(self.places, tensors, strict=True):

@@ -20,8 +20,8 @@ class Decoder(nn.Module):
         width: the size of the residual stream, a multiple of `heads`.
         heads: attention heads per block; each is `width // heads` wide, an even number.
         context: the longest sequence, in tokens.
-        blocks: the blocks. If this is a generator, they are made between embedding and head, which
-            fixes the order of random draws.
+        blocks: the blocks. A generator makes them between embedding and head, in the order in which
+            random numbers are drawn.
         norm: the norm of the residual stream before the head.
         base: the base of the angles of rotary positions.
 
@@ -57,10 +57,10 @@ class Decoder(nn.Module):
         self.register_buffer("sin", torch.empty(context, width // heads), persistent=False)
 
     def init_weights(self) -> None:
-        """Initialize every parameter and buffer, as GPT-2 does; also after `to_empty`.
+        """Initializes every parameter and buffer, as GPT-2 does; also after `to_empty`.
 
-        Weights are normal with standard deviation 0.02, less where a block adds to the residual
-        stream. Biases are 0, and norms are 1.
+        Weights are normal with standard deviation 0.02. It is less for weights whose products are
+        added to the residual stream (`adds`). Biases are 0, and norms are 1.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:

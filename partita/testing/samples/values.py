@@ -12,12 +12,12 @@ import torch
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 Part = list[tuple[Any, list[Sample]]]
-"""Functions, one or several, and their calls."""
+"""Pairs: a function, or a tuple of functions; and the sample calls of each of them."""
 RANDOM = torch.Generator()
 
 
 def begin() -> None:
-    """Seed the generator of sample values, so that they are the same each time."""
+    """Seeds the generator of sample values, so that they are the same each time."""
     RANDOM.manual_seed(3)
 
 

@@ -149,7 +149,7 @@ class Token:
     trained: set[DTensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LiveToken:
     """A token whose backward may still run, without the tensor, which would keep a graph alive.
 

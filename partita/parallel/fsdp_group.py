@@ -417,10 +417,10 @@ class FsdpGroup:
             for one in self._tokens
         )
 
-    def find_later_gradients(self, passing: BackwardPass) -> set[DTensor]:
-        """Returns the parameters that get more gradients later in the backward pass `passing`."""
+    def find_later_tokens(self, passing: BackwardPass) -> list[LiveToken]:
+        """Returns the tokens that the backward pass `passing` reaches later, in this block."""
         later = [t for t in self._tokens if self in t.counts.made and t.counts not in passing.ended]
-        return {p for one in later if one.is_in_pass() for p in one.trained}
+        return [one for one in later if one.is_in_pass()]
 
     def has_hooks(self) -> bool:
         """True if a user has registered hooks on a parameter of the block."""
@@ -486,7 +486,7 @@ class FsdpGroup:
         for flat, members in zip(self.flats, self.members, strict=True):
             started |= flat.start_gather([shards[i] for i in members], reason)
         if started:
-            self.zero.note_alive()
+            self.zero.note_gathered(self)
 
     @property
     def is_current(self) -> bool:
@@ -507,7 +507,7 @@ class FsdpGroup:
         self.start(shards)
         for flat in self.flats:
             flat.finish_gather()
-        self.zero.note_alive()
+        self.zero.note_gathered(self)
 
     def check_unwritten(self, number: int, saved: SavedVersions) -> None:
         """Raise if parameter `number` was written in place after a forward saved it for backward.
@@ -545,6 +545,7 @@ class FsdpGroup:
             for flat in self.flats:
                 flat.release()
             self.gathered = ()
+            self.zero.in_memory.pop(self, None)
 
     def end_backward(self) -> None:
         """Release the block at the end of a backward pass that gathered it."""
@@ -745,6 +746,7 @@ class ZeroState(ShardedState):
         self.options = (axes, 3, precision)
         self.persistent = self.holds_partial_gradients = self._adds = False
         self.peak = 0
+        self.in_memory: dict[FsdpGroup, None] = {}  # not all groups: a step would be quadratic
         # Weak: a capture has its own specs, which refer to its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
         self._forwards = 0
@@ -754,6 +756,7 @@ class ZeroState(ShardedState):
         self._next: dict[FsdpGroup, FsdpGroup] = {}
         self._before: dict[FsdpGroup, FsdpGroup] = {}
         self._under_way: list[Reduction] = []
+        self._unfinished: list[Reduction] = []  # of these, so that a step is not quadratic
         self._passes: dict[int, BackwardPass] = {}
         BROKEN_OFF.watchers.add(self)
 
@@ -901,7 +904,7 @@ class ZeroState(ShardedState):
             group.start(shards)
         else:
             group.gather(shards)
-        if not any(other.alive for other in self.groups if other not in coming):
+        if not any(other.alive for other in self.in_memory if other not in coming):
             for after in coming[1:]:
                 after.start()
         if waits_later:
@@ -1081,13 +1084,18 @@ class ZeroState(ShardedState):
         agree_on_block("gradients under zero", group.name, params[0], shares.used)
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         sums = shares.sums.to(group.gradient_dtype(k, is_kept=False))
-        for one in self._under_way:
+        unfinished = []
+        for one in self._unfinished:
             # The backward of a small group is too short to hide the reduction before it.
-            if one.group is not group and not group.is_small_beside(one.group):
+            if one.group is group or group.is_small_beside(one.group):
+                unfinished.append(one)
+            else:
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(sums, dtype)
         places = {p: i for i, p in enumerate(params) if shares.used[i]}
-        self._under_way.append(Reduction(group, places, counts, backward_pass(), wait))
+        begun = Reduction(group, places, counts, backward_pass(), wait)
+        self._under_way.append(begun)
+        self._unfinished = [*unfinished, begun]
 
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
@@ -1114,14 +1122,17 @@ class ZeroState(ShardedState):
             self._reduce_held_gradients(groups, counts)
         found: dict[DTensor, torch.Tensor] = {}
         mine = counts, backward_pass()
-        ready = [one for one in self._under_way if (one.counts, one.backward_pass) == mine]
-        self._under_way = [one for one in self._under_way if one not in ready]
+        ready, others = list[Reduction](), list[Reduction]()
+        for one in self._under_way:
+            (ready if (one.counts, one.backward_pass) == mine else others).append(one)
+        self._under_way = others
         for one in ready:
             pieces = one.finish()
             for p, place in one.places.items():
                 g = pieces[place].to(_dtype(p))
                 if (before := found.setdefault(p, g)) is not g:
                     found[p] = before + g
+        self._unfinished = [one for one in self._unfinished if one.wait is not None]
         self._check_order_of_hooks(found, counts)
         return found
 
@@ -1324,7 +1335,7 @@ class ZeroState(ShardedState):
         """
         while self._passes:
             self._passes.popitem()[1].remove_hooks()
-        under_way, self._under_way = self._under_way, []
+        under_way, self._under_way, self._unfinished = self._under_way, [], []
         for one in under_way:
             one.finish()
         for group in self.groups:
@@ -1334,9 +1345,11 @@ class ZeroState(ShardedState):
     @property
     def alive(self) -> int:
         """Bytes of parameters that are gathered now, in all blocks."""
-        return sum([flat.alive for group in self.groups for flat in group.flats])
+        return sum([group.alive for group in self.in_memory])
 
-    def note_alive(self) -> None:
+    def note_gathered(self, group: FsdpGroup) -> None:
+        """Records that memory of `group` was allocated."""
+        self.in_memory[group] = None
         self.peak = max(self.peak, self.alive)
 
 
@@ -1398,7 +1411,8 @@ class _ShardsToToken(torch.autograd.Function):
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
             at_work = ctx.zero.current_pass()
             at_work.ended.add(ctx.counts)
-            later = {p for group in ctx.counts.made for p in group.find_later_gradients(at_work)}
+            tokens = (t for group in ctx.counts.made for t in group.find_later_tokens(at_work))
+            later = [t.trained for t in dict.fromkeys(tokens)]
             for p in ctx.shards:
                 if p in found:
                     refuse_copied_part(_grad(p))
@@ -1408,7 +1422,8 @@ class _ShardsToToken(torch.autograd.Function):
                     found[p] = g + found[p] if p in found else g
                 if p not in found:
                     continue
-                if p in later:  # in one process autograd adds the sum over all forwards at once
+                # In one process autograd adds the sum over all forwards at once.
+                if any(p in some for some in later):
                     at_work.collected[p] = found.pop(p)
                     continue
                 # In one process a gradient is added as soon as its last part is computed.

@@ -1,0 +1,56 @@
+"""What a block costs the host in a step of ZeRO-3 does not grow with the number of blocks."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import partita as pt
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, *, recomputes: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return x
+
+
+def count_calls(mesh, layers, recomputes):
+    """Returns the number of calls of partita's ZeRO functions in the third step."""
+    model = pt.zero(Model(layers, recomputes=recomputes), mesh)
+    x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and "partita/parallel" in frame.f_code.co_filename
+
+    for step in range(3):
+        gc.collect()  # tokens of the steps before
+        sys.setprofile(count if step == 2 else None)
+        try:
+            model(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+        model.zero_grad()
+    return calls
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_further_block_costs_as_many_calls_in_a_deep_model_as_in_a_flat_one(recomputes):
+    def program(mesh):
+        return [count_calls(mesh, layers, recomputes) for layers in (2, 4, 12, 14)]
+
+    with pt.ranks(dp=2) as world:
+        for two, four, more, most in world.run(program):
+            assert most - more == four - two

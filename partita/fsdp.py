@@ -114,9 +114,9 @@ def fully_shard(
         mesh: one dimension shards over it. Of two dimensions, the first replicates and the second
             shards. A sub-mesh such as `mesh["dp"]` names the dimensions of the mesh that it was
             taken from. None takes all ranks.
-        reshard_after_forward: False, for the model and for all its blocks, keeps gathered
-            parameters until the optimizer has changed them (`persistent` of `pt.zero`). Otherwise
-            each block is freed after its last use. An integer raises an error.
+        reshard_after_forward: False keeps gathered parameters until the optimizer has changed them,
+            if it is passed for the model and all its blocks. Otherwise each block is freed after
+            its last use. An integer raises an error.
         shard_placement_fn: must return `Shard(0)` or None; partita shards dimension 0.
         mp_policy: must be equal for the model and its blocks, except for `output_dtype`.
         offload_policy: must be `OffloadPolicy()`.

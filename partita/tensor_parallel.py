@@ -419,8 +419,8 @@ _STYLES: dict[str, Any] = {
 def list_placements(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Any] | None:
     """Returns parameter placements for a tensor-parallel plan of Hugging Face transformers.
 
-    The keys are parameter names or patterns. Returns None if the plan has an unknown style, a style
-    for a module other than nn.Linear and nn.Embedding, or a module that `module` lacks.
+    The keys are parameter names or patterns. Returns None if the plan has an unknown style, or
+    names a module that `module` lacks or that is neither nn.Linear nor nn.Embedding.
 
     Args:
         plan: maps a pattern of module names to a style's name, such as "colwise".

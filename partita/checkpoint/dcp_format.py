@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from partita.comm import Piece, Region, message
 
 MARK = "partita-"
-"""The prefix of the `save_id` of checkpoints that have a file of checksums."""
+"""The prefix of a checkpoint's `save_id`, if it has a file of checksums."""
 
 
 def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
@@ -440,9 +440,9 @@ class SavePieces(DefaultSavePlanner):
         self._pieces, self._values = pieces, values
 
     def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
-        """Decides which rank writes which parts and values, so that each is written once.
+        """Decides which rank writes which parts and values. Each is written once.
 
-        Of several ranks that offer the same part, the one with the fewest bytes so far writes it.
+        Of the ranks that offer the same part, the one with the fewest bytes so far writes it.
 
         Args:
             offered: the offers of each rank.
@@ -451,8 +451,8 @@ class SavePieces(DefaultSavePlanner):
             For each rank, the indices of the offers that it writes; and the checkpoint's metadata.
 
         Raises:
-            ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of
-                this job holds some part of a tensor.
+            ValueError: ranks disagree about a shape, a dtype or a kind of value; or a part of a
+                tensor is on no rank of this job.
         """
         first: dict[str, tuple[int, Offer]] = {}
         others: dict[str, str] = {}

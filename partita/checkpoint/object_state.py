@@ -64,8 +64,8 @@ def pack_containers(value: Any) -> Any:
     inverse.
 
     Raises:
-        ValueError: a dict has a key that is neither a number nor a string, or two keys that are
-            equal as strings.
+        ValueError: a key of a dict is neither a number nor a string, or two keys are equal as
+            strings.
     """
     if isinstance(value, Mapping):
         packed = {str(k): pack_containers(v) for k, v in value.items()}

@@ -61,9 +61,9 @@ def name_parameters(
 ) -> Names:
     """Returns the name under which a checkpoint stores each parameter of an optimizer.
 
-    The name is the one in the parameter's module, after the module's path if there are several
-    modules. If some parameter is in no module, all have the names that the optimizer was made with
-    (`AdamW(model.named_parameters())`), or without these torch.optim's indices.
+    It is the parameter's name in its module, after the module's path if there are several modules.
+    If some parameter is in no module, the optimizer's own names are used
+    (`AdamW(model.named_parameters())`). If it has none, the names are torch.optim's indices.
 
     Args:
         modules: the modules of the state, each with the keys that lead to it.

@@ -123,8 +123,8 @@ _COMPARED_EVERY = 64
 class RepeatedCall:
     """The settings of a call that is made again and again, and when ranks compare them.
 
-    An example is an optimizer's `step` with its learning rates. Ranks compare a hash of the
-    settings of all calls, so a difference that lasted for one call is found later.
+    An example is an optimizer's `step` with its learning rates. Ranks compare a hash of all calls'
+    settings. So a comparison also finds a difference in an earlier call.
 
     Attributes:
         calls: the number of calls.
@@ -143,10 +143,9 @@ class RepeatedCall:
     def add(self, settings: object) -> bool:
         """Adds a call with its settings. Returns True if ranks must compare them now.
 
-        Ranks compare the first call, and then at least every 64th. They also compare a change at
-        once, if the settings had not changed for 64 calls. (A scheduler may wait for a plateau.) A
-        schedule that changes a rate in each step is not compared in each: this would cost more than
-        a small step.
+        Ranks compare the first call, and then at least every 64th. A change is also compared at
+        once, if the settings had not changed for 64 calls. A schedule that changes a rate in each
+        step is not compared in each step, because this would cost more than a small step.
         """
         self.calls += 1
         comes_alone = False
@@ -221,7 +220,7 @@ def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str
 
     Args:
         mine: this rank's text, of any length.
-        why: what the rank does, for warnings and errors of ranks that wait for it.
+        why: what this rank does. Ranks that wait for it show this in warnings and errors.
     """
     return [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
 

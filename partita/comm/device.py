@@ -103,7 +103,7 @@ class Device:
         return KernelRecording(call, device, pool)
 
     def total_memory(self) -> int:
-        """Returns the bytes of memory of the current device of this kind."""
+        """Returns the bytes of memory that the current device of this kind has."""
         if self.type == "cuda":
             return int(torch.cuda.get_device_properties(self.current()).total_memory)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -328,7 +328,7 @@ def is_of_host(event: Any) -> bool:
 
 
 def describe_hardware(device: torch.device) -> str:
-    """Returns a text that identifies the GPU `device`, for which code is compiled; "" if not CUDA.
+    """Returns a text that identifies the kind of GPU, for stored compiled code; "" if not CUDA.
 
     The store of compiled code adds a description of the host itself.
     """
@@ -396,7 +396,8 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
 
 
 def resolve_lazy_values(x: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor equal to `x` whose memory has the values, for code that reads memory itself.
+    """Returns a tensor equal to `x` whose memory contains its values. Code may then read the
+    memory.
 
     In torch a conjugation or negation may be a bit of the tensor only. Some gradients are zeros
     without memory, for example the gradient of `torch.sgn`.

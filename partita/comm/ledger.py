@@ -140,13 +140,13 @@ class Ledger:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all recorded moves: of one rank, or of all ranks of a `pt.ranks` world."""
+        """The bytes of all recorded moves. Around `world.run`: summed over all ranks."""
         return sum(m.nbytes for m in self.moves)
 
     def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
         """Returns the number of moves of the kind `kind` and with the reason `reason`.
 
-        None matches all. `Record` lists the values of both.
+        None matches all. `Record` lists the kinds and the reasons.
         """
         return sum(
             (kind is None or m.kind == kind) and (reason is None or m.reason == reason)
@@ -252,9 +252,9 @@ class Scope:
     def add_listener(self, listener: Any) -> None:
         """Registers an object whose `count_flops` method is called when recording starts and stops.
 
-        `listener.count_flops(True)` is called when the first ledger opens, or now if one is open,
-        and `listener.count_flops(False)` when the last one closes. The scope keeps only a weak
-        reference.
+        The scope calls `listener.count_flops(True)` when the first ledger opens, or now if one is
+        open. It calls `listener.count_flops(False)` when the last one closes. The scope keeps only
+        a weak reference.
         """
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
@@ -463,7 +463,7 @@ _SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", def
 def own_lines_shown(*files: str) -> Iterator[None]:
     """Treats partita's own models and `files` as the user's code, inside the `with` block.
 
-    Use it if the user gives only the name of a model, so that lines of the model are of interest.
+    Use it if the user has given only the name of such a model: errors and ledgers show its lines.
     """
     token = _SHOWN.set((*_OURS_TO_SHOW, *files))
     try:

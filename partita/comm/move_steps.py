@@ -460,12 +460,12 @@ Number = Any
 
 @dataclass(frozen=True)
 class DimChange:
-    """The change of one dimension's sharding by a move. Axes of one rank are left out.
+    """The change of one dimension's sharding by a move. Axes of one rank are not listed.
 
     Attributes:
         dim, size: the dimension, and its global size.
-        outer: the axes that split it both before and after the move, outermost first.
-        inner: the axes that split it further, either before or after the move.
+        outer: the axes that split it before the move and after it, outermost first.
+        inner: the axes that split it further, either before the move or after it.
         outer_parts, parts: the number of ranks along each axis of `outer`, and of `inner`.
     """
 

@@ -48,7 +48,7 @@ SLICE = 2.0
 STUCK = 4.0
 """Seconds without a change of posts after which waiting ranks count as deadlocked."""
 PATIENCE = 20.0
-"""Seconds after which a rank that waits for others warns."""
+"""A rank that has waited for other ranks for so many seconds warns."""
 _LOOK = 0.5
 """Seconds between two looks of a rank at the others' posts."""
 LEAVING = threading.Event()
@@ -469,7 +469,7 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """Returns this rank's post: the message for other ranks that says that it waits for `need`."""
+    """Returns this rank's post, a message that tells other ranks that it waits for `need`."""
     # Copies: this thread may not be the one that begins collectives.
     groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
@@ -791,7 +791,7 @@ def _make_late_ranks_error(
 
 
 def make_rank_gone_error(ranks: Sequence[int], text: str, reason: str = "") -> RankGoneError:
-    """Returns the error for a wait for ranks that have ended.
+    """Returns the error of a rank that waits for ranks that have ended.
 
     Args:
         ranks: the global ranks that have ended.

@@ -106,7 +106,7 @@ class Reading(NamedTuple):
 
     @property
     def why(self) -> str:
-        """Text for errors of other ranks about this one, such as "reads a value (item)"."""
+        """Text by which other ranks' errors describe this read, such as "reads a value (item)"."""
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
@@ -360,7 +360,7 @@ class Wire(Transport):
 
     @property
     def read_timeout(self) -> float | None:
-        """The seconds for which a rank that reads a value waits for ranks that still compute.
+        """The number of seconds that a rank which reads a value waits for ranks that still compute.
 
         None: there is no limit besides the timeout of the process group.
         """
@@ -472,14 +472,13 @@ class MeshHandle:
     """The mesh object of `pt.ranks` and `pt.dry_mesh`: like a `DeviceMesh`, without process groups.
 
     Each rank has its own handle; handles are compared and hashed by identity. `deepcopy`, and
-    unpickling in the same process, return the handle itself. The tensor of ranks is read with all
-    dispatch modes disabled (private torch), because a mode may return tensors without values.
+    unpickling in the same process, return the handle itself.
 
     Args:
         layout: the axes and their sizes.
         at: this rank's coordinate.
         ranks: the global ranks, an integer tensor with the mesh's shape.
-        make_wire: a function of this handle and the list of global ranks, which makes the wire.
+        make_wire: `make_wire(handle, ranks)` makes the wire. `ranks` is a tuple of global ranks.
 
     Attributes:
         mesh: the global ranks, an integer tensor with the mesh's shape.

@@ -23,7 +23,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh: named axes of ranks and their sizes. `Mesh(("dp", "tp"), (2, 4))` has eight ranks.
+    """A mesh: named axes of ranks. `Mesh(names=("dp", "tp"), sizes=(2, 4))` has eight ranks.
 
     Ranks are numbered in row-major order: the last axis varies fastest.
     """
@@ -50,7 +50,7 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def size(self, axis: str | None = None) -> int:
-        """Returns the number of ranks along `axis`; without `axis`, of all ranks of the mesh."""
+        """Returns the number of ranks along `axis`. Without `axis`: of all ranks."""
         if axis is None:
             return math.prod(self.sizes)
         try:

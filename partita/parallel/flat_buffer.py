@@ -7,8 +7,8 @@ gathered data are sorted by parameter. Each parameter is a view of one storage, 
     gathered            [ w_0 w_1 .. pad | b_0 b_1 .. ]
 
 `release` frees that storage. DTensors that are views of it raise an error when they are used later.
-If a plain tensor that is a view of it is still alive, the storage is left to that tensor, and the
-buffer allocates a new one when it gathers again.
+A plain tensor may still be a view of it. Then this tensor keeps the storage, and the buffer
+allocates a new one when it gathers again.
 """
 
 from __future__ import annotations
@@ -189,6 +189,9 @@ class FlatBuffer:
     Attributes:
         given_device: the argument `device`; `self.device` differs if that is "meta".
         n: the number of ranks along `axes`.
+        length: the number of elements that each rank sends, padding included.
+        pieces: where each parameter is in the gathered storage.
+        gather, scatter, sum: the moves of its collectives.
         alive: bytes that are gathered, or being gathered, now.
         here: True if all parameters are gathered.
         span: the first address of the gathered memory, and the address after its end; (0, 0) if

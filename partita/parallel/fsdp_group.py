@@ -107,8 +107,8 @@ class MixedPrecision:
     def dtypes_of(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Returns `(gathered, sent, summed)` for a parameter whose own dtype is `own`.
 
-        These are the dtypes of the gathered parameter, of its gradient when it is sent, and of its
-        gradient when it is summed. A parameter that is not floating-point keeps its own dtype.
+        The parameter is gathered in the first dtype. Its gradient is sent in the second, and summed
+        in the third. A parameter that is not floating-point keeps its own dtype.
         """
         if not (own.is_floating_point or own.is_complex):
             return own, own, own
@@ -161,9 +161,9 @@ class ShardedState:
         """
 
     def complete_gradients(self) -> None:
-        """Waits for reductions that have begun, and makes the reductions that were postponed.
+        """Makes all gradients complete, before a captured step, which reads them.
 
-        Called before a captured step, which reads the gradients.
+        It waits for running reductions, and makes those that were postponed.
         """
         self.reduce_postponed()
 
@@ -1070,8 +1070,8 @@ class ZeroState(ShardedState):
     ) -> None:
         """Begins to reduce a flat buffer's gradients, without waiting for the result.
 
-        Running reductions of other blocks are finished first, unless the other block is at least 8
-        times larger.
+        Before that it waits for running reductions of other blocks. It does not wait for those of a
+        block that is at least 8 times larger.
 
         Args:
             group: the block.

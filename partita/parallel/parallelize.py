@@ -75,10 +75,10 @@ def parallelize(
         So an optimizer may be made before or after.
 
     Raises:
-        LayoutError: one error that lists everything wrong, before anything is changed: a pattern
-            that matches nothing, two patterns that disagree about a parameter, an unknown axis, a
-            dimension that a parameter lacks, a parameter on another mesh, or one that already has
-            a gradient or hooks.
+        LayoutError: one error that lists everything wrong, before anything is changed. In the plan:
+            a pattern that matches nothing, two patterns that disagree about a parameter, an unknown
+            axis, a dimension that a parameter lacks. In the model: a parameter that is on another
+            mesh, or that has a gradient or hooks already.
     """
     refuse_all_but_modules(model, "parallelize")
     takes, fix = "a dict by patterns of names as plan", '{"*.weight": {"tp": pt.Shard(0)}}'

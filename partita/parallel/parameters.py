@@ -209,8 +209,8 @@ class Block:
     """A unit of a model whose parameters are gathered together, because one forward uses them.
 
     A block is usually a layer of a ModuleList or a Sequential, found automatically or named by the
-    user. Parameters outside of all blocks (an embedding, a final norm, a head) form further blocks,
-    one for each set of modules that own the same parameters. So a tied weight is gathered for each
+    user. Parameters outside of all blocks (an embedding, a final norm, a head) are grouped by the
+    modules that own them: each such group is a block, too. A tied weight is gathered for each
     module that uses it.
 
     Attributes:

@@ -133,8 +133,8 @@ class Move:
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """Returns the axes whose placement changes in a redistribution.
 
-    This includes an axis that is Shard before and after, if it splits another dimension than
-    before, or if the axes outside it on its dimension change.
+    An axis that is Shard before and after is included in two cases: it splits another dimension, or
+    the axes that split its dimension further outside change.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.
@@ -268,7 +268,7 @@ def seconds_of_work(operations: float) -> float:
 
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Returns an estimate of the seconds of a move on `mesh` and of its move in backward.
+    """Returns an estimate of the seconds of a move on `mesh`, and of its transpose in backward.
 
     `itemsize` is the number of bytes per element.
     """
@@ -313,7 +313,7 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
 
 
 def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
-    """Estimates the seconds of a move: of its forward, and of the move of its gradient in backward.
+    """Returns an estimate of the seconds of a move in forward, plus its transpose in backward.
 
     Args:
         way: the letters of the placements before and after, such as "SR".

@@ -166,7 +166,7 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Adds `more` bytes (maybe negative), after `held` was created, resized or freed."""
+        """Adds `more` bytes (maybe negative), after a storage was created, resized or freed."""
         self.live += more
         self._change_live_bytes(held.labels, more)
 
@@ -255,7 +255,7 @@ class Recomputed:
 
 
 class Report:
-    """The result of `remat_report`: a row for each recomputation, in order. Prints as a table."""
+    """The result of `remat_report`, a table. `regions` has a row for each recomputation."""
 
     def __init__(self) -> None:
         self.regions: list[Recomputed] = []

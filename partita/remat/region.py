@@ -113,7 +113,7 @@ def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
             None: nothing.
             A list: functions of torch, modules, results of `one_call` and of `pt.compile`,
             `autograd.Function`s, names given by `checkpoint_name`, and `keep_collectives`.
-            A function of a `Call`: True to keep the result.
+            A function: called with a `Call`, it returns True to keep the result.
             An int: the most bytes that activations may hold at once. The first step measures, and
             later steps keep the most expensive results that fit. A captured step raises an error
             for this; use `pt.compile(step, budget=)`.
@@ -125,8 +125,8 @@ def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
 
     Raises:
         ValueError: the policy names a function whose calls cannot be intercepted.
-        RematError: in backward, the recompute makes a call that the first run did not make; or the
-            budget is less than the memory needed when nothing is kept.
+        RematError: in backward, the recompute makes a call that the first run did not make. Or the
+            budget is less than the memory that is needed when nothing is kept.
     """
     read = Policy(policy)
     if isinstance(fn, nn.Module):

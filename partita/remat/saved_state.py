@@ -351,7 +351,7 @@ class KeepMode(KernelsOfCall):
 
 
 class KeptKernels(_KeptResult):
-    """The kept results of the kernels of one call of a torch function.
+    """The kept results of the kernels that one call of a torch function ran.
 
     The second run makes the call again, with its casts, redistributions and views. So autograd
     builds the same nodes and saves the same tensors. Only the kernels are not run.
@@ -653,7 +653,7 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """Returns the kernel results that `offer` stored for a call, whose result is now named.
+        """Returns the kernel results that `offer` stored for a call. Its result now has a name.
 
         Returns None if they are not all in the storage of `x`.
 

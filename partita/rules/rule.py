@@ -227,9 +227,9 @@ def rule(*what: Any) -> Any:
     None.
 
     Raises:
-        SentenceError: the sentence cannot be read; or, for an operator of `torch.library`, it has
-            too many terms, lacks a term for a tensor that is always passed, or has a wrong number
-            of results.
+        SentenceError: the sentence cannot be read. Or it does not fit an operator of
+            `torch.library`: it has too many terms, lacks a term for a tensor that is always passed,
+            or has a wrong number of results.
         LayoutError: an ordinary Python function: partita does not intercept calls of it.
     """
     for function in what:
@@ -330,9 +330,10 @@ def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None
 
     Args:
         takes: the parameters, such as "input dim=-1".
-        text: the sentence. In it `{x}` is replaced by the names of the input's dimensions;
-            `{whole}` by the same names, with `dim` kept whole; `{left}` by the names of the
-            dimensions other than `dim`.
+        text: the sentence, with three placeholders:
+            `{x}`: the names of the input's dimensions.
+            `{whole}`: the same names, with `!` after the name of `dim`, which must not be sharded.
+            `{left}`: the names of the result of a reduction over `dim` (`Names.without`).
         split: a function that is called in place of the given functions if dimension `dim` is
             sharded.
     """

@@ -676,8 +676,9 @@ class Work:
 
     Attributes:
         operations: multiplications and additions of the whole product.
-        names: the names of dimensions that distribute the work. If a mesh axis splits one of them,
-            each rank of the axis does a part of the operations. Otherwise each rank does all.
+        names: the names of dimensions that distribute the work. If a mesh axis splits such a
+            dimension, each rank of the axis does a part of the operations. Otherwise each rank does
+            all.
         factors: the indices of the operands that are multiplied.
     """
 

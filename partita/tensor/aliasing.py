@@ -633,8 +633,8 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     If the shard is dense, the result is dense, with the same order of dimensions. If there are gaps
     between the rows of the shard, as in a slice, the result has gaps of the same size. A shard with
     a single row has an arbitrary stride between rows: the size of its storage shows whether there
-    are gaps. If at most one dimension of the shard has more than one element, a kernel may have
-    made it contiguous where the whole is not, and the order cannot be derived.
+    are gaps. If at most one dimension of the shard has more than one element, the order cannot be
+    derived, because a kernel may have made such a shard contiguous.
 
     Args:
         x: the shard.

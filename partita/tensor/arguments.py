@@ -291,12 +291,13 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
-    """Returns the path of an argument in the call `(args, kwargs)`, given its path in another.
+    """Returns the path of an argument in the call `(args, kwargs)`, given its path in an earlier
+    call.
 
-    The paths may differ, because one call may pass by position what the other passes by name.
+    The paths may differ: one call may pass an argument by position that the other passes by name.
 
     Args:
-        path: the path in the other call.
+        path: the path in the earlier call.
         names: the names of the function's parameters, in order.
     """
     head = path[0]
@@ -514,8 +515,9 @@ def check_plain_tensor(
             requires grad, unless a parameter or a DTensor is in the tensor's autograd graph.
 
     Raises:
-        LayoutError: the tensor is sparse; it requires grad (its gradient would have no layout); it
-            differs between ranks; `strict()` is on; or a torch.func transform runs on it.
+        LayoutError: the tensor is sparse, or differs between ranks, or requires grad (its gradient
+            would have no layout). Or `strict()` is on, or a torch.func transform runs on the
+            tensor.
     """
     if is_functorch_wrapped_tensor(value):
         raise make_transform_error("grad" if value.requires_grad else "vmap")

@@ -411,7 +411,7 @@ def redistribute_to(x: DTensor, after: Spec, op: str) -> DTensor:
 PLAIN: set[type] = {torch.Tensor}
 """The classes of local results that are to become DTensors. Capture adds that of traced tensors."""
 TYPED: dict[type, type] = {torch.Tensor: DTensor}
-"""Maps a class of plain tensors to the class of DTensors that `as_dtensor` makes of it."""
+"""Maps a class of plain tensors to the class that `as_dtensor` gives them."""
 
 
 def as_dtensor(local: torch.Tensor, spec: Spec) -> DTensor:
@@ -974,8 +974,7 @@ _WORDS = 1 << 18
 def checksum(value: torch.Tensor) -> tuple[int, int, int]:
     """Returns three numbers by which ranks compare the plain tensor `value` without sending it.
 
-    The numbers are the count of dimensions, a hash of sizes and dtype, and a hash of the bytes (63
-    bits).
+    They are the number of dimensions, a hash of sizes and dtype, and a 63-bit hash of the bytes.
 
     Each 64-bit word is multiplied by an odd weight, modulo 2**64. So two tensors of one shape that
     differ in a single word have different hashes. A tensor without memory (on "meta") counts as

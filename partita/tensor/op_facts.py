@@ -136,7 +136,7 @@ class OpFacts:
 
 @functools.lru_cache(maxsize=8192)
 def facts_of(target: Any) -> OpFacts:
-    """Returns the properties of an operator, or of another target of an fx graph node.
+    """Returns the properties of `target`, the target of a node in an fx graph.
 
     A target is an operator of torch, `operator.getitem`, or a function with `declare_facts`. For
     anything else all properties are False.
@@ -702,7 +702,7 @@ def needs_no_rule(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """Returns a decorator for a function that replaces `functions` of torch for DTensors.
+    """Returns a decorator. DTensors call the decorated function in place of `functions` of torch.
 
     The function is registered in `OVERRIDES`.
     """

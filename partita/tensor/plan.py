@@ -582,7 +582,8 @@ KeyParameters = Sequence[tuple[str, int, Any]]
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
-    """Makes the function that computes a plan's key from arguments, for a rule that is text.
+    """Makes the function that computes the key of a call from its arguments, if the rule is a
+    sentence.
 
     The key has the operands' specs, or their kinds if they are not DTensors.
 
@@ -596,7 +597,8 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """Makes the function that computes a plan's key from arguments, for a rule function.
+    """Makes the function that computes the key of a call from its arguments, if the rule is a
+    function.
 
     The key has the arguments that the rule function declares.
 

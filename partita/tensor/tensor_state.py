@@ -307,7 +307,7 @@ def spec_for_write_into(spec: Spec) -> Spec:
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
-    """Returns the error for a call of `op` with tensors on the meshes of `one` and of `other`."""
+    """Returns the error for a call of `op` with tensors on the meshes of two wires."""
     shown = [f"mesh {one.mesh}", f"mesh {other.mesh}"]
     if len(set(shown)) == 1:  # equal meshes of different worlds
         shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
@@ -340,7 +340,7 @@ class ZeroLayouts:
 
     Attributes:
         gradient: the spec (layout and wire) of the gradient after reduction.
-        update: the spec of the optimizer's state, and of the part of the value that it updates.
+        update: the spec in which the optimizer updates the parameter, and keeps its state.
         owner: the object that reduces the gradient during backward, and gathers updated parameters.
         name: the name of the block whose gradients are reduced together.
     """

@@ -460,7 +460,7 @@ def node_of_tensor(t: torch.Tensor) -> Node:
 
 
 def nodes_behind(outs: Iterable[torch.Tensor], ends: Iterable[Node]) -> set[Node]:
-    """Returns all autograd nodes on paths from `outs` back to the nodes `ends`, including both."""
+    """Returns all autograd nodes on paths from `outs` back to `ends`, including `ends`."""
     ends = {*ends}
     ahead = [node_of_tensor(t) for t in outs if t.requires_grad]
     seen: set[Node] = set()

@@ -331,7 +331,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """No effect: a gradient that only some ranks have counts as zeros on the others."""
+        """No effect: an error is raised if only some ranks have a gradient of a parameter."""
 
     def reset_iter_state(self) -> None:
         """No effect: a forward or backward pass that raised an error leaves no state behind."""

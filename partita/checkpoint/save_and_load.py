@@ -683,8 +683,8 @@ class Mismatches:
     Attributes:
         values: lines about tensors with another shape or dtype, and tensors in place of values.
         keys: lines about names that only the state or only the checkpoint has, one for each name or
-            prefix. Empty if these are not errors.
-        skipped: the names in `keys`.
+            prefix. Names that `strict` allows to be missing have no line.
+        skipped: all these names, with those that have no line.
         which: identifies the checkpoint, because another one may have had the same path before.
     """
 

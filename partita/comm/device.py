@@ -60,8 +60,7 @@ class Device:
     def clears_new_memory(self) -> bool:
         """True if the system clears each page of new memory, as for host memory.
 
-        Clearing memory takes a tenth of the time that a sum over it takes. An accelerator's
-        allocator reuses memory without clearing it.
+        An accelerator's allocator reuses memory without clearing it.
         """
         return self.is_host
 

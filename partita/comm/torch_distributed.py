@@ -35,7 +35,9 @@ TorchPlacement = tuple[str, Any]
 """A placement of torch as a pair: `("Shard", dim)`, `("Strided", (dim, factor))`, ..."""
 
 ToLocal = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
-"""A function of a local gradient and torch's placements; returns it in partita's layout."""
+"""`to_local(gradient, placements)`: converts a local gradient from torch's placements to partita's
+layout.
+"""
 
 
 def torch_mesh(mesh: Any) -> DeviceMesh | None:
@@ -69,7 +71,7 @@ def make_torch_dtensor(
     Args:
         mesh, placements: the mesh and the placements of the result.
         shape, stride: the global shape and strides of the result, in elements.
-        gradient: a function from the gradient of the result to the gradient of `local`.
+        gradient: makes the gradient of `local` from the result's (see `ToLocal`).
     """
     theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _ToTorch.apply(local, mesh, theirs, shape, stride, gradient)

@@ -50,7 +50,7 @@ class PartialGradients:
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """Returns the sum of these gradients and `other`, computed in place in this object."""
+        """Adds `other` to `sums`, in place. Returns the sum."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 

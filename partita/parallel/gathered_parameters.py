@@ -132,7 +132,7 @@ class InstalledParameter(CopiedView):
     def release_for_step(self) -> None:
         """Make the shard an ordinary parameter with its current values, for an optimizer's step.
 
-        The kernels of a step write its local tensor.
+        The reason: the kernels of a step write its local tensor.
         """
         renew_copy(self.shard)
         self.release_shard()

@@ -583,7 +583,7 @@ class ForwardRecord(_RegionRun):
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the first run, and frees what only a running program needs."""
+        """Ends the first run, and frees the data that only this run needs."""
         self._around = None
         self.producers.forget_freed()
         if self._names is not None:

@@ -164,9 +164,8 @@ def make_call_mode() -> AbstractContextManager[Any]:
 class KernelMode(TorchDispatchMode):
     """The base of dispatch modes that call their method `kernel` in place of each ATen kernel.
 
-    Regions of torch.compile still run compiled, and kernels inside them are not intercepted.
-    (Normally torch.compile disables itself under a dispatch mode. The mode would then intercept a
-    different program.)
+    Regions of torch.compile run compiled, and kernels inside them are not intercepted. (Normally
+    they run uncompiled under a dispatch mode, and the mode would intercept other kernels.)
     """
 
     supports_higher_order_operators = True  # a compiled region may run as one

@@ -188,7 +188,7 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
 
 
 class Names(tuple[str, ...]):
-    """The names of a tensor's dimensions, from which a rule writes a sentence. `str`: "a b"."""
+    """The names of a tensor's dimensions, for writing a sentence. `str(names)` is "a b"."""
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -370,7 +370,7 @@ _REDUCED = {"sum": SHARES, "max": Partial("max"), "min": Partial("min")}
 
 _Dims = tuple[Dim, ...]
 WHOLE = -1
-"""The result of `_find_sharded_dim` for a name that cannot be split."""
+"""The result of `_find_sharded_dim` for a name that must not be split."""
 
 
 @dataclass(frozen=True)

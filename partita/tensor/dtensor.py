@@ -760,8 +760,8 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 def destination(x: torch.Tensor) -> Piece | None:
     """Returns the part of `x` on this rank into which a checkpoint is loaded, in the memory of `x`.
 
-    For a Partial sum the first rank gets the value. On other ranks the result is None, and their
-    local tensors become zeros.
+    For a Partial sum only the first rank gets the value. On other ranks the result is None, and the
+    caller writes zeros.
     """
     spec = getattr(x, "_spec", None)
     if spec is not None:

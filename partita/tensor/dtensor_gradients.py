@@ -523,7 +523,7 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 class NodeOfPieces:
     """The object that a user gets as the `grad_fn` of a DTensor. Its hooks get DTensors.
 
-    Where that is impossible, registering a hook raises an error.
+    Only the node of a leaf (AccumulateGrad) takes hooks. For other nodes they raise an error.
 
     Attributes:
         node: the autograd node, which computes on local tensors.
@@ -759,7 +759,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     """Removes partita's weak references to `x`, because `torch.utils.swap_tensors` allows none.
 
     Returns:
-        A function that is called with the tensor after the swap, and refers to it again.
+        A function to call with the tensor after the swap. It restores the references.
     """
     is_settled = is_watched(x)
     _unmark_settled(x)

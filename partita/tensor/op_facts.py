@@ -686,9 +686,7 @@ def parameter_names(func: Function, count: int) -> tuple[str, ...]:
 # -- replacements of functions ---------------------------------------------------------------------
 
 OVERRIDES: dict[Function, Function] = {}
-"""The function that is called in place of a function of torch if a DTensor is among its
-arguments.
-"""
+"""Maps a function of torch to the one that is called in its place if an argument is a DTensor."""
 
 
 def needs_no_rule(func: Function) -> bool:

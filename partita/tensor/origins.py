@@ -220,9 +220,9 @@ def is_beside_program(wire: Wire) -> bool:
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if ranks compare a tensor's origins before they redistribute it to the spec `after`.
 
-    Origins are compared for small tensors, and for tensors that become whole on all ranks. A
-    comparison needs all ranks of the mesh, and collectives that block the host. Threads other than
-    the main one do not compare, because exchanges of several threads would be mixed up.
+    They compare small tensors, and all tensors in `full_tensor`, if the move needs all ranks of the
+    mesh. Gradients are not compared, nor are collectives in streams, nor reads, which are compared
+    elsewhere. Threads other than the main one do not compare: their exchanges could be mixed up.
 
     Args:
         op, reason: the op that needs the redistribution, and why, as for the ledger.

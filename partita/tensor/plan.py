@@ -501,7 +501,10 @@ def operand_kind(value: Any) -> Any:
 
 
 def freeze_value(value: Any) -> Any:
-    """Returns a hashable form of the argument `value` for a plan's key; for a float its type."""
+    """Returns a hashable form of the argument `value` for a plan's key.
+
+    For a DTensor that is its spec, for a float or a complex number its type.
+    """
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value

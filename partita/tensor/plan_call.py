@@ -491,7 +491,8 @@ class RowChooser:
         keeps: the name of a dimension. If an axis splits it in operand 0, the chosen row must split
             it, too.
         considered: a list to which every priced row is appended, or None.
-        rows: the rows chosen so far, for the axes before `axis`, which is next.
+        axis: the mesh axis for which a row is searched.
+        rows: the rows that were chosen for the axes before `axis`.
     """
 
     bound: Bound

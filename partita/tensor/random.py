@@ -59,7 +59,7 @@ def random_mode(mode: str) -> Iterator[None]:
 
 
 Draw = Callable[[torch.Tensor, torch.Generator | None], torch.Tensor]
-"""A function that fills an empty tensor, by default from the default generator."""
+"""`draw(tensor, generator)`: fills `tensor` with random numbers. None: the default generator."""
 
 
 @torch.no_grad()

@@ -763,8 +763,8 @@ _value_held = torch._C.TensorBase.tolist
 def is_read_in_part(x: torch.Tensor) -> bool:
     """True if this rank must exchange data with other ranks to read the DTensor `x`.
 
-    That is so if it has only a part of the value. A view copy, which may be out of date, counts as
-    one.
+    This is so if it has only a part of the value. A view copy counts, because it may be out of
+    date.
     """
     if not (isinstance(x, DTensor) and _global_view()):
         return False
@@ -787,8 +787,8 @@ def _read_scalar(x: Any) -> Any:
 
 
 installed_libraries: list[torch.library.Library] = []
-"""Libraries that override torch's own kernels. There are none until a number is read that no rank
-holds.
+"""The library that overrides the read of a number. Empty until there is a DTensor with one element
+that not all ranks have.
 """
 _installing = threading.Lock()
 

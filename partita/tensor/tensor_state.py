@@ -579,7 +579,7 @@ class CopiedView:
         return part
 
     def note_new_values(self) -> None:
-        """Called when the view copy, a leaf, has got the values of its source."""
+        """Called after a view copy that is a leaf has got the values of its source."""
 
     def note_write_through(self, copy: Any) -> None:
         """Records that the source now has the values of the view copy `copy`."""
@@ -687,7 +687,9 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True if torch's own backward of an op, not a user's hook, called a TorchDispatchMode."""
+    """True if torch's own backward of an op, not a hook, called the TorchDispatchMode that runs
+    now.
+    """
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return (
         in_backward()

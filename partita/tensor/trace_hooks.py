@@ -44,8 +44,9 @@ class TraceHooks:
         return None
 
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Set `x.data = value`, where both have one shape. A capture writes a tensor of the step in
-        place.
+        """Set `x.data = value`, which has the shape of `x`.
+
+        A capture copies `value` into `x` instead, if the step made `x`.
         """
         _set_data(x, value)
 
@@ -130,7 +131,8 @@ class TraceHooks:
         """Returns a context manager for a remat region. A capture marks the nodes made inside.
 
         Args:
-            reads_again: True if eager runs the region again with the values that exist in backward.
+            reads_again: True if eager code runs the region again with the values that exist in
+                backward.
         """
         return nullcontext()
 

@@ -81,7 +81,8 @@ _active = _Active()
 
 
 class WholeValues(TorchFunctionMode):
-    """A torch-function mode for transforms such as `vmap`: DTensors become plain tensors, gathered.
+    """A torch-function mode for transforms such as `vmap`, which replaces DTensors by gathered
+    tensors.
 
     Plain tensors from outside the transform are compared across ranks, as in every op that also
     takes DTensors.

@@ -145,7 +145,7 @@ LOST = re.compile(
 )
 """The text of RuntimeErrors that Gloo and its store raise when a peer is gone."""
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-"""The text of RuntimeErrors that they raise when a peer is late, but may be alive."""
+"""The text of RuntimeErrors that they raise when a peer is late. It may still be alive."""
 
 
 def can_compare() -> bool:

@@ -21,10 +21,10 @@ from ..sentence import Bound
 from .index import picked
 
 EXTREME = object()
-"""For a maximum the least value of the dtype, for a minimum the greatest."""
+"""For a maximum the least value of the dtype, for a minimum the largest."""
 
 Identity = Any
-"""A number, `EXTREME`, or a function of a call's arguments that gives one."""
+"""A number, `EXTREME`, or a function of a call's `(args, kwargs)` that returns one of these."""
 GetArgument = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
@@ -80,9 +80,9 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     torch.Tensor.__getitem__: _NOTHING,
     picked: _NOTHING,
 }
-"""For each function, the padding value of its operands, by their positions in the sentence.
-
-If all of them have it, the padding adds nothing. A broadcast operand gets it, too.
+"""For each function: `{operand: value}`, the padding value of each operand. If the operands have
+these
+values, the padding does not change the result. A broadcast operand gets its value, too.
 """
 
 

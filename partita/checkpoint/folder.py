@@ -279,6 +279,8 @@ class Replacement:
 def begin_replacement(home: Path) -> Replacement:
     """Make a temporary folder for a checkpoint that is renamed to `home` when it is complete.
 
+    If a killed save left `.NAME.previous`, it becomes `home` again, or is removed if `home` exists.
+
     Raises:
         ValueError: `home` exists and is not a checkpoint.
         OSError: the folder cannot be made.

@@ -189,14 +189,14 @@ def grow_from_checkpoint(
 ) -> Any:
     """Adds to an object's state dict the entries that only the checkpoint has.
 
-    An example is the state of an optimizer that has not stepped yet. Tensors of `live` with the
-    right size and dtype are kept.
+    An example is the state of an optimizer that has not stepped yet.
 
     Args:
         live: the packed state dict of the object.
         there: the entries of the checkpoint (`find_stored_tree`).
         allocate: a function that makes the tensors that `live` lacks.
-        replace: True drops entries that only `live` has, and entries with another size or dtype.
+        replace: True drops entries that only `live` has, and allocates tensors of another size or
+            dtype again. False keeps them.
         path: the keys that lead to `live` in the state.
     """
 

@@ -190,7 +190,7 @@ def open_optimizer(
 ) -> OpenedOptimizer:
     """Returns the state of an optimizer by parameter names, to be saved or to be loaded into.
 
-    Entries that only the checkpoint has are added.
+    To be loaded into, it has the checkpoint's entries, without parameters that the optimizer lacks.
 
     Args:
         names: the names of its parameters (`name_parameters`).

@@ -87,7 +87,7 @@ that only the state has. False: none.
 def attempt(do: Callable[[], Any]) -> Any:
     """Calls `do()` and returns its result, or the exception that it raised.
 
-    The exception is sent to the other ranks, and all raise it (`ControlPlane.decide`).
+    If it is passed to `ControlPlane.decide`, all ranks raise the exception.
     """
     try:
         return do()
@@ -630,16 +630,17 @@ class _LoadJob:
 
 
 class LoadTargets:
-    """The tensors into whose memory values are loaded."""
+    """The tensors into which a checkpoint is read. View copies are written at the end."""
 
     def __init__(self) -> None:
         self._views: list[tuple[DTensor, DTensor]] = []
         self._others: list[torch.Tensor] = []
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor whose memory gets the value of `x`: `x`, or for a view copy a new one.
+        """Returns the tensor into which the value of `x` is read: `x`, or a new tensor for a view
+        copy.
 
-        A view copy is written when its value is complete, because its base is written, too.
+        A view copy is written later (`finish`), because a write to it also writes its base.
         """
         if not isinstance(x, DTensor) or state_of(x).copied_view is None:
             self._others.append(x)

@@ -87,7 +87,8 @@ def distribute_batch(
         A copy of `batch` with DTensors in place of tensors.
 
     Raises:
-        LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
+        LayoutError: an axis that the mesh lacks, a dimension that a tensor lacks, a Partial
+            placement, or a DTensor in the batch.
         LayoutError: pieces whose sizes differ from torch.chunk's, or data that differ between ranks
             although they must be equal. Every rank raises it. Data are compared by checksums, in
             the first, second, fourth, eighth ... call of a line of the program. Shapes are compared

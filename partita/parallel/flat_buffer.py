@@ -266,6 +266,9 @@ class FlatBuffer:
         Args:
             shards: the local shard of each parameter.
             reason: the reason for the ledger.
+
+        Raises:
+            LayoutError: the parameters are still on the meta device.
         """
         if self.here or self._arriving is not None:
             return False

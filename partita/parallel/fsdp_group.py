@@ -948,9 +948,12 @@ class ZeroState(ShardedState):
         """Returns the token that links the gathered parameters of `group` to shards in autograd.
 
         One token serves all blocks in a forward of the model. Its backward runs after the backward
-        of every block, and waits for all running reductions. A block has its own token if it is
-        called alone, or if its parameters have hooks of the user. Such hooks must run as soon as
-        the gradient is complete.
+        of every block, and waits for all running reductions. A block has a token of its own in
+        these cases:
+
+        - It is called alone, or in backward.
+        - Its parameters have hooks of the user, which must run as soon as the gradient is complete.
+        - Its parameters were replaced or unfrozen since the forward began.
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
@@ -1196,7 +1199,8 @@ class ZeroState(ShardedState):
         that `no_sync` has kept, which are reduced first.
 
         Raises:
-            LayoutError: the running backward pass has begun to compute the gradient of `p`.
+            LayoutError: the running backward pass computes the gradient of `p`, and has not added
+                it yet.
         """
         if self._passes and in_backward():
             if self._adds:  # it reads gradients itself

@@ -62,9 +62,9 @@ Dim = int | Sequence[int] | None
 
 @own_op
 def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
-    """Returns the maximum (or minimum) over this rank's shard, a Partial of that kind.
+    """Returns the maximum (or minimum) over this rank's shard: a Partial max (or min).
 
-    It has no gradient.
+    It has no gradient. For an empty shard it is the least (or largest) value.
 
     Args:
         x: the local shard.

@@ -366,7 +366,7 @@ def run_gathered(call: OpCall) -> Any:
     The result is whole on every rank. An operand that the op writes keeps its layout: the op writes
     a gathered copy, which is redistributed back. If the operand is a Partial sum, the first rank
     gets the result and the others get zeros. If it is a Partial max or min, all ranks get the
-    result.
+    result. If operands are unreduced gradients, they are reduced in place first.
 
     Raises:
         LayoutError: the written operand would get another shape.

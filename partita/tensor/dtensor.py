@@ -109,13 +109,16 @@ class DTensor(torch.Tensor):
         return self._spec.shape if _global_view() else _shape(self)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        """Returns the global shape, or the global length of dimension `dim`."""
+        """Returns the global shape, or the global length of dimension `dim`.
+
+        With torch-function disabled: the local shape or length.
+        """
         if not _global_view():
             return _size(self) if dim is None else _size(self, dim)
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
     def numel(self) -> int:
-        """Returns the number of elements of the global value."""
+        """Returns the number of global elements. With torch-function disabled: of local ones."""
         return self._spec.shape.numel() if _global_view() else _numel(self)
 
     nelement = numel
@@ -288,7 +291,8 @@ class DTensor(torch.Tensor):
             backward_dtype: None, or the dtype of this tensor.
 
         Raises:
-            LayoutError: another mesh, a wrong number of placements, a dimension out of range.
+            LayoutError: another mesh, a wrong number of placements, a dimension out of range, or
+                another `backward_dtype`.
         """
         spec = self._spec
         if device_mesh is not None and wire_of(device_mesh) is not spec.wire:

@@ -387,7 +387,10 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """Wraps a user's hook of the tensor `x`, so that it gets DTensors, not local gradients."""
+    """Wraps a user's hook of the tensor `x`, so that it gets DTensors, not local gradients.
+
+    If the hook returns a gradient, this is redistributed to the layout of the gradient of `x`.
+    """
     # A parameter may get another layout later; the result of an op keeps its layout.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -796,6 +799,9 @@ def restore_partial_gradient(x: DTensor, coming: torch.Tensor) -> torch.Tensor |
 
     Returns:
         The tensor to add in place of `coming`; None if `coming` is added.
+
+    Raises:
+        LayoutError: `.grad` is a part of another tensor, and is a copy or `x` has hooks.
     """
     with_graph = torch.is_grad_enabled()
     with local_ops(), torch.no_grad():

@@ -63,8 +63,8 @@ class Choice:
 
     Attributes:
         inputs: the layout that each operand must have; None if it is absent or a number.
-        outputs: the axes that split each dimension of each output, outermost first.
-        partial, invariant: for each output, the fields of its `Layout` with these names.
+        outputs, partial, invariant: for each output, `shards`, `partial` and `invariant` of its
+            `Layout`.
         splits: for each dimension name of the rule's sentence, the axes that split it, outermost
             first.
     """

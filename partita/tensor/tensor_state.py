@@ -687,9 +687,7 @@ def in_backward() -> bool:
 
 
 def in_formula_of_backward() -> bool:
-    """True if torch's own backward of an op, not a hook, called the TorchDispatchMode that runs
-    now.
-    """
+    """True if torch's own backward of an op, not a hook, called the running TorchDispatchMode."""
     below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
     return (
         in_backward()

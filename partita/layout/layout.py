@@ -84,8 +84,8 @@ class Layout:
         Args:
             shape: the global shape, in elements.
             placements: one for each axis of `mesh`.
-            order: the names of axes that shard one dimension together, outermost first. By default
-                mesh order.
+            order: the names of axes that shard one dimension together, outermost first. Other axes
+                follow in mesh order.
             dtype: a short name such as "f32", or "".
 
         Raises:
@@ -105,9 +105,8 @@ class Layout:
         placements, order = own_placements(mesh, placements, order)
         shards: list[list[str]] = [[] for _ in shape]
         partial, invariant = [], []
-        by_axis = dict(zip(mesh.names, placements, strict=True))
-        for axis in order or mesh.names:
-            p = by_axis[axis]
+        for axis in dict.fromkeys((*order, *mesh.names)):
+            p = placements[mesh.index(axis)]
             if isinstance(p, Shard):
                 dim = p.dim + len(shape) if p.dim < 0 else p.dim
                 if not 0 <= dim < len(shape):

@@ -134,6 +134,13 @@ def test_a_shard_put_on_a_split_dimension_goes_innermost():
     assert layout.put("dp", Replicate()) == Layout.parse("[8@tp, 4]")
 
 
+def test_axes_that_the_order_does_not_name_follow_in_mesh_order():
+    both = [Shard(0), Shard(0)]
+    assert Layout.of(M23, (4, 5), both, ["tp"]) == Layout.parse("[4@(tp dp), 5]")
+    with pytest.raises(LayoutError, match="no axis 'pp' on mesh dp=2 tp=3"):
+        Layout.of(M23, (4, 5), both, ["pp"])
+
+
 def test_a_negative_shard_dimension_counts_from_the_end():
     assert Layout.of(M23, (4, 5), [Shard(-1), Replicate()]) == Layout.parse("[4, 5@dp]")
 

@@ -1330,7 +1330,7 @@ class ZeroState(ShardedState):
     def release(self) -> None:
         """Free the gathered parameters of every block that is not in use."""
         with counting_versions():
-            for group in self.groups:
+            for group in [*self.in_memory]:
                 group.release()
 
     def reset_after_abort(self) -> None:

@@ -862,18 +862,17 @@ class Recomputation(_RegionRun):
             held, now = _find_source(t)
             if forward.ambient.writes.has(held):
                 continue
+            is_other = read.source() is not held
+            if read.has_values_of(held) if is_other else now == before:
+                continue
             name = _name_of(t, forward.region.module) or f"tensor {read.number}"
-            if read.source() is not held:
-                if read.has_values_of(held):
-                    continue
+            if is_other:
                 raise self._make_error(
                     "reads another tensor than its forward read",
                     f"{name} of {event}",
                     "reads a tensor with other values in its place",
                     reason="gradients would be of values that forward did not have",
                 )
-            if now == before:
-                continue
             raise RematError(
                 f"the recompute of {self._title} reads a tensor that was written in place "
                 "since its forward read it",

@@ -152,8 +152,10 @@ def detect_nan(model: nn.Module) -> NanWatch:
 
         with pt.detect_nan(model) as watch:
             for step, (x, y) in enumerate(batches):
-                loss = loss_of(model(x), y) loss.backward() watch.check(loss, step)  # NanError
-                    names the step and the module optimizer.step()
+                loss = loss_of(model(x), y)
+                loss.backward()
+                watch.check(loss, step)  # NanError names the step and the module
+                optimizer.step()
     """
     return NanWatch(model)
 

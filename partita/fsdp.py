@@ -210,9 +210,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """No effect: partita chooses streams itself. In FSDP2 this lets several models share
-    streams.
-    """
+    """No effect: partita chooses streams itself. In FSDP2, several models then share streams."""
 
 
 class FSDPModule:
@@ -340,26 +338,26 @@ class FSDPModule:
         """No effect: gathers wait for the stream on which the optimizer ran."""
 
     def set_gradient_divide_factor(self, factor: float) -> NoReturn:
-        """Raise NotImplementedError: partita does not divide gradients. Scale the loss."""
+        """Raises NotImplementedError: partita does not divide gradients. Scale the loss."""
         raise _make_scale_error("set_gradient_divide_factor")
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> NoReturn:
-        """Raise NotImplementedError: partita does not divide gradients. Scale the loss."""
+        """Raises NotImplementedError: partita does not divide gradients. Scale the loss."""
         raise _make_scale_error("set_reduce_scatter_divide_factor")
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        """Raise NotImplementedError: use `Tensor.register_post_accumulate_grad_hook`."""
+        """Raises NotImplementedError: use `Tensor.register_post_accumulate_grad_hook`."""
         raise NotImplementedError(
             "set_all_reduce_hook: partita reduces in the optimizer's step; "
             "p.register_post_accumulate_grad_hook(hook) sees each gradient"
         )
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Raise NotImplementedError: partita runs its own collectives, which `ledger` records."""
+        """Raises NotImplementedError: partita runs its own collectives, which `ledger` records."""
         raise NotImplementedError("set_custom_all_gather: partita runs its own collectives")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Raise NotImplementedError: partita runs its own collectives, which `ledger` records."""
+        """Raises NotImplementedError: partita runs its own collectives, which `ledger` records."""
         raise NotImplementedError("set_custom_reduce_scatter: partita runs its own collectives")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -384,9 +384,7 @@ def parallelize_module(
 
 @cache
 def warn_of_global_shapes() -> None:
-    """Warns, once in a process, that `parallelize_module` returns DTensors and not local
-    tensors.
-    """
+    """Warns, once in a process, that `parallelize_module` returns DTensors, not local tensors."""
     warnings.warn(
         "parallelize_module: results stay DTensors of the global shape, also where "
         "use_local_output=True; keep the global number of heads in views",

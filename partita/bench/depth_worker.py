@@ -155,7 +155,7 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
 
 
 def main(name: str, width: int, backend: str, depths: Sequence[int]) -> None:
-    """Captures first steps of a model with each depth, and prints the times as lines of JSON.
+    """Captures a model's first step with each depth, and prints the times as lines of JSON.
 
     Args:
         name, width: the name of the model, and the width of a block.

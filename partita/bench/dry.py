@@ -24,10 +24,8 @@ def dry(options: argparse.Namespace) -> dict[str, float]:
 
     Returns:
         "capture and passes" and "memory schedule": their CPU seconds. "GiB": the most memory that
-            this
-        process has used. "nodes": the nodes of the graph. "predicted peak, GiB": the peak memory of
-            a
-        rank in the step.
+        this process has used. "nodes": the nodes of the graph. "predicted peak, GiB": the peak
+        memory of a rank in the step.
     """
     torch.set_num_threads(1)
     dp, tp = options.dry_mesh

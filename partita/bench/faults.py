@@ -94,7 +94,12 @@ def run_trial(
 
 
 class RunningJob:
-    """A `partita train` job that was started for a trial, and runs until it is ended."""
+    """A `partita train` job that was started for a trial, and runs until it is ended.
+
+    Args:
+        folder: the folder of its files.
+        ranks, compiled, cache: as `run_trial` has them.
+    """
 
     def __init__(self, folder: Path, ranks: int, compiled: bool = False, cache: str | None = None):
         self.folder, self.mark = folder, uuid.uuid4().hex
@@ -145,8 +150,7 @@ class RunningJob:
         raise RuntimeError(f"there is no rank {rank}:\n{self._said()}")
 
     def look_at(self, name: str, rank: int, took: float, deadline: float) -> Trial:
-        """Checks how the job has ended after the signal `name` to a rank. Returns the result of the
-        trial.
+        """Checks how the job has ended after a signal to a rank. Returns the trial's result.
 
         Args:
             name: the signal without "SIG".

@@ -221,8 +221,7 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """Returns the results of `measure` as text: for each way the milliseconds, and ratios to
-    `base`.
+    """Returns the results of `measure` as text: each way's milliseconds, and ratios to `base`.
 
     The ratios are the median over rounds, and that of the shortest times.
     """

@@ -38,8 +38,7 @@ def moves(options: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         For each move, by the number of ranks, the figures "eager", "first" and "capture" (seconds)
-            and
-        "nodes".
+        and "nodes".
     """
     sizes = options.mesh_sizes
     torch.set_num_threads(1)

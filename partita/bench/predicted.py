@@ -145,8 +145,7 @@ def _least(mesh: Any, setup: Setup, **options: Any) -> int:
 
 
 def are_budgets_kept(found: Iterable[tuple[int, Peaks]]) -> bool:
-    """True if the counted peaks are within their budgets and never fall from one budget to the
-    next.
+    """True if counted peaks are within their budgets, and a larger budget has no smaller peak.
 
     Args:
         found: each budget with its peaks, sorted by budget.

@@ -152,7 +152,7 @@ class ExpertModel(nn.Module):
 
     Args:
         width: the width between the layers.
-        context: bytes per sequence. An expert takes at most twice its even part of them.
+        context: bytes per sequence. An expert takes at most twice the bytes of an even division.
     """
 
     def __init__(self, width: int, context: int):

@@ -95,8 +95,7 @@ class StepShape:
         return list(bench_device().place(torch.randint(0, self.vocab, size)))
 
     def flops(self, parameters: int) -> float:
-        """Returns the floating-point operations of a training step, for the number of the model's
-        parameters.
+        """Returns the floating-point operations of a training step of a model with `parameters`.
 
         They are six for each parameter and token, plus causal attention: a token attends to half of
         the others.

@@ -65,9 +65,7 @@ class BlocksTraced:
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """Returns a copy in which no block is folded; `reason` says why their calls were
-        inlined.
-        """
+        """Returns a copy in which no block is folded; `reason` says why calls were inlined."""
         found = (
             tuple(c if c.reason else replace(c, reason=reason) for c in calls)
             for calls in (self.calls, self.updates)

@@ -363,7 +363,7 @@ def function_modes() -> list[Any]:
 
 
 def intercepting_modes() -> list[Any]:
-    """Returns the user's active TorchFunctionModes, except `torch.device`."""
+    """Returns the user's active TorchFunctionModes, except those of `with torch.device(...)`."""
     return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
 

@@ -52,9 +52,7 @@ def is_recorded_file(filename: str) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """True if a capture follows the code of the module with this name: not torch's or Python's
-    own.
-    """
+    """True if a capture follows the code of the module with this name: not torch, not Python."""
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names

@@ -235,9 +235,7 @@ class Conditions(
     """All conditions under which a captured program may run."""
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
-        """Returns why a program may not run in a call with the leaves `tensors`; None if all
-        hold.
-        """
+        """Returns why a program may not run with the leaves `tensors`; None if it may."""
         for condition in self:
             if not condition.holds(tensors):
                 return condition.reason(tensors)
@@ -249,9 +247,7 @@ class Conditions(
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """True if an optimizer's step counts differ, but the program assumes that they are
-        equal.
-        """
+        """True if an optimizer's step counts differ, but the program assumes equal ones."""
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
 

@@ -226,8 +226,8 @@ def find_leaves(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     """Makes backward stop at `results` without running their hooks, inside the `with` block.
 
-    Backward can so be traced in parts: first from later results to `results`, and after that from
-    `results` to the inputs.
+    So backward can be traced in parts: from later results to `results`, then from these to the
+    inputs.
     """
     handles, hidden = [], []
     try:

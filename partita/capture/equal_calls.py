@@ -127,8 +127,7 @@ class RepeatedCalls:
 
         Returns:
             The call's fake value, or for an op that writes, the written tensor. None if no equal
-                call was
-            traced.
+            call was traced.
         """
         like = self._known.get(key)
         if like is None:

@@ -121,9 +121,7 @@ class StepBlocks:
         return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
-        """Decides that no block is folded: their nodes stay in the step's graph. Reports give
-        `reason`.
-        """
+        """Leaves all blocks' nodes in the step's graph, without folding, for `reason`."""
         for run in self._runs:
             run.reason = run.reason or reason
 
@@ -664,9 +662,7 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Computes `key`, equal for blocks that can share a subgraph, and lists operands and
-        floats.
-        """
+        """Sets `key`, equal for blocks that can share a subgraph, and lists operands and floats."""
         self.floats, self.homes, self.moves, self.regions = [], [], {}, {}
         self._numbers: dict[fx.Node, int] = {}
         self._labels: dict[str, int] = {}

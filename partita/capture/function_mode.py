@@ -157,9 +157,7 @@ class StepFunctionMode(TorchFunctionMode):
                 before.copy_(value)
 
     def is_given_memory(self, fake: torch.Tensor) -> bool:
-        """True if the step has assigned to `.data` of the input with this fake, changing its
-        memory.
-        """
+        """True if the step has changed the memory of the input `fake` by assigning to `.data`."""
         return id(fake) in self._written
 
     def separate_data(self, value: torch.Tensor) -> torch.Tensor:
@@ -394,8 +392,7 @@ _PLAIN = frozenset(
 
 
 class LibraryCalls:
-    """Calls torch functions in a capture. The profile function is off if no user code can run in
-    them.
+    """Calls torch functions in a capture, without profiling calls that cannot run user code.
 
     The profile function watches the user's calls, and is slow. User code can run inside a torch
     function only if a mode or a hook of the user intercepts it. So a call is profiled in two cases:

@@ -184,9 +184,7 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """True if the call of `node` gives the same bits with a 0-d tensor in place of a Python
-    number.
-    """
+    """True if the call of `node` gives equal bits with a 0-d tensor in place of its number."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -351,10 +349,9 @@ def _find_call(base: str) -> _RunCall | None:
 
 @lru_cache(maxsize=4096)
 def takes_number(name: str) -> bool:
-    """True if, in a graph, the torch function `name` accepts a 0-d tensor in place of a Python
-    number.
+    """True if a graph may call the torch function `name` with a 0-d tensor for a Python number.
 
-    `name` is a method's name, too, such as "__radd__".
+    `name` may be that of a method, such as "__radd__".
     """
     base = name.strip("_")
     return any(
@@ -379,8 +376,8 @@ class CallPattern:
         calls: the nodes of the replacing calls.
         gives: the result of the original call: a tree of nodes, and of `Scalar`s that contain
             nodes.
-        writes: for each operand that the original call writes, the node of its new value, by the
-            operand's index.
+        writes: maps the index of each operand that the original call writes to the node of its
+            new value.
     """
 
     operands: tuple[fx.Node, ...]

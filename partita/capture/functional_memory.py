@@ -437,7 +437,7 @@ def refresh_gathered(graph: fx.Graph, replaced: Mapping[fx.Node, Sequence[Replac
 
     Args:
         graph: the graph, which is changed in place.
-        replaced: each `p.data = y`, by the last node before it.
+        replaced: maps the last node before `p.data = y` to these assignments.
 
     Raises:
         CaptureError: a gathered value is read after `p.data = y`. In one process some calls of

@@ -258,9 +258,7 @@ _WITHIN = (
 
 
 class TensorFacts:
-    """Makes the properties of inputs that a step reads, such as `is_leaf`, conditions of the
-    program.
-    """
+    """Makes properties of inputs that a step reads, like `is_leaf`, conditions of the program."""
 
     def __init__(self, inputs: GraphInputs):
         self._inputs = inputs

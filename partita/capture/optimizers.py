@@ -61,8 +61,7 @@ foreach, because the compiler fuses its kernels."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
-    """Creates the state of torch's `optimizers` (by name) before capture, as their first step
-    would.
+    """Creates the state of torch's `optimizers` before a capture, as their first step would.
 
     So the first step has the same program as later ones. Private torch: `_init_group`, which every
     optimizer of torch.optim has, makes the state of each parameter with a gradient.

@@ -197,7 +197,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             bools of the step's arguments.
         note_read: a function that is called with each number that is read from a tensor, and the
             tensor.
-        replaced: each `x.data = y` of the step, by the last node before it.
+        replaced: maps the last node before `x.data = y` to these assignments.
         changed_bases: for each change of a shape in place, the arguments of `check_changed_bases`.
         block_kinds: for each call of a block, a tuple of the block's class. For each update of a
             block, the classes of the optimizer and of the block.
@@ -506,9 +506,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._last = self.newest_node()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Writes notes on `nodes`, copies of an earlier trace. The node `made` computes the value
-        `out`.
-        """
+        """Writes notes on `nodes`, copies of an earlier trace; `made` computes the value `out`."""
         self.note_made(*nodes)
         self._made.append((made, out))
 

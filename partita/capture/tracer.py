@@ -288,9 +288,7 @@ class Tracer:
     # -- the run -----------------------------------------------------------------------------------
 
     def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
-        """Calls `run`, which returns the outputs, within `tracing`. Returns the graph of its
-        calls.
-        """
+        """Calls `run`, which returns outputs, within `tracing`. Returns the graph of its calls."""
         with self.inputs.mode, lazy_graph_modules():
             try:
                 made = make_fx(
@@ -423,9 +421,7 @@ class Tracer:
     # -- the graph ---------------------------------------------------------------------------------
 
     def check(self, made: fx.GraphModule) -> None:
-        """Raises CaptureError if the traced graph would not do what the run did; drops unused
-        nodes.
-        """
+        """Drops unused nodes. Raises CaptureError if the graph would not do what the run did."""
         _check_constants(made.graph)
         _check_operators(made.graph)
         if regions := self.recorder.regions_that_read_again:

@@ -1,6 +1,4 @@
-"""Functions for writing graph passes. They are defined in `graph`; this module keeps an old import
-path.
-"""
+"""Functions for writing graph passes, defined in `graph`; this is their old import path."""
 
 from partita.graph.passes import find, put, replace
 

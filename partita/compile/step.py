@@ -119,7 +119,7 @@ def compile(
         without: names of passes to leave out, such as "bucket".
         passes: your own passes. A pass is a function of a `Program` that changes its graph and
             returns a few words on what it did. A list runs in order before all other passes. A
-            dictionary has the name of the pass before which they run ("end": after the last).
+            dictionary maps the name of a pass to yours that run before it ("end": after the last).
         keep: the most programs that are kept.
         budget: the most bytes that the step may use above what it holds between calls. To stay
             below, backward recomputes the results that are cheapest to recompute.
@@ -326,11 +326,9 @@ class CompiledStep:
         return Graph(self.program)
 
     def explain(self) -> str:
-        """Returns a text: what each pass did to the program that ran last, and the bytes that it
-        saved.
+        """Returns a text: what each pass did to the last program, and the bytes that it saved.
 
-        This runs the passes again to measure their effect on the predicted peak, which may take
-        seconds.
+        Runs the passes again to measure their effect on the predicted peak. May take seconds.
 
         Raises:
             ValueError: nothing has been captured yet.

@@ -118,9 +118,7 @@ def make_anomaly_mode_error() -> CaptureError:
 
 
 def make_dispatch_mode_error(mode: Any) -> CaptureError:
-    """Returns the error to raise if a compiled step is called within `mode`, a user's
-    TorchDispatchMode.
-    """
+    """Returns the error for a compiled step that is called within a user's TorchDispatchMode."""
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
         "compiled code makes none of the calls that the mode intercepts",
@@ -130,9 +128,7 @@ def make_dispatch_mode_error(mode: Any) -> CaptureError:
 
 
 def make_recording_error(error: Exception) -> CaptureError:
-    """Returns the error to raise if recording a step's kernels as a CUDA graph has raised
-    `error`.
-    """
+    """Returns the error to raise if recording a CUDA graph of a step has raised `error`."""
     return not_captured(
         "a step's kernels cannot be recorded as a CUDA graph",
         f"{type(error).__name__}: {error}",
@@ -141,9 +137,7 @@ def make_recording_error(error: Exception) -> CaptureError:
 
 
 def make_budget_too_small_error(budget: int, least: int) -> CaptureError:
-    """Returns the error for a memory budget that a step cannot keep: it needs at least `least`
-    bytes.
-    """
+    """Returns the error for a memory budget that is less than a step needs, `least` bytes."""
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",
@@ -320,9 +314,7 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
 
 
 def user_line_of(error: BaseException) -> str:
-    """Returns the user's innermost line in the traceback of an error, as "file:line"; "" if
-    none.
-    """
+    """Returns the user's innermost line in an error's traceback, as "file:line"; "" if none."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):
         line = user_line(frame)

@@ -318,7 +318,7 @@ def _sends(target: Any) -> bool:
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """Returns the `Request` to a wire that a collective's node stands for.
+    """Returns the `Request` by which a wire runs the collective of a node.
 
     It has the kind and the name of the process group, but no move. A reduction also has its op, an
     all-to-all its sizes, a broadcast its root.
@@ -463,9 +463,7 @@ class Subgraph:
 
     @cached_property
     def backward_nodes(self) -> set[fx.Node]:
-        """The nodes of a block's backward: its inputs, calls of that phase, and calls that read
-        these.
-        """
+        """A block's backward nodes: inputs, calls of that phase, and calls that read these."""
         if self.forward_input_count is None:
             return set()
         late = set(self.inputs_of(True))

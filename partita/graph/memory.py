@@ -109,9 +109,7 @@ class Memory:
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns the bytes of the buffers for which `counts` is True, while each node (or line)
-        runs.
-        """
+        """Returns the bytes of the buffers with a true `counts`, while each node (or line) runs."""
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
             if counts(buffer):
@@ -144,9 +142,7 @@ class Memory:
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """Returns the buffers that exist while the node (or line of code) `place` runs, largest
-        first.
-        """
+        """Returns the buffers that exist while the node (or line) `place` runs, largest first."""
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
 

@@ -90,9 +90,7 @@ class StepOptions:
         return 0 if self.sections else OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Returns the options, and the names of the passes that ran, as lines for a program's
-        key.
-        """
+        """Returns the options, and the names of the passes that ran, as lines of the key."""
         return [
             f"backend {self.backend}, sections {self.sections}",
             f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
@@ -184,9 +182,7 @@ class Input:
         return id(self.home.now), self.path[0]
 
     def number(self, tensors: Sequence[Any]) -> Any:
-        """Returns the Python number of a "number" input in a call, from the call's leaves
-        `tensors`.
-        """
+        """Returns the Python number of a "number" input in a call with the leaves `tensors`."""
         if self.index >= 0:
             return tensors[self.index]
         found = self.home

@@ -289,8 +289,7 @@ def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, li
 
     Returns:
         The node that allocated the memory (or the node in `known`), and the view calls from there
-            to
-        `node`. In-place calls are left out.
+        to `node`. In-place calls are left out.
     """
     calls: list[fx.Node] = []
     while True:

@@ -89,8 +89,7 @@ class CapturedForms:
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
     ) -> Program:
-        """Returns the captured program in a form, for the passes to change. Each call returns
-        another one.
+        """Returns the captured program in a form, as a new object for the passes to change.
 
         Args:
             form: the form; None for the chosen one, `self.form`.

@@ -118,9 +118,7 @@ def facts_of_layouts(program: Program) -> list[list[Any]]:
 
 
 def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
-    """Returns `[name, layout, mesh, bytes on a rank]` of the parameter `p`; layout and mesh as
-    text.
-    """
+    """Returns `[name, layout, mesh, bytes on a rank]` of `p`; layout and mesh are text."""
     mesh = p._spec.wire.mesh
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
     nbytes = math.prod(p._spec.local_shape) * p.element_size()

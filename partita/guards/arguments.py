@@ -132,9 +132,7 @@ def share_repeated(call: Any, made: Any, known: dict[int, Any]) -> Any:
 
 
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
-    """Returns the classes of the objects that `flatten_call` has flattened, from its
-    `structure`.
-    """
+    """Returns the classes of the objects that `flatten_call` has flattened into `structure`."""
     within = [kind for child in structure.children() for kind in classes_of_call(child)]
     return [structure.context[0], *within] if structure.type is _Parts else within
 

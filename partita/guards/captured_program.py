@@ -193,9 +193,8 @@ class CapturedProgram(Program):
             inputs: the graph's inputs, as for `run_graph`; None reads them from `tensors`.
 
         Returns:
-            The step's result. If the program has assumed wrong results of branches: an
-                `OtherAnswers`. In
-            that case nothing has changed, not even the state of random generators.
+            The step's result. If the program has assumed wrong results of branches, an
+            `OtherAnswers`: nothing has changed, not even the state of random generators.
         """
         reads = tensors
         if self.view_copies:

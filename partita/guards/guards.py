@@ -467,8 +467,7 @@ class Guards:
 
 
 class PlaceContent(NamedTuple):
-    """The content of a place (an attribute, a global, an item): the key of its value, and its
-    parts.
+    """The content of a place (an attribute, a global, an item): its value's key and parts.
 
     Attributes:
         key: the key of the value.

@@ -100,8 +100,7 @@ class State:
     searches: int = 0
 
     def find_more(self, places: Iterable[Place]) -> NewStateFound | None:
-        """Returns a NewStateFound if there is new state in `places`, which a run has read;
-        otherwise None.
+        """Returns a NewStateFound if a run has read new state in `places`; otherwise None.
 
         New state is a module, an optimizer or a tensor. With this exception, the capture starts
         again.

@@ -171,8 +171,7 @@ class InputAttributes:
 
 
 def check_result(value: Any, known: Container[int]) -> None:
-    """Raises CaptureError if a leaf of the step's result contains a fake tensor, or text made from
-    one.
+    """Raises CaptureError if a leaf of the result contains a fake tensor, or text made from one.
 
     Args:
         value: the leaf.

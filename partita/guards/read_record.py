@@ -232,9 +232,7 @@ class ReadRecord(PlaceRecord):
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
-        """True if the step has reached the object `value`, whose attribute reads are then
-        recorded.
-        """
+        """True if the step has reached `value`, whose attribute reads are then recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
@@ -257,7 +255,8 @@ class ReadRecord(PlaceRecord):
     def values_reached(self) -> Iterator[tuple[Any, str]]:
         """Yields `(value, name)` for everything that the step may have read.
 
-        These are the values of places, what they contain, and entries of huge containers.
+        They are the values of places, what these contain, and the entries of containers with more
+        than `HUGE` entries.
         """
         for place in self.places.values():
             yield place.value, place.name
@@ -1051,9 +1050,7 @@ def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
 
 
 def _is_special_name(key: Any) -> bool:
-    """True for a string such as "__len__", a special name of Python. Dictionaries may have other
-    keys.
-    """
+    """True for a string such as "__len__", a special name of Python. Other keys may occur."""
     return isinstance(key, str) and key.startswith("__")
 
 

@@ -400,9 +400,7 @@ class Snapshots:
             self.snapshot_place(place, place.value)
 
     def snapshot_namespace(self, value: Any, name: str) -> None:
-        """Copies the own attributes of a class, module or function, or a dictionary of
-        variables.
-        """
+        """Copies the own attributes of a class, module or function, or a dict of variables."""
         held = variables_of(value)
         of = id(value if has_type(value, type) else held)
         if of not in self._containers:

@@ -137,7 +137,7 @@ class ContainerKey(NamedTuple):
 
 
 class EntriesKey:
-    """The comparison key of a huge container: its entries are compared by identity or bits."""
+    """The key of a container with more than `HUGE` entries, compared by identity or bits."""
 
     def __init__(self, value: Any):
         self.kind = type(value)

@@ -355,9 +355,7 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """The number of ways for each outcome of the search. Their sum is the number of all
-        ways.
-        """
+        """The number of ways for each outcome of the search. The sum is the number of ways."""
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 
@@ -552,9 +550,7 @@ class _ModelNeeds:
 
 
 def least_bytes(shape: ModelShape, way: Way) -> float:
-    """Returns a lower bound of a rank's peak bytes: its weights, and AdamW's state of trained
-    ones.
-    """
+    """Returns a lower bound of a rank's peak: bytes of weights, and of AdamW's state for them."""
     of, needs = way.strategy, _needs_of(shape, way)
     weights = needs.weights / way.tp / (way.dp if of.zero == 3 else 1)
     return weights + needs.state / way.tp / (way.dp if of.zero else 1)

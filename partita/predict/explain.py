@@ -470,9 +470,7 @@ class ExplainedOp:
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """Returns the row (placements) that the op uses on the mesh axis; None if it has no
-        rule.
-        """
+        """Returns the row (placements) that the op uses on a mesh axis; None without a rule."""
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:

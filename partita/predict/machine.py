@@ -284,7 +284,7 @@ class Machine:
     def is_each_on_its_host(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
         """True if no two ranks of a collective over these axes share a host.
 
-        Axes with a given link return False.
+        False if a link is given for these axes.
 
         Args:
             axes: the axes of the collective.

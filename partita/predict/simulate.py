@@ -231,9 +231,8 @@ def capture_model(
         strategy: how the model is distributed and trained.
 
     Returns:
-        The program; the tokens of a step on all ranks together; the bytes of the parameters and
-            buffers
-        that a rank holds, but the step does not read.
+        The program; the tokens of a step on all ranks together; the bytes of those parameters and
+        buffers on a rank that the step does not read.
 
     Raises:
         StrategyError: an unknown model, or a mesh that does not divide it.

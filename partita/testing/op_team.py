@@ -143,9 +143,7 @@ class Team:
         return count, refused, "" if count else "no sample runs on one device"
 
     def run(self, case: Case) -> list[Outcome]:
-        """Runs one case. Returns the outcome of each rank; one outcome if a rank does not
-        answer.
-        """
+        """Runs one case. Returns each rank's outcome; a single one if a rank does not answer."""
         answers = self._ask_ranks(case, self.limit)
         return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
 

@@ -188,8 +188,7 @@ def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def choose_samples(form: Form, count: int) -> list[Any]:
-    """Returns at most `count` samples of a form: first different kinds, small ones that can be
-    sharded.
+    """Returns at most `count` samples of a form: different kinds first, small and shardable.
 
     Under autocast it returns exactly `count`, so samples may repeat with other dtypes.
     """

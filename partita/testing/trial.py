@@ -143,9 +143,7 @@ class Trial:
         return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """Runs `kernel` on the sample call with the operands `tensors`; returns its tensor
-        results.
-        """
+        """Returns the tensor results of `kernel` for the sample call with operands `tensors`."""
         leaves = list(self.leaves)
         for place, x in zip(self.places, tensors, strict=True):
             if place is not None:

@@ -189,9 +189,7 @@ def _write_binding(argtypes: Sequence[str], name: str) -> str:
 
 
 def name_of_kernel(argtypes: Sequence[str], source: str) -> str:
-    """Returns a name that is equal for kernels with equal C++ source and types of arguments
-    only.
-    """
+    """Returns a name that kernels share only if their C++ sources and argument types are equal."""
     return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
 
 

@@ -232,9 +232,7 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """Returns Python code for the operand `value`: a variable, a literal, or a name from
-        `bind`.
-        """
+        """Returns Python code for the operand `value`: variable, literal, or a name from `bind`."""
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):
@@ -245,9 +243,7 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """Gives the object `value`, such as a constant, a name in the generated code, and returns
-        the name.
-        """
+        """Names the object `value`, such as a constant, in the generated code. Returns the name."""
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"
@@ -350,7 +346,7 @@ def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
 def constants_as_inputs(graph: fx.GraphModule) -> None:
     """Turns a graph's constants into additional inputs, behind its other inputs.
 
-    A compiled program does not have its constants any more after it was stored in a file.
+    A compiled program that was stored in a file has lost its constants.
     """
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)

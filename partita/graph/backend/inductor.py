@@ -457,7 +457,7 @@ class LoweredProgram:
         saved: the result in a form for the store, and whether the code can be called directly;
             None if this torch cannot save it.
         kernels: compiles the C++ kernels, with these `names`.
-        waits: the waits for kernels, which were postponed.
+        waits: the postponed calls that wait for kernels.
     """
 
     artifact: Call
@@ -518,9 +518,7 @@ def _load_kernels_of_code(
 
 
 def add_triton_kernels(saved: bytes, waits: Iterable[Callable[[], None]]) -> bytes:
-    """Returns a pickled result of Inductor with its Triton kernels, after calling the `waits` for
-    them.
-    """
+    """Calls `waits` for Triton kernels, and returns the pickled Inductor result with them."""
     from torch._inductor.triton_bundler import TritonBundler
 
     TritonBundler.begin_compile()

@@ -206,9 +206,7 @@ class PassContract:
         )
 
     def check(self, program: Program, name: str) -> None:
-        """Raises IllegalGraph if the pass `name` has changed a property that this contract
-        fixes.
-        """
+        """Raises IllegalGraph if the pass `name` has changed what this contract keeps fixed."""
         now = PassContract.of_program(program)
         if now.inputs != self.inputs:
             raise IllegalGraph(f"after {name}: the program takes other inputs")

@@ -165,15 +165,11 @@ class UseRuns:
         self._begins = [self.place[node] for node in self._first]
 
     def run_of_use(self, one: GatheredParameter, user: fx.Node) -> int:
-        """Returns the index of the run in which the node `user` reads the gathered parameter
-        `one`.
-        """
+        """Returns the index of the run in which the node `user` reads the parameter `one`."""
         return self._number[user, one.block]
 
     def first_run_of(self, one: GatheredParameter) -> int:
-        """Returns the index of the first run that reads the gathered parameter `one`; -1 if none
-        does.
-        """
+        """Returns the index of the first run that reads the parameter `one`; -1 if none does."""
         return self.run_of_use(one, one.users[0]) if one.users else -1
 
     def run_at(self, node: fx.Node) -> int:

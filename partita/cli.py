@@ -730,9 +730,9 @@ _ACTIONS = {
 
 
 def run_cache(options: argparse.Namespace) -> int:
-    """Runs `partita cache ACTION` on the user's store of compiled programs.
+    """Runs `partita cache` with the parsed `options`: lists, checks or deletes stored programs.
 
-    `options` are the parsed ones. Returns the exit code.
+    Returns the exit code: 2 if the store cannot be used, and 1 if a checked program is damaged.
     """
     action = options.action
     try:

@@ -82,7 +82,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Offloading to host memory. `fully_shard` raises an error for it."""
+    """Offloading to host memory, pinned or not. `fully_shard` raises an error for it."""
 
     pin_memory: bool = True
 

@@ -378,7 +378,7 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """The seconds since the last line. After `PAUSE` of them, a line shows that it runs."""
+        """The seconds since the last line. After `PAUSE` of them, the next step prints a line."""
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:

@@ -132,10 +132,19 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 @dataclass
 class StepFigures:
-    """The measurements of one way to train, such as "FSDP2, compiled". See the table of the module.
+    """The measurements of one way to train, such as "FSDP2, compiled".
 
-    `kernels`, `kernel_ms`, `mfu` and `held_mib` are None on a CPU. `above_mib` and `predicted_mib`
-    are the counted and the predicted peak above what is held between steps.
+    Attributes:
+        ms, host_ms: the time of a step in a row of steps, and the host's time until a call returns.
+        mfu: the fraction of the device's peak that matrix products reach; None if the peak is
+            unknown.
+        kernels, kernel_ms: the number of a step's kernels, and their time; None on a CPU.
+        held_mib: the memory that is held between steps; None on a CPU.
+        above_mib, predicted_mib: the counted and the predicted peak above that. There is a
+            prediction only for compiled steps of partita.
+        first_seconds: the time of the first step, compilation included.
+        dynamo_graphs, graph_breaks: the numbers of Dynamo's graphs and graph breaks.
+        loss: the loss of the last warm-up step.
     """
 
     ms: float

@@ -32,7 +32,7 @@ from .rivals import make_rival, training
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the model, and of the batch on one rank."""
+    """The sizes of a `GPT` (layers, width, heads, context), and the rows of a batch on a rank."""
 
     layers: int = 4
     width: int = 256

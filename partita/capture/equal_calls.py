@@ -171,8 +171,7 @@ class RepeatedCalls:
         return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Adds a node for a call over lists (`_foreach_*`) without tracing it. Returns the call's
-        value.
+        """Adds a node for a call over lists (`_foreach_*`), untraced. Returns the call's value.
 
         For positions of the lists with equal operands, the fake value is computed only once.
         Returns `NotImplemented` if the call must be traced.

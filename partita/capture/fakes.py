@@ -92,8 +92,7 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """Returns partita's class of one of torch's symbolic numbers, which behaves like a Python
-    number.
+    """Converts a symbolic number of torch to a class that behaves more like a Python number.
 
     Returns other values unchanged.
     """
@@ -176,8 +175,7 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Adds a replacement to a module's globals `variables`, unless the module defines that
-        name.
+        """Adds a replacement to a module's globals `variables`, unless they have the name.
 
         Args:
             name: "type", "id" or "hash".
@@ -270,7 +268,7 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
 
 
 def read_unknown(value: Any) -> Any:
-    """Returns the value of a symbolic number that has no hint, if the capture can supply one.
+    """Returns the value of a symbolic number of unknown value, if the capture can compute it.
 
     Otherwise returns `value` unchanged.
     """

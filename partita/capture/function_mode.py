@@ -60,8 +60,8 @@ class StepFunctionMode(TorchFunctionMode):
     Args:
         inputs: the inputs of the graph.
         facts: handles reads of the metadata of inputs.
-        reads_values: True if `.item()` may return a value, computed from the data of the call
-            alone.
+        reads_values: True if `.item()` returns a Python number where the capture can compute it;
+            otherwise it returns a symbolic number.
 
     Attributes:
         called_last: the name of the function that was called last.
@@ -161,8 +161,7 @@ class StepFunctionMode(TorchFunctionMode):
         return id(fake) in self._written
 
     def separate_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that the graph must return in place of `value`, which the step returns
-        or stores.
+        """Returns the tensor that the graph must return for `value`, an output of the step.
 
         It may be another tensor if the step has assigned `x.data = y`. In eager code x then shares
         the memory of y. In the graph y is copied into x. So an output with the memory of y becomes

@@ -439,8 +439,7 @@ def _trace_pattern(
 
 
 def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Traces `run` over the fake tensors `values` with torch's functionalization; returns the
-    graph.
+    """Returns the graph of `run` over the fakes `values`, traced by torch's functionalization.
 
     The graph has an input for each value. The tracer identifies an input by its fake tensor. Equal
     calls share one fake, so a fake that occurs twice among the values is replaced by a copy.

@@ -422,7 +422,7 @@ _GATHERS = ("gather", "persistent")
 
 
 class ReplacedData(NamedTuple):
-    """The nodes of `p` and `y` in an assignment `p.data = y` of the step, and the user's line."""
+    """An assignment `old.data = new` of the step, as two nodes, and the user's line."""
 
     old: fx.Node
     new: fx.Node

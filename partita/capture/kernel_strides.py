@@ -117,8 +117,7 @@ def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """True if the strides `one` and `other`, for a tensor of this shape, are equal where it
-    matters.
+    """True if strides `one` and `other` of a tensor of this shape are equal where it matters.
 
     Dimensions of size 1 do not count, and any strides of an empty tensor are equal.
     """

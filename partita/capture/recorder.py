@@ -342,8 +342,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Returns a context manager. Nodes that are added inside have a redistribution in their
-        notes.
+        """Returns a context manager that writes a redistribution into the notes of new nodes.
 
         Args:
             wire: the wire (connection to the ranks) that makes the redistribution.
@@ -383,11 +382,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return self._noting(region=self._within.region or self.regions_begun)
 
     def refuse_budget(self, nbytes: int, title: str) -> None:
-        """Raises CaptureError, because a remat region with its own budget of `nbytes` cannot be
-        captured.
+        """Raises CaptureError for a remat region with its own budget: only the step has one.
 
-        Only the whole step has a budget. Inside another region, nothing is raised. `title` is the
-        region's name in the error.
+        Inside another region, nothing is raised.
+
+        Args:
+            nbytes: the region's budget.
+            title: the region's name in the error.
         """
         if HERE.watcher is not None:  # inside another region, whose policy applies
             return

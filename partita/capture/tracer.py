@@ -362,8 +362,7 @@ class Tracer:
         """Intercepts the torch functions that the step calls, inside the `with` block.
 
         Args:
-            reads_values: True if `.item()` may return a value, computed from the data of the call
-                alone.
+            reads_values: as for `StepFunctionMode`.
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own

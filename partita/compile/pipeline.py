@@ -108,14 +108,14 @@ class OldObjects:
     """Objects in the oldest generation when `moved` was 0. To count them takes milliseconds."""
 
     def count_moved(self, count: int) -> None:
-        """Adds `count` to the number of moved objects, which is 0 after a full collection."""
+        """Adds `count` to `moved`, the number of moved objects since the last full collection."""
         done = gc.get_stats()[2]["collections"]
         if done != self.collections:
             self.moved, self.collections, self.total = 0, done, len(gc.get_objects(2))
         self.moved += count
 
     def collect_if_due(self) -> None:
-        """Makes a full collection if more objects were moved than there were before."""
+        """Makes a full collection if more objects were moved since the last one than it left."""
         self.count_moved(0)
         if self.moved > self.total:
             gc.collect()

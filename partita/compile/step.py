@@ -102,9 +102,10 @@ def compile(
 ) -> Any:
     """Captures a training step (forward, loss, backward, update) into one compiled graph.
 
-    A region is a part of a model that otherwise runs eagerly. It is captured as two graphs, forward
-    and backward. A region is a module, which is compiled in place, or a function that runs no
-    backward through its results. Gradients flow through it to its arguments and parameters.
+    `step` may also be a region, a part of a model that otherwise runs eagerly. It is captured as
+    two graphs, forward and backward. A region is a module, which is compiled in place, or a
+    function that runs no backward through its results. Gradients flow through it to its arguments
+    and parameters.
 
     Args:
         step: a module, or an ordinary function of DTensors or plain tensors. Capture finds the

@@ -109,7 +109,7 @@ class Memory:
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """Returns the bytes of the buffers with a true `counts`, while each node (or line) runs."""
+        """Returns the bytes of the buffers that `counts` accepts, as each node (or line) runs."""
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
             if counts(buffer):

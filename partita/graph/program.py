@@ -175,7 +175,7 @@ class Input:
 
     @property
     def place(self) -> tuple[int, Any]:
-        """An identity of the place in the step's state that stores this Python number."""
+        """A key of the place that stores this Python number, equal for inputs of one place."""
         if not self.path:
             found: tuple[int, Any] = self.home.identity
             return found
@@ -449,7 +449,7 @@ class Program:
         return self.built
 
     def flat(self) -> Program:
-        """Returns this program with sections inlined; the program itself if there are none."""
+        """Returns this program with sections (subgraphs) inlined; itself if there are none."""
         graph = flatten_module(self.graph)
         if graph is self.graph:
             return self

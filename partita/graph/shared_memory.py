@@ -160,10 +160,9 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of_storage(t: torch.Tensor) -> Any:
-    """Returns the part of its storage that `t` covers: shape, strides, offset, dtype, and lazy
-    bits.
+    """Returns what part of its storage `t` covers, to compare it with the part of another tensor.
 
-    The lazy bits are `t.is_conj()` and `t.is_neg()`.
+    The result is (shape, strides, offset, dtype, (`t.is_conj()`, `t.is_neg()`)).
     """
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily

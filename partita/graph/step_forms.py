@@ -93,7 +93,7 @@ class CapturedForms:
 
         Args:
             form: the form; None for the chosen one, `self.form`.
-            recorded: a list to append what passes did to each structure; None to record nothing.
+            recorded: a list that gets a `RewrittenBlock` for each structure of blocks, or None.
         """
         form = form or self.form
         program, self._unchanged = self._unchanged or self.rebuild(), None

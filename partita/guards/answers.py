@@ -410,7 +410,7 @@ class AskedQuestions:
     Attributes:
         values: the symbolic value of each branch, an output of the graph.
         reads: the numbers that the step has read from tensors (`.item()`), in order.
-        last_line: the user's last line that needs a value which must be computed first.
+        last_line: the user's line of the last branch whose result could not be predicted.
     """
 
     def __init__(self, guesses: Guesses):
@@ -516,11 +516,15 @@ def _finds_bad(node: fx.Node) -> bool:
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
-    """Makes a graph write its inputs only if the assumed answers (results of branches) are true.
+    """Makes a graph write its inputs only if the assumed results of branches are right.
 
-    The graph's last outputs are the true answers. If one of them differs from `answers`, each
-    `copy_` writes the input's old value, so that the run changes nothing. The true answers become
+    The graph's last outputs compute these results. If one of them differs from `answers`, each
+    `copy_` writes the input's old value, so that the run changes nothing. The last outputs become
     one output, a tensor of integers.
+
+    Args:
+        graph: the graph, which is changed in place.
+        answers: the assumed results.
 
     Raises:
         CaptureError: a custom operator in the graph writes, whatever the answers are.

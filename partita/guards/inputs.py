@@ -170,9 +170,10 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """Yields `(name, value)` of module and optimizer settings that are part of a signature.
+        """Yields `(name, value)` of settings that must be equal for calls to share a program.
 
-        Examples are `training` of modules and the number of parameters of an optimizer.
+        They are `training` of all modules, and for each optimizer the numbers of parameters in a
+        group and of entries in a parameter's state.
         """
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])

@@ -441,8 +441,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_dict(known.name, owner))
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
-        """Records that the step reads the attribute `name` of the class `kind`, and returns its
-        value.
+        """Records a read of the attribute `name` of the class `kind`, and returns its value.
 
         Returns MISSING, and records nothing, if the class lacks it. The same holds for special
         names that are not in `WITH_FIELDS`.
@@ -714,7 +713,7 @@ class ReadRecord(PlaceRecord):
     # -- what runs ---------------------------------------------------------------------------------
 
     def enter_frame(self, frame: FrameType) -> None:
-        """Records the globals, cells and attributes that a function names, when it first runs.
+        """Records what the code of a function names, at its first call: globals, cells, attributes.
 
         Args:
             frame: the stack frame of the function's call.

@@ -122,10 +122,12 @@ class LeafKey(NamedTuple):
 
 
 class ContainerKey(NamedTuple):
-    """The comparison key of a container: its type and the keys of its contents.
+    """The comparison key of a container.
 
     Attributes:
+        kind: the container's type.
         keys: the container's keys; None for lists and tuples.
+        parts: the comparison keys of its items, or of its values.
         own: the comparison key of the container's attributes, and its identity if the program
             writes it.
     """
@@ -418,7 +420,7 @@ def has_type(value: Any, kinds: Any) -> bool:
 def base_of_container(value: Any) -> Any:
     """Returns the builtin class, such as dict, from which the class of a container is derived.
 
-    `base.__getitem__(x, key)` runs no override of the user, which could have side effects.
+    Its methods, called as `base.__getitem__(x, key)`, run no override in the user's class.
     """
     kind: type = type(value)
     return _find_base(kind)[0]
@@ -460,8 +462,7 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def walk_containers(value: Any, name: str = "") -> Iterator[tuple[Any, str]]:
-    """Yields (value, path) for the values in nested containers that are neither containers nor
-    plain.
+    """Yields (value, path) of the values in nested containers, except containers and plain values.
 
     The path leads to the value, such as "x['a'][0]" if `name` is "x". Items of sets, keys, and
     containers with more than `HUGE` items are skipped.
@@ -820,8 +821,7 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """Returns the `Place` of the attribute `key` that is stored in `space` itself, and not
-    inherited.
+    """Returns the `Place` of an attribute that `space` itself stores, and does not inherit.
 
     Args:
         name: the name of the attribute in messages.

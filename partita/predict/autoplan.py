@@ -281,7 +281,7 @@ class PlannedWay:
         way: the mesh and the strategy.
         seconds: the duration of a step, in seconds.
         peak: the most bytes that a rank holds.
-        times: the seconds of computing, and of waiting for each set of axes.
+        times: the seconds of "computing", and of "waiting for dp" and other axes.
         simulation: the simulation of its step. If the micro-batches have more than 128 blocks
             together, only the first four are simulated.
     """
@@ -299,7 +299,7 @@ class WayCost(NamedTuple):
     Attributes:
         seconds: the duration of a step, in seconds.
         peak: the most bytes that a rank holds.
-        times: the seconds of computing, and of waiting for each set of axes.
+        times: the seconds of "computing", and of "waiting for dp" and other axes.
     """
 
     seconds: float
@@ -307,8 +307,7 @@ class WayCost(NamedTuple):
     times: Mapping[str, float]
 
     def extend(self, before: WayCost, more: int) -> WayCost:
-        """Returns the cost of a step with `more` further parts that each cost as much as its last
-        one.
+        """Returns the cost of a step with `more` further parts, each like its last one.
 
         Args:
             before: the cost without the last part.
@@ -557,8 +556,7 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a lower bound of the seconds of a step: the longest of computing and sending per
-    axis.
+    """Returns a lower bound of a step's seconds: of computing, or of sending over one axis.
 
     A rank must compute its part of the model's matrix products. Over dp, each gradient is summed
     once per step. Stage 3 also gathers each weight once per micro-batch. Over tp, each block sums

@@ -91,7 +91,7 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    """Returns a `Machine` that fits the measurements of kernels and collectives by all ranks."""
+    """Returns a `Machine` that fits `reports`, each rank's times of kernels and collectives."""
     slower = _compare_clocks(reports)
     kernels = _fit_kernels(reports, slower)
     bfloat16 = kernels.pop("matmul_bfloat16")

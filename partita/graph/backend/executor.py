@@ -166,8 +166,8 @@ class GraphWriter:
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
         """Returns the nodes whose values must not be freed before a node has run.
 
-        These are its operands. A wait in torch's own collectives also needs the collective's
-        operands.
+        These are its operands. For a wait after a collective of torch, they include the
+        collective's operands.
         """
         if self.groups is not None or node.target is not WAIT:
             return node.all_input_nodes

@@ -456,7 +456,7 @@ class LoweredProgram:
         code: the generated code.
         saved: the result in a form for the store, and whether the code can be called directly;
             None if this torch cannot save it.
-        kernels: compiles the C++ kernels, with these `names`.
+        kernels, names: the compiler of the code's C++ kernels, and their names in it.
         waits: the postponed calls that wait for kernels.
     """
 
@@ -708,11 +708,10 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """Returns a pickled result of Inductor without the checks of input shapes and strides in its
-    code.
+    """Returns a pickled result of Inductor whose code does not check input shapes and strides.
 
-    They are not needed, because guards check the same. In a tiny step they take as long as the
-    kernels.
+    The checks are not needed, because guards check the same. In a tiny step they take as long as
+    the kernels.
     """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result

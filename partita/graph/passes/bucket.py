@@ -45,10 +45,10 @@ def bucket(program: Program) -> str:
 
     A bucket contains collectives of one block, in one use of the block. So at most one block's
     parameters are gathered at once. In small models the number of collectives limits the speed, in
-    large models the memory is scarce. Gradients that a region returns are joined only if they
-    depend on the gradients of the same results. If backward uses the result of a reduction, the
-    reduction is not joined with a later one. Gradients that an optimizer's step reduces are reduced
-    right after backward has computed them, in about eight buckets.
+    large models the memory is scarce. Gradients that a compiled part of a model returns are joined
+    only if they depend on the gradients of the same results. If backward uses the result of a
+    reduction, the reduction is not joined with a later one. Gradients that an optimizer's step
+    reduces are reduced right after backward has computed them, in about eight buckets.
     """
     graph = program.graph.graph
     _reduce_where_ready(graph)

@@ -30,7 +30,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -319,6 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=MODELS, default="gpt")
+    parser.add_argument(
+        "--layers", type=int, help="blocks; two depths of `tiny` give the host's time of a block"
+    )
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the fake process group (8)")
     parser.add_argument(
         "--rounds", type=int, default=5, help=f"rounds, each of {_IN_A_ROW} steps (5)"
@@ -332,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=written_file, metavar="FILE")
     options = parser.parse_args(argv)
     shape, device = MODELS[options.model], bench_device()
+    shape = replace(shape, layers=options.layers or shape.layers)
     name = device.type if device.is_host else accelerator_names()[0]
     peak = next((PEAKS[part] for part in PEAKS if part in name), None)
     ways = options.ways or [w for w in WAYS if w not in _RECORDED or device.records_kernels]

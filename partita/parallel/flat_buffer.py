@@ -311,8 +311,12 @@ class FlatBuffer:
             if only is not None and only.is_contiguous():
                 return only.view(-1)
         mine = self._own_row(out)
-        if self._is_even and all(_dtype(s) is self.dtype for s in shards):
-            return torch.cat([s.reshape(-1) for s in shards], out=mine)
+        if self._is_even:
+            rows = [s.reshape(-1) for s in shards]
+            if all(_dtype(row) is self.dtype for row in rows):
+                return torch.cat(rows, out=mine)
+            torch._foreach_copy_(mine.split_with_sizes(self._lengths), rows)
+            return mine
         into = []
         for p, s in zip(self.pieces, shards, strict=True):
             into.append(mine[p.start : p.start + s.numel()].view(s.shape))
@@ -461,11 +465,15 @@ class FlatBuffer:
                 single gradient is copied, because autograd may use its memory for other nodes.
         """
         is_full = all(g is not None for g in grads)
-        fits = self._is_even and is_full
-        if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
+        if self._is_even and is_full and held is None:
             rows = [g.reshape(self.n, k) for g, k in zip(grads, self._lengths, strict=True)]  # type: ignore[union-attr]
-            is_sent_as_it_is = len(rows) == 1 and not is_kept
-            packed = rows[0].contiguous() if is_sent_as_it_is else torch.cat(rows, 1)
+            if any(row.dtype is not dtype for row in rows):
+                packed = empty(self.n, self.length, dtype=dtype, device=self.device)
+                torch._foreach_copy_(packed.split_with_sizes(self._lengths, 1), rows)
+            elif len(rows) == 1 and not is_kept:
+                packed = rows[0].contiguous()
+            else:
+                packed = torch.cat(rows, 1)
             return PartialGradients(packed, [True] * len(rows))
         used = [g is not None for g in grads]
         if held is not None:
@@ -473,9 +481,9 @@ class FlatBuffer:
         else:
             # Only the padding is set to zero, because that is faster than zeroing the whole buffer.
             is_large = self.n * self.length * dtype.itemsize >= LARGE
-            new = empty if fits or (is_full and is_large) else torch.zeros
+            new = empty if is_full and is_large else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
-            if new is empty and not fits:
+            if new is empty:
                 each = [p.padding(self._of_each(sums, p)) for p in self.pieces]
                 torch._foreach_zero_([part for parts in each for part in parts])
         to, come = [], []

@@ -596,8 +596,9 @@ class FsdpGroup:
             InstalledParameter(i, shards[i], whole, *before)
             for (i, whole), *before in zip(wholes, *counts, strict=True)
         ]
+        is_rerun = in_backward()  # of a checkpoint: hooks get the shards
         for one in self.installed:
-            if not in_backward():  # when a checkpoint runs the forward again, hooks get the shards
+            if not is_rerun:
                 one.connect_shard()
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]

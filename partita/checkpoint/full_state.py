@@ -216,8 +216,8 @@ def load_full_state_dict(
     """Load a state dict of whole tensors into a model, in place. The inverse of `full_state_dict`.
 
     Must be called on all ranks; each rank keeps its pieces. Tensors of the model that are on the
-    meta device get memory first. If a parameter has several names, `state` needs only one of them.
-    An optimizer that has not stepped yet gets the saved state.
+    meta device get memory; those that `state` lacks stay there. If a parameter has several names,
+    `state` needs only one of them. An optimizer that has not stepped yet gets the saved state.
 
     Args:
         state: the result of `full_state_dict`, or the state dict of a model on one device. With an
@@ -234,11 +234,6 @@ def load_full_state_dict(
     """
     ranks, line = control_plane(), user_line()
     decide = ranks.decide_on("loads whole values (pt.load_full_state_dict)")
-    before = dict(model.named_parameters(remove_duplicate=False))
-    allocate_meta_tensors(model)
-    if optimizer is not None:
-        now = dict(model.named_parameters(remove_duplicate=False))
-        _exchange_parameters(optimizer, {id(p): now[name] for name, p in before.items()})
     brings = not rank0_only or ranks.rank == 0
     given = attempt(lambda: _flatten_states(state, optimizer) if brings else {})
     description = given if isinstance(given, Exception) else _describe_leaves(given)
@@ -247,11 +242,16 @@ def load_full_state_dict(
             description if brings else None, lambda gathered: gathered[:1] * len(gathered)
         )
     job = _WriteJob(model, optimizer, description)
-    skipped = agree_on_mismatches(
-        decide, attempt(lambda: job.check(strict)), "of whole values", line
-    )
+
+    def check() -> Loaded:
+        found = attempt(lambda: job.check(strict))
+        return agree_on_mismatches(decide, found, "of whole values", line)
+
+    skipped = check()
     if not rank0_only:
         _refuse_different(given, decide, line)
+    if job.allocate():
+        check()
     decide(attempt(lambda: job.write(given, rank0_only)), lambda gathered: gathered)
     both = skipped.missing_keys, skipped.unexpected_keys
     return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
@@ -268,6 +268,7 @@ class _WriteJob:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, description: Any):
         self._model, self._optimizer, self._description = model, optimizer, description
+        self._gives_memory = True
 
     def check(self, strict: Strict) -> Mismatches:
         """Returns how the state dict differs from the model. Raises the error of rank 0, if any.
@@ -282,7 +283,31 @@ class _WriteJob:
         self._target = open_state(states, self._there, self._values)
         held = {name: leaf.value for name, leaf in self._target.leaves.items()}
         tensors = {f"model.{name}": x for name, x in collect_model_tensors(self._model).items()}
-        return find_mismatches(held, self._there, strict, tied=tensors, of_optimizers=self._target)
+        return find_mismatches(
+            held,
+            self._there,
+            strict,
+            gives_memory=self._gives_memory,
+            tied=tensors,
+            of_optimizers=self._target,
+        )
+
+    def allocate(self) -> bool:
+        """Gives memory to tensors that will be written. Returns True if `check` must run again.
+
+        This is so if tensors were on the meta device, because new ones have replaced them.
+        """
+        self._gives_memory = False
+        leaves = [leaf.value for leaf in self._target.leaves.values()]
+        if not any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
+            return False
+        before = dict(self._model.named_parameters(remove_duplicate=False))
+        names = {name.removeprefix("model.") for name in self._there}
+        allocate_meta_tensors(self._model, names)
+        if self._optimizer is not None:
+            now = dict(self._model.named_parameters(remove_duplicate=False))
+            _exchange_parameters(self._optimizer, {id(p): now[n] for n, p in before.items()})
+        return True
 
     def write(self, given: dict[str, Leaf], rank0_only: bool) -> None:
         """Write the values into the model's tensors. With `rank0_only`, rank 0 sends them.
@@ -411,14 +436,10 @@ def _exchange_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
 
-def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None) -> None:
-    """Allocate memory for parameters and buffers of a model that are on the meta device.
-
-    Args:
-        names: the names of the tensors to allocate. None: all tensors in the state dict.
-    """
+def allocate_meta_tensors(model: nn.Module, names: Container[str]) -> None:
+    """Allocate memory for the tensors `names` of a model, if they are on the meta device."""
     known = collect_model_tensors(model)
-    named = {id(x) for name, x in known.items() if names is None or name in names}
+    named = {id(x) for name, x in known.items() if name in names}
     for held in find_parameters_and_buffers(model):
         if held.tensor.is_meta and id(held.tensor) in named:
             allocate_tensor(held, by="load")

@@ -293,6 +293,22 @@ def test_an_equal_value_of_another_name_is_not_taken_for_the_same_tensor():
         pt.load_full_state_dict(model, state)
 
 
+def test_tensors_on_the_meta_device_that_a_state_dict_lacks_stay_there():
+    def program(mesh: Any) -> Any:
+        with torch.device("meta"):
+            model = pt.parallelize(nn.Linear(2, 2), mesh)
+        state = {"weight": torch.ones(2, 2)}
+        with pytest.raises(pt.LayoutError, match=r"model\.bias: in the state, not in the"):
+            pt.load_full_state_dict(model, state)
+        assert model.weight.is_meta
+        pt.load_full_state_dict(model, state, strict=False)
+        assert model.bias.is_meta
+        return model.weight.full_tensor()
+
+    with pt.ranks(dp=2) as world:
+        assert all(weight.eq(1).all() for weight in world.run(program))
+
+
 class SelfSaving(nn.Linear):
     """A model that saves itself, whose method is decorated, as those of libraries are."""
 

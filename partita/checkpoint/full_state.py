@@ -436,10 +436,13 @@ def _exchange_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
 
-def allocate_meta_tensors(model: nn.Module, names: Container[str]) -> None:
-    """Allocate memory for the tensors `names` of a model, if they are on the meta device."""
+def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None) -> None:
+    """Allocate memory for the tensors `names` of a model, if they are on the meta device.
+
+    None: for all tensors in its state dict.
+    """
     known = collect_model_tensors(model)
-    named = {id(x) for name, x in known.items() if name in names}
+    named = {id(x) for name, x in known.items() if names is None or name in names}
     for held in find_parameters_and_buffers(model):
         if held.tensor.is_meta and id(held.tensor) in named:
             allocate_tensor(held, by="load")
@@ -493,10 +496,7 @@ _NAME = "save_pretrained"
 
 
 def patch_save_pretrained(kind: type) -> None:
-    """Patch a library's method `kind.save_pretrained`: for a model of DTensors, one rank writes
-    whole
-    values.
-    """
+    """Patch a library's `kind.save_pretrained`. For a model of DTensors, one rank writes it."""
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)
 

@@ -208,6 +208,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Runs `partita train` with the parsed `arguments`, and returns its exit code.
 
     In a process that a launcher started, this trains as one rank. Otherwise it starts the ranks.
+    Invalid options return 2. `--print-config` only prints the options.
     """
     try:
         options = _options(arguments)
@@ -331,7 +332,7 @@ def run_report(options: argparse.Namespace) -> int:
 def run_bench(options: argparse.Namespace) -> int:
     """Runs `partita bench NAME` with the parsed `options`: one benchmark on the requested device.
 
-    Returns the exit code.
+    Returns the benchmark's exit code; 2 if it cannot run on the device.
     """
     from partita.bench.place import DEVICE_VARIABLE
 
@@ -646,7 +647,7 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
 def run_plan(options: argparse.Namespace) -> int:
     """Runs `partita plan` with the parsed `options`: prints the best parallelism for a machine.
 
-    Returns the exit code: 2 if none fits.
+    Returns the exit code: 2 if none fits, or an option is invalid.
     """
     try:
         if options.memory is not None and options.memory.strip().isdecimal():

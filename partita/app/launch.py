@@ -326,7 +326,7 @@ def is_launched() -> bool:
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Joins the job that started this process, and leaves it after the `with` block.
+    """Joins the job that started this process as a `Rank`, and leaves it after the `with` block.
 
     Args:
         show: a function that gets rank 0's events if no parent reads them, as under torchrun.

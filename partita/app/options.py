@@ -27,7 +27,11 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
 def read_mesh(text: str) -> Mesh:
-    """Reads a mesh from `text`: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives ()."""
+    """Reads a mesh from `text`: "dp=2,tp=2" gives (("dp", 2), ("tp", 2)), and "" gives ().
+
+    Raises:
+        ValueError: an axis that is not "dp" or "tp", occurs twice, or has no number of ranks.
+    """
     axes = []
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
@@ -225,8 +229,8 @@ class Options:
         """Raises an error for invalid options, before any rank starts.
 
         Raises:
-            ValueError: options that exclude each other, or that name a file that does not exist.
-                The error names the flag.
+            ValueError: options that do not fit each other, or that name a file or a folder that
+                cannot be used. The error names the flag.
         """
         if self.width % (2 * self.heads):
             near = 2 * self.heads * max(1, round(self.width / (2 * self.heads)))

@@ -143,7 +143,7 @@ class KindTimes:
 
 
 def measure(kind: Any, mesh: Any, rounds: int, n: int, with_steps: bool) -> KindTimes:
-    """Times every op of `OPS` and the parts of a training step, on plain tensors and on DTensors.
+    """Returns the times of all `OPS` and of a step's parts, on plain tensors and on DTensors.
 
     Call it for torch first: the process must not have a mesh of partita by then. The time of an op
     that raises on torch's DTensors is nan. For partita, the error is raised.

@@ -66,7 +66,7 @@ def run_trial(
     cache: str | None = None,
     deadline: float = DEADLINE,
 ) -> Trial:
-    """Starts a training job, sends a signal to one of its ranks, and checks how the job ends.
+    """Sends a signal to a rank of a new training job. Returns how the job ends, and what is wrong.
 
     Args:
         name: the signal without "SIG", such as "KILL".

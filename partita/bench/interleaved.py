@@ -70,7 +70,7 @@ def _rank(
 def measure(
     makes: Sequence[Make], ranks: int, rounds: int, *args: Any, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Times several ways to train, in turns. Returns the slowest rank's seconds per step.
+    """Times several ways to train, in turns. Returns the slowest rank's seconds, by way and round.
 
     Args:
         makes: functions at the top level of a module; `make(rank, ranks, *args)` returns the steps

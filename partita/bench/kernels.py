@@ -206,7 +206,7 @@ def count(
     optimizer: dict[str, bool],
     without: Sequence[str] = (),
 ) -> Counts:
-    """Counts the GPU kernels of a training step. Needs a process with `fake_gpu_environment`.
+    """Returns the numbers of a step's GPU kernels. Needs a process with `fake_gpu_environment`.
 
     Args:
         shape: the sizes of the model and the batch.

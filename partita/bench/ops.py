@@ -69,7 +69,7 @@ def sweep(
     team: Team,
     report: Callable[[str, dict[str, Outcome]], None] = lambda name, by: None,
 ) -> Found:
-    """Runs ops with their samples in all classes of layouts, and returns the results.
+    """Runs ops with their samples in all classes of layouts. Then ends the team of ranks.
 
     Args:
         names: the names of the ops.

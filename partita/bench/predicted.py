@@ -73,6 +73,7 @@ def make_warm_step(mesh: Any, setup: Setup, make: Any = torch.optim.AdamW, **opt
 
     Args:
         mesh: the mesh over which the model and the batch are sharded.
+        setup: the model, and how it is trained.
         make: the optimizer's class.
         options: options of `pt.compile`.
     """

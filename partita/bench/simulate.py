@@ -74,7 +74,7 @@ class _Row:
 
 
 def compare(ways: Sequence[SpreadStep], machine: Machine, steps: int) -> list[_Row]:
-    """Measures and simulates training configurations. Returns the seconds of each, or its error.
+    """Returns the simulated and the measured seconds of training configurations, or the error.
 
     Args:
         ways: the configurations. All must have the same number of ranks.

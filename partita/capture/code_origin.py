@@ -35,8 +35,8 @@ _LIBRARY_MODULES = (
 def is_recorded_file(filename: str) -> bool:
     """True if a capture follows the code in the file with this path.
 
-    It does not follow code of torch, partita or Python itself. Partita's own models and training
-    loop are followed.
+    It does not follow code of torch and the libraries that torch needs, partita or Python itself.
+    Partita's own models and training loop are followed.
     """
     if filename.startswith("<frozen"):
         return False

@@ -546,7 +546,7 @@ def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
 
 
 def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
-    """Runs a traced call again, in a form that torch's functionalization can handle.
+    """Returns a traced call's result, run in a form that torch's functionalization can handle.
 
     Args:
         target, args, kwargs: the op or function of the call, and its arguments.

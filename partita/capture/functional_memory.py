@@ -265,9 +265,10 @@ _BY_STRIDES = ("as_strided", "_conj", "_neg_view")
 def base_on_makers(graph: fx.Graph) -> None:
     """Makes each `as_strided` in `graph` read the tensor that allocated the storage, not its view.
 
-    The result is the same, because `as_strided` counts from the start of the storage. The change is
-    needed for a write through the result. The write makes a new value of the operand, so the
-    operand must cover everything that is written.
+    The result is the same, because `as_strided` counts from the start of the storage. (If the
+    tensor has another dtype than the view, nothing changes.) The change is needed for a write
+    through the result. The write makes a new value of the operand, so the operand must cover
+    everything that is written.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]

@@ -274,7 +274,9 @@ class TensorFacts:
         return [*self._found.values()]
 
     def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """Returns `(value,)` if a call reads a property of an input; () for other calls.
+        """Returns `(value,)` if the user's code calls `func` to read a property of an input.
+
+        Returns () for other calls.
 
         Args:
             func, args: the function that is called, and its arguments.

@@ -186,7 +186,11 @@ class GraphOutputs:
     def add_left_gradients(self) -> None:
         """Adds the `.grad` that inputs, and tensors made in the step, have after the step.
 
-        Also adds an input's old `.grad` object if the step gives it new memory.
+        Also adds an input's old `.grad` object if the step gives it new memory. Inputs whose
+        `.grad` is None are listed in `cleared`.
+
+        Raises:
+            CaptureError: an input with a `.grad` was computed from other tensors before the call.
         """
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i and output.held < 0

@@ -81,9 +81,9 @@ class KnownMasks:
         kwargs: Mapping[str, Any],
         find_node: Callable[[torch.Tensor], fx.Node | None],
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Returns the arguments of an attention call without its mask, if the mask is not needed.
+        """Returns the arguments of an attention call, without a mask that is not needed.
 
-        A causal mask is replaced by `is_causal=True`.
+        A mask that hides nothing is left out. A causal mask is replaced by `is_causal=True`.
 
         Args:
             args, kwargs: the arguments of `scaled_dot_product_attention`.

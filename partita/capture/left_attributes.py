@@ -68,7 +68,7 @@ def attributes_restored(
 def find_keys_with_fakes(home: dict[str, Any], contains_fake: Callable[[Any], bool]) -> list[str]:
     """Returns the names of the attributes in `home` for whose value `contains_fake` is True.
 
-    Entries that are slots are left out.
+    The attributes in which a module has its parameters, buffers and submodules are left out.
     """
     return [
         key for key, value in home.items() if key not in HOMES_OF_SLOTS and contains_fake(value)

@@ -245,6 +245,9 @@ class CapturedOptimizers:
                 and place (home and path).
             recorder: its phase becomes "update" while an optimizer steps.
             updates: traces the updates of blocks.
+
+        Raises:
+            CaptureError: an optimizer steps within a mode that the step enters.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
         lists = [(groups, [*groups]) for *_, groups in before]
@@ -380,7 +383,8 @@ class CapturedOptimizers:
             find_slot: a function that returns the slot of the input that a fake replaces.
 
         Raises:
-            CaptureError: the step changed a number in an optimizer's state.
+            CaptureError: the step changed a number in an optimizer's state, or added state for a
+                tensor that is in none of its groups.
         """
         found = []
         for name, optimizer in self.optimizers.items():

@@ -359,7 +359,7 @@ class Tracer:
 
     @contextmanager
     def following_functions(self, reads_values: bool = False) -> Iterator[StepFunctionMode]:
-        """Intercepts the torch functions that the step calls, inside the `with` block.
+        """Follows the torch functions that the step calls. Yields the `StepFunctionMode`.
 
         Args:
             reads_values: as for `StepFunctionMode`.
@@ -432,7 +432,8 @@ class Tracer:
         """Replaces equal blocks of the traced graph by calls of one subgraph.
 
         Args:
-            flat: a reason to leave all blocks flat; "" for none.
+            flat: a reason to leave all blocks flat; "" for none. Other reasons are a small graph, a
+                result with a history, and `sections=False`.
 
         Returns:
             The blocks that were found, whether they were folded or not.

@@ -56,7 +56,8 @@ def note_section(number: int, count: int) -> None:
 def showing_progress(title: str, is_first: bool = True) -> Iterator[Callable[[Any], None]]:
     """Shows on standard error how long capture and compilation take, inside the `with` block.
 
-    It shows nothing if there is a listener (`phase_listener`).
+    It shows nothing on ranks other than 0, and nothing if there is a listener (`phase_listener`) or
+    another such block.
 
     Args:
         title: the name of the step.

@@ -333,7 +333,7 @@ class ForwardBackwardPair:
 
 
 def split_program(program: Program) -> ForwardBackwardPair:
-    """Splits a region's program into forward and backward. Changes its graph.
+    """Returns a region's program split into forward and backward. Changes its graph.
 
     Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
     passes added to recompute values. Forward does not save a view of all elements of a tensor, or a

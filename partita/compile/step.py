@@ -111,7 +111,8 @@ def compile(
         step: a module, or an ordinary function of DTensors or plain tensors. Capture finds the
             modules, optimizers and tensors that are its arguments, or that it reaches by name
             (closure, globals, `self`). The graph makes every write that the step makes to them.
-            Gradients that the step computes, uses in its update and clears are not kept.
+            Gradients that the step computes, uses in its update and clears are not kept. Without a
+            step, `compile` returns a decorator.
         state: modules, optimizers, and containers or objects with tensors that the step uses, but
             does not reach by name.
         backend: "inductor" compiles the graph. "graph" runs it node by node without compiling.
@@ -141,6 +142,7 @@ def compile(
         A `CompiledStep`. For a module: the module itself, whose `forward` is a `CompiledStep`.
 
     Raises:
+        TypeError: `step` is neither a function nor a module.
         ValueError: an unknown backend or fallback; blocks that are not modules.
         CaptureError: raised by the call, not by `compile`, if the step does something that a graph
             cannot express and there is no fallback.

@@ -127,7 +127,7 @@ class CallResult:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> CallResult:
-    """Computes the metadata of a call's result: runs the call over fake tensors.
+    """Returns the metadata of a call's result, as a `CallResult`, by a run over fake tensors.
 
     Equal calls share one cached result.
 

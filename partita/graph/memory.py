@@ -431,7 +431,7 @@ def name_of_op(node: fx.Node) -> str:
 
 
 def make_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """Makes a `Buffer` with the source, phase, layout and reason from a node's note."""
+    """Makes a `Buffer`: source, phase, layout and reason are from a node's note, others given."""
     more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
     return Buffer(name, nbytes, made_by=made_by, **more)
 

@@ -431,6 +431,7 @@ class AskedQuestions:
 
         Raises:
             ValuesWanted: the values read so far must be computed first.
+            CaptureError: the step has branched too often.
         """
         known = self._known.get(question.expr)
         if known is not None:

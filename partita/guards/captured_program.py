@@ -425,7 +425,7 @@ def _line_of_node(node: fx.Node) -> str:
 
 
 def list_sent_moves(program: Program) -> list[Record]:
-    """Returns a ledger record for each collective of one run of a program, in order."""
+    """Returns a ledger record for each redistribution, and each padding, in a program's run."""
     found: dict[Any, Record] = {}
     for i, border in program.entering.items():
         given = program.inputs[i]

@@ -753,7 +753,8 @@ def enters_padded(t: torch.Tensor) -> bool:
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     """Returns the properties of tensor `t` on which a program depends, except strides, as a key.
 
-    These are shape, layout, dtype, device, class, attributes and hooks.
+    These are shape, layout, dtype, `requires_grad`, device, class, the user's attributes and hooks,
+    and whether `t` is lazily conjugated or negated.
     """
     with local_ops():
         attributes = t.__dict__

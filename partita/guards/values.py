@@ -824,7 +824,7 @@ def place_in_namespace(name: str, space: Any, key: str) -> Place:
     """Returns the `Place` of an attribute that `space` itself stores, and does not inherit.
 
     Args:
-        name: the name of the attribute in messages.
+        name, key: the attribute's name in messages, and in `space`.
         space: a class, a module, a function, or the dict of one of these.
     """
     if type(space) is dict:

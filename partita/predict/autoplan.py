@@ -168,8 +168,11 @@ def autoplan(
         most: the most configurations to simulate.
         prune: True skips configurations that the bounds exclude.
         watch: a function that is called before each simulation. It gets the number of
-            configurations simulated so far, the most that will be simulated, and the next one (a
-            `Way`).
+            configurations simulated so far, the most that will be simulated, and the next one as
+            text.
+
+    Returns:
+        A `ModelPlan` with the fastest configurations.
 
     Raises:
         StrategyError: nothing fits (the error says what comes nearest); an unknown model; an
@@ -330,7 +333,7 @@ class WaySearch:
         prune: True skips ways that lower bounds exclude.
         keep: the number of best ways to return.
         watch: a function that is called before each simulation. It gets the number of ways
-            simulated so far, the most that will be simulated, and the next way.
+            simulated so far, the most that will be simulated, and the next way as text.
         ended: for each way that was considered, how its search ended, such as "fit" or "too big".
         found: the cost of each way that was simulated.
     """

@@ -86,7 +86,7 @@ def simulate(
     tokens: int | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> Simulation:
-    """Predicts the time, memory and traffic of a training step without running it.
+    """Returns the predicted time, memory and traffic of a training step, without running it.
 
         print(pt.simulate("llama3-8b", {"dp": 64, "tp": 8}, "h100"))
 
@@ -438,7 +438,7 @@ class SimulatedStep:
 def simulate_graph(
     program: Program, machine: Machine, mesh: Mapping[str, int] | None = None
 ) -> SimulatedStep:
-    """Simulates a program's graph: computes when each kernel and collective runs.
+    """Returns when each kernel and collective of a program's graph would run.
 
     Args:
         machine: the hardware of a rank.

@@ -220,7 +220,7 @@ def make_step(
         The step, its arguments, and the tokens of a step on all ranks together.
 
     Raises:
-        StrategyError: the mesh does not divide the model.
+        StrategyError: an unknown model, or a mesh or strategy that does not fit the model.
     """
     shape = shape_of(model)
     _check_strategy(shape, mesh, strategy)

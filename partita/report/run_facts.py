@@ -65,7 +65,7 @@ class RunFacts:
     notes: list[str] = field(default_factory=list)
 
     def record_event(self, event: str, facts: dict[str, Any]) -> None:
-        """Adds one event of the run, such as a step, to these facts."""
+        """Adds one event to these facts. A step replaces those with its number or a later one."""
         if event == "begin":
             self.options, self.began, self.stopped = facts["options"], facts.get("time"), ""
         elif event == "ready":
@@ -419,7 +419,7 @@ def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[Timeli
 
     The duration is divided into `most` intervals. Events longer than an interval stay unchanged.
     The shorter events of an interval become one event. It has their total duration, and the kind
-    that takes most of the time.
+    that takes most of the time. Events of 0 seconds are left out.
     """
     end = max((e.start + e.seconds for e in events), default=0.0)
     if not end:

@@ -211,7 +211,7 @@ def _run_backward(
 
 
 def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str) -> Outcome:
-    """Runs one case as one rank of `mesh`, and compares it. Must be called on all ranks.
+    """Returns the outcome of one case on this rank of `mesh`. Must be called on all ranks.
 
     Args:
         name: the name of the op, such as "add:inplace".

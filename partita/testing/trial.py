@@ -104,7 +104,7 @@ class Trial:
         """Yields the different rules that a rule function returns for sharded operands.
 
         First all operands are replicated. Afterwards one dimension of one operand is sharded at a
-        time.
+        time. If the rule is a sentence and no function, yields that.
         """
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)

@@ -232,7 +232,10 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """Returns Python code for the operand `value`: variable, literal, or a name from `bind`."""
+        """Returns Python code for the operand `value`, which may be a list or a tuple of operands.
+
+        A node is a variable, None or a plain number or text a literal, others a name from `bind`.
+        """
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):

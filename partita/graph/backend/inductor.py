@@ -75,7 +75,7 @@ def build(
     sections: bool | None = None,
     note_section: NoteSection = lambda number, count: None,
 ) -> Built:
-    """Compiles a program with Inductor, or loads it. All ranks of `wires` must call this.
+    """Returns a program compiled by Inductor, or loaded. All ranks of `wires` must call this.
 
     Args:
         program: the program, which is the same on all ranks and has its key.
@@ -167,7 +167,7 @@ def _describe_build(program: Program, what: str) -> dict[str, Any]:
 def build_together(
     wanted: Sequence[_BuildRequest], wires: Sequence[Wire], note_section: NoteSection
 ) -> list[Built]:
-    """Loads or compiles programs, on all ranks of the wires together.
+    """Loads or compiles programs, on all ranks of the wires together. Returns each `Built`.
 
     Args:
         wanted: the programs to build, equal on all ranks and in the same order.
@@ -382,7 +382,7 @@ _IRRELEVANT_SETTINGS = re.compile(
 
 
 def lower_program(program: Program | Subgraph, kernels: KernelCompiler) -> LoweredProgram:
-    """Generates the code of a program or a section with Inductor, on this rank alone.
+    """Returns a program or a section lowered to code by Inductor, on this rank alone.
 
     Args:
         kernels: compiles the C++ kernels of the code. Inductor's own workers compile others.

@@ -80,6 +80,8 @@ def sections_of_blocks(
 ) -> fx.GraphModule:
     """Cuts a block's graph into sections at collectives, and between forward and backward.
 
+    Returns the graph that has the collectives and calls the sections.
+
     Args:
         program: the block's graph, as a program.
         late: the nodes of backward, which no other node reads.

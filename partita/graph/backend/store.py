@@ -79,7 +79,7 @@ class Store:
         self.folder, self.limit = folder, limit
 
     def path(self, key: str) -> Path:
-        """Returns the path of the file that stores the program with this key."""
+        """Returns the path of the file for a key, which consists of a-z, 0-9 and dashes."""
         if not re.fullmatch("[0-9a-z-]+", key):
             raise ValueError(f"a key consists of digits, lowercase letters and dashes, not {key!r}")
         return self.folder / (key + SUFFIX)

@@ -352,7 +352,8 @@ class GraphFigures:
 
     Attributes:
         figures: maps the fields of `Change` that are pairs ("nodes", "sent", ...) to their values.
-        lines, digest: the graph's canonical lines, and a hash of them.
+        lines: the graph's canonical lines without numbers, to count equal calls.
+        digest: a hash of the canonical lines.
     """
 
     def __init__(self, program: Program):

@@ -91,7 +91,7 @@ class UnshardHandle:
     """The result of `FSDPModule.unshard(async_op=True)`."""
 
     def wait(self) -> None:
-        """Returns at once: parameters are gathered when they are used."""
+        """Returns immediately: parameters are gathered when they are used."""
 
 
 def fully_shard(

@@ -1,6 +1,6 @@
 """The script that `launch` runs for each rank: `python -m partita` with another SIGINT handler.
 
-SIGINT ends the rank at once, as SIGKILL does. A KeyboardInterrupt would wait for the end of a
+SIGINT ends the rank immediately, as SIGKILL does. A KeyboardInterrupt would wait for the end of a
 kernel or a collective, and print a traceback. The parent process reports what happened. The handler
 is set before anything that takes long to import.
 """

@@ -3,7 +3,7 @@
     train    a GPT on 2 and 4 Gloo ranks: each rank alone, DDP and FSDP2, ZeRO-3 and data parallel
              by partita, all of them eager and compiled, and SimpleFSDP (a parametrization that
              gathers), compiled; all in turn in one run. Rivals are compiled as their users do it:
-             the blocks of FSDP2 one by one and its loss, the others whole
+             FSDP2 block by block, with its loss, and the others in one piece
     small    D=64, two layers, ZeRO-3 relative to one process that trains on the full batch
     tiny     4 blocks of d=16 on a fake group: the cost of a step with little to compute; called
              once in its turn, and ten times in a row

@@ -233,7 +233,7 @@ def table(seconds: dict[str, list[float]], base: str) -> str:
 
 
 def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]], base: str) -> str:
-    """Returns a row with the results of a bench for the table in the README.
+    """Returns a row of the README's table: the time of each way divided by that of `base`.
 
     Args:
         what: the text of the first cell.

@@ -53,7 +53,7 @@ class Setup:
 class Peaks:
     """The peak memory of a step, as predicted and as counted.
 
-    Both are the most bytes allocated at once, minus the bytes that are held between steps.
+    Both are the most bytes allocated at one time, minus the bytes that are held between steps.
     """
 
     predicted: int

@@ -135,7 +135,7 @@ def _seconds_of(program: Program) -> Callable[[Machine], float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `partita bench published`. Returns 1 if a prediction is off by more than 20 %.
 
-    Takes two minutes: each model is captured whole.
+    Takes two minutes: each model is captured with all its layers.
 
     Args:
         argv: the command line without the program's name; None for `sys.argv`.

@@ -7,7 +7,7 @@
 - Checks of values that torch makes in eager, but omits when it traces, become nodes of the graph.
 - Attention masks that are not needed are removed (`known_masks`).
 - Calls that run no code of the user are not profiled (`LibraryCalls`).
-- What a graph cannot express raises an error: at once, or after the run (`tracer`).
+- What a graph cannot express raises an error: immediately, or after the run (`tracer`).
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ def find_equal_counts(
 ) -> list[EqualInputs]:
     """Returns a condition for each group of the optimizers' step counts that are equal now.
 
-    Counts on a device are left out, because each call would have to wait for their values. Counts
+    Counts on a GPU are left out, because each call would have to wait for their values. Counts
     of a user's optimizer are left out, because they may be equal on some ranks only.
     """
     states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())

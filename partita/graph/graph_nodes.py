@@ -398,7 +398,7 @@ class SectionSchedule:
 
     @cached_property
     def workspace(self) -> int:
-        """The most bytes that the section allocates at once, minus the bytes of its results."""
+        """The most bytes that the section allocates at one time, minus the bytes of its results."""
         return max(self.live, default=0) - self.result_bytes
 
 
@@ -413,7 +413,7 @@ class Subgraph:
 
     Attributes:
         graph: the FX graph. Its output is a list, with None for outputs that nothing reads.
-        name: the class of a block; for an optimizer's update "AdamW of Block".
+        name: the class of a block; "AdamW of Block" for an update; "section_" and a hash.
         key: for a section, a hash of its text, equal for equal sections; "" for others.
         forward_input_count, forward_output_count: for a block with a backward, how many of its
             inputs and outputs belong to forward. These come first, then those of backward. None

@@ -123,7 +123,7 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes that the step itself allocates at once. Its inputs are not included."""
+        """The most bytes that the step itself allocates at one time, without its inputs."""
         return max(self.live, default=0)
 
     @cached_property
@@ -133,7 +133,7 @@ class Memory:
 
     @property
     def total_peak(self) -> int:
-        """The most bytes that are allocated at once, inputs included."""
+        """The most bytes that are allocated at one time, inputs included."""
         return self.peak + self.held_bytes
 
     @cached_property

@@ -356,7 +356,7 @@ class Answers:
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """Returns None if the assumed answers are right for a call; otherwise the computed ones.
+        """Returns None if the assumed answers are right for a call; otherwise an `OtherAnswers`.
 
         Args:
             found: the computed answers, encoded as integers.

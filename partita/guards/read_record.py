@@ -237,7 +237,7 @@ class ReadRecord(PlaceRecord):
         return known is not None and known.value is value
 
     def reaches_optimizers(self) -> bool:
-        """True if the step has reached an optimizer that the search before it had not found."""
+        """True if the step has reached an optimizer that was not found before the run."""
         owners = [known.value for known in self._objects.values()]
         return any(
             has_type(o, torch.optim.Optimizer) for o in owners if id(o) not in self._given_names

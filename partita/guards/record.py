@@ -78,6 +78,8 @@ _WEAK = (
 class PlaceRecord:
     """The record of the places (attributes, globals, items) that a step reads in one capture run.
 
+    A base class: `ReadRecord` defines the methods that raise NotImplementedError here.
+
     Attributes:
         places: the places that were read, in order; the keys are their identities.
         huge: the containers that are not compared deeply, by their ids.

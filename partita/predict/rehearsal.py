@@ -367,7 +367,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
             ...
             return step, (x, y)
 
-        print(pt.eager_memory(make).peak)      # the most bytes that the step allocates at once
+        print(pt.eager_memory(make).peak)      # the most bytes that the step allocates at one time
 
     Tensors that `make` creates have no memory, whatever their size. The step is traced twice: the
     first run makes the optimizer's state, and the second is counted. The workspace of kernels is

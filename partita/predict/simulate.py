@@ -830,7 +830,7 @@ class Simulation:
         model_flops: `flops` without recomputation.
         dtype: the dtype of most of these operations.
         tokens: tokens per step, over all ranks; None if unknown.
-        peak: the most bytes allocated at once, if the graph runs node by node. A compiler that
+        peak: the most bytes allocated at one time, if the graph runs node by node. A compiler that
             fuses needs less. Fragmentation of the allocator and the workspace of GPU kernels are
             not included.
         classes: the bytes of `peak` by class. "gradients" are tensors that an optimizer reads or a

@@ -1,4 +1,4 @@
-"""Allocated bytes: the most bytes that torch's allocator had allocated at once.
+"""Allocated bytes: the most bytes that torch's allocator had allocated at one time.
 
 An accelerator's allocator counts this itself. On the CPU, torch's profiler reports allocations by
 ops, by kernels that Inductor compiled, and by collectives. It reports those of this thread and of

@@ -64,7 +64,7 @@ class KernelCompiler:
         self._stack.__exit__(*error)
 
     def collect_kernels(self, stack: ExitStack) -> list[str]:
-        """Collects kernels instead of compiling them at once, until `stack` is closed.
+        """Collects kernels instead of compiling each immediately, until `stack` is closed.
 
         Generated code gets a `CollectedKernel` in place of each.
 

@@ -130,6 +130,8 @@ class FusionChoices(InductorChoices):
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """True if Inductor may fuse two kernels that do not read each other's results.
 
+        Large kernels must share many bytes, or be neighbours in the graph's order on a GPU.
+
         Args:
             scheduler: Inductor's scheduler.
             node1, node2: the kernels, as nodes of the scheduler.

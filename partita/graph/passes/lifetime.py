@@ -20,7 +20,7 @@ def lifetime(program: Program) -> str:
     """Each parameter is updated as soon as its gradient is complete, and the gradient is freed.
 
     In eager code, an optimizer's step runs after the whole backward, and each of its ops runs over
-    all parameters. So all gradients live at once, and each op has a temporary for every parameter.
+    all parameters. So all gradients live together, and each op has a temporary for every parameter.
     This pass runs the calls that update one parameter together, directly after the last node that
     they need. If gradients are scaled by a norm over all of them, every update still waits for all
     gradients.

@@ -476,9 +476,23 @@ class _SpreadTensors:
             copied.copy_(x.detach())
         return copied
 
-    def give_memory(self, model: nn.Module) -> None:
-        if any(isinstance(x, DTensor) and x.is_meta for x in collect_model_tensors(model).values()):
-            allocate_meta_tensors(model)
+    def give_memory(self, model: nn.Module, names: Sequence[str] | None) -> None:
+        known = collect_model_tensors(model)
+        meta = {id(x): n for n, x in known.items() if isinstance(x, DTensor) and x.is_meta}
+        if not meta:
+            return
+        given = strip_wrapper_names(known if names is None else names).values()
+        lacking = meta.keys() - {id(known[name]) for name in given if name in known}
+        error = LayoutError(
+            "set_model_state_dict: tensors would get memory without values",
+            place=user_line(),
+            operands=tuple(meta[i] for i in meta if i in lacking),
+            reason="they are on the meta device, and the state dict lacks them",
+            fixes=(Fix("pt.load_full_state_dict(..., strict=False)", "leaves them there"),),
+        )
+        why = "loads a state dict (set_model_state_dict)"
+        control_plane().decide(why, error if lacking else None, lambda gathered: gathered)
+        allocate_meta_tensors(model)
 
 
 patch_state_dicts(_SpreadTensors())

@@ -356,7 +356,8 @@ def patch_state_dicts(tensors: Any) -> None:
             `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
             `empty_like(x)`: CPU memory for a copy.
             `copy_on_cpu(x)`: a copy of this rank's piece.
-            `give_memory(model)`: allocates a model's DTensors that are on the meta device.
+            `give_memory(model, names)`: allocates a model's DTensors that are on the meta device.
+            `names` are those in the state dict; None on ranks that do not know them.
     """
     after_import(_STATE_DICT_UTILS, lambda module: _patch_state_dict_utils(module, tensors))
     after_import(_STATE_DICT, lambda module: _patch_state_dict_module(module, tensors))
@@ -409,9 +410,11 @@ def _patch_state_dict_module(module: Any, tensors: Any) -> None:
             local[key] = tensors.piece_like(local[key], whole)
 
     @functools.wraps(load)
-    def _load_model_state_dict(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        tensors.give_memory(model)  # otherwise torch replaces meta parameters by whole tensors
-        return load(model, *args, **options)
+    def _load_model_state_dict(model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
+        # Otherwise torch replaces meta parameters by whole tensors.
+        is_sent = info.broadcast_from_rank0 and dist.get_rank() > 0
+        tensors.give_memory(model, None if is_sent else [*state_dict])
+        return load(model, state_dict, info)
 
     module._distribute_state_dict = _distribute_state_dict
     module._load_model_state_dict = _load_model_state_dict

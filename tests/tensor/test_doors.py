@@ -144,6 +144,20 @@ def meta(tied=True):
         return Net(tied)
 
 
+def test_torch_gives_no_tensor_on_the_meta_device_memory_without_values():
+    state = made().state_dict()
+    del state["blocks.0.bias"]
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    mesh = pt.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    try:
+        model = pt.parallelize(meta(), mesh)
+        with pytest.raises(pt.LayoutError, match=r"without values .*\n  blocks\.0\.bias\n"):
+            set_model_state_dict(model, state, options=options)
+        assert model.blocks[0].weight.is_meta
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def loaded_each_way(rank, mode, states):
     return [loaded(ranks_of(rank), mode, way, states) for way in WAYS]
 

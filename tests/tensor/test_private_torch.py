@@ -487,6 +487,7 @@ def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
     assert seen == ["_gather_state_dict", "_create_cpu_state_dict", "_identity_func"]
     source = inspect.getsource(door._load_model_state_dict.__wrapped__)
     assert "_distribute_state_dict(" in source and "_broadcast_state_dict(" in source
+    assert "info.broadcast_from_rank0" in source
     assert "_broadcast_tensors(" in inspect.getsource(walk._broadcast_state_dict)
 
 

@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse(command: str, reason: object) -> int:
-    """Print why a command is impossible. Returns its exit code."""
+    """Prints why a command is impossible. Returns its exit code."""
     _print_error(f"partita {command}: {reason}")
     return 2
 
@@ -405,7 +405,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `partita explain`."""
+    """Adds the options of `partita explain`."""
     parser.description = (
         "Show how a call on DTensors would run: its rule, the moves of data, and the alternatives "
         "with their prices. Nothing is computed and nothing is sent."
@@ -457,7 +457,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `partita simulate`."""
+    """Adds the options of `partita simulate`."""
     parser.description = (
         "Predict what a training step of a model would cost on a machine: time, bytes, memory. "
         "Nothing is trained. The exit code is 1 if the step does not fit in the memory."
@@ -490,7 +490,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a model and a machine."""
+    """Adds the options that name a model and a machine."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help=", ".join(MODELS))
     which.add_argument("--hf", metavar="PATH", help="config.json of a model of transformers")
@@ -603,7 +603,7 @@ def _find_eager_memory(model: str | ModelShape, mesh: dict[str, int], strategy: 
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `partita plan`."""
+    """Adds the options of `partita plan`."""
     parser.description = (
         "Find the fastest ways to train a model on a number of ranks, by simulation: meshes, ZeRO, "
         "tensor and sequence parallelism, remat, micro-batches. Shows the best five that fit."
@@ -676,7 +676,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `partita calibrate`."""
+    """Adds the options of `partita calibrate`."""
     parser.description = (
         "Measure this machine, and write a machine file for `partita simulate` and `partita plan`. "
         "On CPUs several ranks of one thread work at once. With --device cuda one GPU is measured."

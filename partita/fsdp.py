@@ -169,7 +169,7 @@ def fully_shard(
 
 
 def _take_names(module: Any, reshard_after_forward: Any, mp_policy: MixedPrecisionPolicy) -> Any:
-    """Give a sharded module the class and the hooks of an `FSDPModule`. Returns the module."""
+    """Gives a sharded module the class and the hooks of an `FSDPModule`. Returns the module."""
     if not isinstance(module, FSDPModule):
         kind: Any = type(module)
         module.__class__ = _derive_class(kind)
@@ -472,7 +472,7 @@ def _make_scale_error(method: str) -> NotImplementedError:
 
 
 def _refuse_rows_of_one_rank(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise if a sharded model gets plain tensors: rows would differ between ranks unnoticed."""
+    """Raises if a sharded model gets plain tensors: rows would differ between ranks unnoticed."""
     state, mesh = _state_of(module), _find_mesh(module)
     if state is None or mesh is None or not any(wire_of(mesh).mesh.size(a) > 1 for a in state.axes):
         return

@@ -52,7 +52,7 @@ class ParallelStyle:
     """The base class of styles, which parallelize one module. A subclass implements `_apply`."""
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        """Parallelize `module` over a mesh of one dimension. In place; returns the module."""
+        """Parallelizes `module` over a mesh of one dimension. In place; returns the module."""
         raise NotImplementedError(f"{type(self).__name__} has no _apply(module, device_mesh)")
 
 
@@ -354,6 +354,7 @@ def parallelize_module(
     Raises:
         LayoutError: a mesh of several dimensions, or a name that no module has.
         ValueError: a string that names no style.
+        NotImplementedError: a style that does not support the class of a module.
     """
     mesh = find_context_mesh() if device_mesh is None else device_mesh
     mesh = init_mesh_of_all_ranks() if mesh is None else mesh

@@ -90,7 +90,7 @@ class _Child:
         return self.stopped_by != 0 and time.monotonic() - self.stopped_since > PATIENCE
 
     def note_stop(self) -> None:
-        """Record whether the rank's process is stopped now, by which signal, and since when."""
+        """Records whether the rank's process is stopped now, by which signal, and since when."""
         before = self.stopped_by
         self.stopped_by = 0 if self.ended else state_of_child(self.process.pid, os.WSTOPPED)
         if self.stopped_by and not before:

@@ -163,7 +163,7 @@ def _serve(
 
 
 def _warm_up(steps: dict[str, Step], warm: int, prints: bool) -> None:
-    """Call each step `warm` times, and print the number of Dynamo graphs of compiled rivals."""
+    """Calls each step `warm` times, and prints the number of Dynamo graphs of compiled rivals."""
     for step in steps.values():
         if isinstance(step, CompiledRival):
             step.compile()

@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _empty_stores() -> Iterator[None]:
-    """Use empty caches of compiled code, which all ways share.
+    """Uses empty caches of compiled code, which all ways share.
 
     The processes of the ways inherit the environment variables that are set here.
     """

@@ -104,7 +104,7 @@ class BlockUpdates:
         _order_state(optimizer, held)
 
     def _step(self, optimizer: Optimizer, run: Run, params: Iterable[torch.Tensor]) -> None:
-        """Trace the update of `params`, while the optimizer has no other parameters."""
+        """Traces the update of `params`, while the optimizer has no other parameters."""
         states = [optimizer.state[p] for p in params if p in optimizer.state]
         counts = widen_counts(states, self._recorder.exact)
         run()
@@ -142,7 +142,7 @@ class BlockUpdates:
 
 
 def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
-    """Put new entries of an optimizer's state in the order of its parameters.
+    """Puts new entries of an optimizer's state in the order of its parameters.
 
     Args:
         held: the parameters that had state before.

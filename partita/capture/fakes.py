@@ -81,7 +81,7 @@ class SymbolicInt(torch.SymInt):
         return -self - 1
 
     def __hash__(self) -> int:
-        """Read the value, and return its hash. Raises TypeError if a library calls it."""
+        """Reads the value, and returns its hash. Raises TypeError if a library calls it."""
         if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
             raise TypeError("unhashable type: a number that is known when the graph runs")
         return hash(int(self))

@@ -153,7 +153,7 @@ class StepBlocks:
     # -- numbers that equal updates share ----------------------------------------------------------
 
     def _share_numbers(self, runs: Sequence[_BlockRun]) -> None:
-        """Compute numbers from step counts once for equal blocks whose counts are equal.
+        """Computes numbers from step counts once for equal blocks whose counts are equal.
 
         The first block computes them before anything else.
         """
@@ -278,7 +278,7 @@ class StepBlocks:
         return None
 
     def _drop_overlapping(self, groups: Sequence[_EqualRuns]) -> None:
-        """Leave a block flat if its nodes alternate with the nodes of another block that is folded.
+        """Leaves a block flat if its nodes alternate with those of another block that is folded.
 
         One call cannot come before the other, because each may need results of the other.
         """
@@ -440,7 +440,7 @@ class StepBlocks:
         return block
 
     def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
-        """Replace the nodes of a block call by calls of its subgraph."""
+        """Replaces the nodes of a block call by calls of its subgraph."""
         later = run.later
         operands = [self._exchanged.get(n, n) for n in run.outside_inputs]
         early, late = operands[: run.early_count], operands[run.early_count :]
@@ -476,7 +476,7 @@ class StepBlocks:
         read: Iterable[int],
         later: Iterable[fx.Node],
     ) -> None:
-        """Replace the results of `nodes`, at the indices `read`, by items of `call`.
+        """Replaces the results of `nodes`, at the indices `read`, by items of `call`.
 
         The nodes in `later` are moved behind these items.
         """
@@ -807,7 +807,7 @@ def _find_runs(
 
 
 def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
-    """Remove nodes that several blocks use from their block: numbers, constants and coordinates."""
+    """Removes numbers, constants and coordinates that several blocks use from their block."""
     constant: set[fx.Node] = {*coordinates, *graph.find_nodes(op="get_attr")}
     shared: list[fx.Node] = []
     for node in graph.nodes:

@@ -119,7 +119,7 @@ class StepFunctionMode(TorchFunctionMode):
         return answer[0] if answer else self.calls.call(func, args, kwargs)
 
     def _set_data(self, x: Any, value: Any) -> None:
-        """Handle `x.data = value`."""
+        """Handles `x.data = value`."""
         with local_ops(), torch.no_grad():
             before = x.detach()
         with torch.no_grad():
@@ -188,7 +188,7 @@ class StepFunctionMode(TorchFunctionMode):
         )
 
     def _refuse_shared_memory(self) -> None:
-        """Raise CaptureError if two inputs share memory after `x.data = y`.
+        """Raises CaptureError if two inputs share memory after `x.data = y`.
 
         A graph would copy y into each, and writes of one would not change the other.
         """
@@ -291,7 +291,7 @@ def check_changed_bases(changed: Iterable[tuple[fx.Node, list[fx.Node], CaptureE
 
 
 def _check_function(func: Any) -> None:
-    """Raise CaptureError if the user has replaced a torch function by one that calls it.
+    """Raises CaptureError if the user has replaced a torch function by one that calls it.
 
     Torch dispatches its own function under the replacement's name, so the replacement would run
     twice.
@@ -334,7 +334,7 @@ _Checks = Iterator[tuple[torch.Tensor, str]]
 
 
 def _check_values(func: Any, args: Any, kwargs: Any) -> None:
-    """Add to the graph the checks that `func` makes in eager, on this rank's local values."""
+    """Adds to the graph the checks that `func` makes in eager, on this rank's local values."""
     if func not in _CHECKS:
         return
     with local_ops(), torch.no_grad():

@@ -655,7 +655,7 @@ torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_li
 
 
 def _draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Draw random numbers in place, in the order in which eager fills memory.
+    """Draws random numbers in place, in the order in which eager fills memory.
 
     Eager fills memory in storage order, torch's out-of-place forms in the order of elements. For
     memory with gaps, as of a slice, these forms also declare strides that Inductor does not use.

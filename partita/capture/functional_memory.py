@@ -361,7 +361,7 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
 
 
 def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list[Any]) -> None:
-    """Set results in `values` to views of `bases`, which map nodes of the old graph to new values.
+    """Sets results in `values` to views of `bases`, which map nodes of the old graph to new values.
 
     Raises:
         CaptureError: a result is a view of none of these.
@@ -374,7 +374,7 @@ def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list
 
 
 def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
-    """Repeat the view calls `calls`, starting with `value` in place of their original operand."""
+    """Repeats the view calls `calls`, starting with `value` in place of their original operand."""
     if calls and not have_same_memory_format(
         value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]
     ):
@@ -507,7 +507,7 @@ def _is_cut_from(write: fx.Node, made: fx.Node, memory: Mapping[fx.Node, fx.Node
 
 
 def _gather_again(graph: fx.Graph, value: fx.Node, phase: str) -> None:
-    """Write the parameter's current value into its gathered value.
+    """Writes the parameter's current value into its gathered value.
 
     Args:
         phase: the phase of the added nodes.

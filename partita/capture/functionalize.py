@@ -123,7 +123,7 @@ def functionalize_graph(
 
 
 def _remove_redundant_nodes(graph: fx.Graph) -> None:
-    """Drop aliases, copies into new memory, and a profiler's marks; then unused nodes."""
+    """Drops aliases, copies into new memory, and a profiler's marks; then unused nodes."""
     for node in list(graph.nodes):
         if facts_of(node.target).is_alias:
             node.replace_all_uses_with(node.args[0])
@@ -232,7 +232,7 @@ class _Noting(fx.Interpreter):
 
 
 def _without_views_in_place(graph: fx.Graph) -> None:
-    """Replace calls that change a tensor's metadata in place (`x.t_()`) by views (`x.t()`).
+    """Replaces calls that change a tensor's metadata in place (`x.t_()`) by views (`x.t()`).
 
     They write no values: later readers of `x` read what the call returns. They stay if `x` itself
     is read afterwards, or is an input. Pooling channels-last images to one place makes such a call,
@@ -415,7 +415,7 @@ class _Rewrite:
             new.meta = {**node.meta, **new.meta}
 
     def _call_part(self, node: fx.Node) -> None:
-        """Add the call of a subgraph. Memory that it writes must not be used later.
+        """Adds the call of a subgraph. Memory that it writes must not be used later.
 
         Raises:
             UnsureOfWrites: it writes a value that is not an input, or that was written before.
@@ -436,7 +436,7 @@ class _Rewrite:
         self.of[node] = found
 
     def _fill_in(self, call: Callable[..., Any], what: Any, given: Any, like: Any) -> Any:
-        """Add the calls of a pattern to the new graph; return the value of the original call."""
+        """Adds the calls of a pattern to the new graph; returns the value of the original call."""
         olds: list[fx.Node] = []
         operands: list[fx.Node] = []
 
@@ -465,7 +465,7 @@ class _Rewrite:
         return pytree.tree_map(resolve_value, pattern.gives)
 
     def _add_call(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
-        """Add a call to the new graph, with the metadata of `old` unless strides differ."""
+        """Adds a call to the new graph, with the metadata of `old` unless strides differ."""
         name = getattr(target, "_opname", None)  # as a trace would call it
         new = add_call(self.graph, target, args, kwargs, name)
         if self._note is not None:
@@ -520,7 +520,7 @@ class _Rewrite:
         raise UnsureOfWrites
 
     def _record_write(self, old: fx.Node, value: Any) -> None:
-        """Set the new values of a written node, and of the tensors that it is a view of."""
+        """Sets the new values of a written node, and of the tensors that it is a view of."""
         memory = self.memory.get(old)
         if memory is None or not isinstance(value, fx.Node):
             raise UnsureOfWrites

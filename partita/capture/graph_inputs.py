@@ -122,7 +122,7 @@ class GraphInputs:
                     self.all.append(Input(f"at {axis}", "coordinate", torch.tensor(at)))
 
     def _make_fakes(self) -> None:
-        """Make a fake, and a snapshot of it, for each input."""
+        """Makes a fake, and a snapshot of it, for each input."""
         locals_ = [local_of(given.tensor) for given in self.all]
         maker = FakeMaker(self.mode, locals_)
         for given, local in zip(self.all, locals_, strict=True):
@@ -234,7 +234,7 @@ class GraphInputs:
 
 
 def _check_class(t: torch.Tensor, name: str) -> None:
-    """Raise CaptureError if `t` has a class of the user, which a fake cannot have."""
+    """Raises CaptureError if `t` has a class of the user, which a fake cannot have."""
     kind = type(t)
     if is_user_module(kind.__module__) and not isinstance(t, torch.nn.Parameter):
         raise not_captured(

@@ -268,7 +268,7 @@ class GraphOutputs:
         self.values += [grad for _, grad in found]
 
     def _refuse_made_leaves(self, recorder: Recorder) -> None:
-        """Raise CaptureError if the caller's backward would have to reach a leaf made in the step.
+        """Raises CaptureError if the caller's backward would have to reach a leaf made in the step.
 
         That is a returned leaf, or any if no input requires grad: results would not require grad.
         """
@@ -417,7 +417,7 @@ def _retains_gradient(made: torch.Tensor) -> bool:
 
 
 def _check_no_marks(made: torch.Tensor) -> None:
-    """Raise CaptureError if the step has set a hook or an attribute on a tensor that it made."""
+    """Raises CaptureError if the step has set a hook or an attribute on a tensor that it made."""
     given = [name for name in attributes_given_to(made) if name not in OF_FAKES]
     marks = [f"the attribute {name}" for name in given]
     if asks_gradient(made) and user_hooks_of(made):
@@ -480,7 +480,7 @@ def _select_outputs(
     inputs: GraphInputs,
     cleared: list[int],
 ) -> tuple[list[Output], list[tuple[fx.Node, Wire]]]:
-    """Drop outputs that are not needed; returns the others, and the admitted (node, wire) pairs.
+    """Drops outputs that are not needed; returns the others, and the admitted (node, wire) pairs.
 
     Args:
         given: the graph's inputs, by node.

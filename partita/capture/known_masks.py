@@ -337,7 +337,7 @@ class KnownNode:
         raise NotKnown
 
     def _collect(self) -> None:
-        """Order the nodes that the value depends on, operands first."""
+        """Orders the nodes that the value depends on, operands first."""
         done: set[fx.Node] = set()
         writes: dict[fx.Node, list[fx.Node]] = {}
         ahead = [(self._end, False)]
@@ -358,7 +358,7 @@ class KnownNode:
     def _refuse_later_writes(
         self, node: fx.Node, reader: fx.Node | None, writes: dict[fx.Node, list[fx.Node]]
     ) -> None:
-        """Raise NotKnown if the memory of `node` is written between it and its reader.
+        """Raises NotKnown if the memory of `node` is written between it and its reader.
 
         The write may go through a view, or through the base of a view, which the values here do not
         follow.

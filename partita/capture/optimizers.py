@@ -86,7 +86,7 @@ def _lay_out_states(optimizer: Optimizer) -> None:
 
 
 def _check_state_is_apart(optimizer: Optimizer) -> None:
-    """Raise CaptureError if two parameters have one tensor in their state.
+    """Raises CaptureError if two parameters have one tensor in their state.
 
     A captured update goes operation by operation over all parameters, as foreach kernels do; eager
     may go parameter by parameter. Both agree if parameters share no state.
@@ -145,7 +145,7 @@ def _steps_under_mode() -> CaptureError:
 
 
 def _make_state(optimizer: Optimizer, only_with_gradient: bool = False) -> MadeState:
-    """Make the state of parameters, or of those with a gradient, as their first step would."""
+    """Makes the state of parameters, or of those with a gradient, as their first step would."""
     found: MadeState = []
     make: Any = getattr(optimizer, "_init_group", None)
     lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
@@ -179,7 +179,7 @@ def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dic
 
 
 def _make_momentum(optimizer: Optimizer) -> MadeState:
-    """Give SGD momentum buffers of zeros, to which its first step adds the first gradient.
+    """Gives SGD momentum buffers of zeros, to which its first step adds the first gradient.
 
     Groups with dampening get none, because dampening does not apply to the first gradient.
     """
@@ -361,7 +361,7 @@ class CapturedOptimizers:
         return {key: stand_in_for(value, key) for key, value in group.items()}
 
     def _set_up_groups(self, optimizer: Optimizer) -> None:
-        """Set an optimizer's options (such as `foreach`) for capture, until `_restore_settings`."""
+        """Sets an optimizer's options (like `foreach`) for capture, until `_restore_settings`."""
         for group in optimizer.param_groups:
             own = {name: group[name] for name in _CAPTURED if name in group}
             self._settings.append((group, own))
@@ -477,7 +477,7 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
 
 
 def _exchange_operands(node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> None:
-    """Replace the operands of a node that are keys of `of` by their values in `of`."""
+    """Replaces the operands of a node that are keys of `of` by their values in `of`."""
     # All at once, because each replacement of one operand copies all operands of the call.
     if not of.keys().isdisjoint(node.all_input_nodes):
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: of.get(n, n))

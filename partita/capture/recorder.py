@@ -169,7 +169,7 @@ def _other_settings() -> CaptureError:
 
 
 def _refuse_overlaps(written: Sequence[torch.Tensor], operands: Sequence[Any]) -> None:
-    """Raise torch's error if an operand overlaps a written tensor. Fake kernels do not check."""
+    """Raises torch's error if an operand overlaps a written tensor. Fake kernels do not check."""
     tensors = [t for t in operands if isinstance(t, torch.Tensor)]
     with local_ops():
         reads = [t for t in tensors if t.layout is torch.strided]  # a sparse one has no storage
@@ -309,7 +309,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             return call(count, *args, **kwargs)
 
     def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Give each tensor whose shape or storage a call will change its own node."""
+        """Gives each tensor whose shape or storage a call will change its own node."""
         for written in tensors_written(func, args, kwargs):
             if known_node_of(written) in self._repeated.shared:
                 self.add_alias(written)
@@ -500,7 +500,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         self._note_new_nodes()
 
     def _note_new_nodes(self) -> None:
-        """Give a note to new nodes that have none: arithmetic of numbers, which calls no op."""
+        """Gives a note to new nodes that have none: arithmetic of numbers, which calls no op."""
         for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
                 self._note_nodes([node], unprofiled(self._make_note))

@@ -210,7 +210,7 @@ def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
 
 
 def _refuse_new_state(outputs: GraphOutputs) -> None:
-    """Raise CaptureError if the step has made optimizer state that did not exist before."""
+    """Raises CaptureError if the step has made optimizer state that did not exist before."""
     for output in outputs.all:
         slot = output.slot
         if slot is None or not isinstance(slot.home, ParamState):
@@ -224,7 +224,7 @@ def _refuse_new_state(outputs: GraphOutputs) -> None:
 
 
 def _check_leaf(leaf: Any, name: str) -> None:
-    """Raise CaptureError if a leaf is neither a tensor nor a number."""
+    """Raises CaptureError if a leaf is neither a tensor nor a number."""
     if leaf is not None and not isinstance(leaf, (torch.Tensor, bool, int, float)):
         raise not_captured(
             f"{name} is a {type(leaf).__name__}",
@@ -517,7 +517,7 @@ class Tracer:
 def _noting_blocks(
     choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
 ) -> Iterator[None]:
-    """Record for the nodes that fx's `tracer` makes which block (module) was running."""
+    """Records for the nodes that fx's `tracer` makes which block (module) was running."""
     blocks, usual = choice.find(models), tracer.call_module
 
     def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -535,12 +535,12 @@ def _noting_blocks(
 
 
 def _keep_dead_code(graph: fx.Graph) -> None:
-    """Make `make_fx` skip its search for dead code, which takes a fortieth of a capture's time."""
+    """Makes `make_fx` skip its search for dead code, which takes a fortieth of a capture's time."""
     graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 def _drop_unused_numbers(graph: fx.Graph) -> None:
-    """Erase numbers that are computed from numbers alone, and that nothing uses."""
+    """Erases numbers that are computed from numbers alone, and that nothing uses."""
     for node in reversed(graph.nodes):
         is_dead = not node.users and is_symbolic(node.meta.get("val")) and node.op != "placeholder"
         if is_dead and all(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes):
@@ -551,7 +551,7 @@ def _drop_unused_numbers(graph: fx.Graph) -> None:
 
 
 def _check_constants(graph: fx.Graph) -> None:
-    """Raise CaptureError if a tensor that is not an input is a constant of the graph.
+    """Raises CaptureError if a tensor that is not an input is a constant of the graph.
 
     Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
     other tensor, but a proxy mode handles some calls of one-element tensors itself.
@@ -563,7 +563,7 @@ def _check_constants(graph: fx.Graph) -> None:
 
 
 def _check_operators(graph: fx.Graph) -> None:
-    """Raise CaptureError if the step calls a custom operator that may have other effects."""
+    """Raises CaptureError if the step calls a custom operator that may have other effects."""
     for node in graph.nodes:
         space = getattr(node.target, "namespace", "aten")
         if node.op != "call_function" or space in (*SPACES, "profiler"):

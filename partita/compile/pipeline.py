@@ -71,7 +71,7 @@ def make_program(request: CaptureRequest, options: StepOptions) -> CapturedProgr
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector inside the `with` block.
+    """Pauses Python's garbage collector inside the `with` block.
 
     A graph grows by thousands of nodes that all stay alive, and each collection visits all of them.
     That is a third of the time of a first step, and more for a deeper model.

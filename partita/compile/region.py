@@ -256,7 +256,7 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
 
 
 def _check_hooks(ctx: Any) -> None:
-    """Raise LayoutError if a hook would get an incomplete gradient (`hooks_miss_gradient`)."""
+    """Raises LayoutError if a hook would get an incomplete gradient (`hooks_miss_gradient`)."""
     for known in getattr(ctx, "hooks_miss_gradient", ()):
         result = known()
         if result is not None and (result.retains_grad or result._backward_hooks):
@@ -386,7 +386,7 @@ def _find_backward_calls(program: Program, given: dict[fx.Node, Input]) -> set[f
 
 
 def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
-    """Copy views, and casts of inputs, that backward reads from forward into backward."""
+    """Copies views, and casts of inputs, that backward reads from forward into backward."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy_view(node: fx.Node, before: fx.Node) -> fx.Node:

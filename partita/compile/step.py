@@ -258,7 +258,7 @@ class CompiledStep:
         return getattr(self.step, "__qualname__", None) or type(self.step).__name__
 
     def __reduce__(self) -> Any:
-        """Copy and pickle without programs: a copy of a module captures its own."""
+        """Copies and pickles without programs: a copy of a module captures its own."""
         return CompiledStep, (self.step, self._given, self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -420,7 +420,7 @@ class CompiledStep:
     # -- the program of a call, and its run --------------------------------------------------------
 
     def _run_program(self, found: Found, args: Any, kwargs: Any, watcher: Any = None) -> Any:
-        """Run the program of a call, and other programs while answers to branches on values differ.
+        """Runs the program of a call, and others while answers to branches on values differ.
 
         Args:
             watcher: an object that is notified of written tensors.
@@ -568,7 +568,7 @@ class CompiledStep:
     def _capture_call(
         self, signature: Any, call: _StepCall, why: str, others: OtherAnswers | None
     ) -> Found:
-        """Capture a program for a call. Returns what `_find_program` returns.
+        """Captures a program for a call. Returns what `_find_program` returns.
 
         Args:
             why: the condition of kept programs that does not hold, or "".
@@ -605,7 +605,7 @@ class CompiledStep:
         return self._admit_program(program, tensors)
 
     def _refuse_call(self, signature: Any, error: CaptureError | StepRaises) -> RefusedCall:
-        """Store that calls of a signature could not be captured."""
+        """Stores that calls of a signature could not be captured."""
         if len(self._eager) >= _REFUSED_KEPT:
             self._eager.clear()
         before = self._eager.get(signature)
@@ -660,7 +660,7 @@ class CompiledStep:
         return ready, tensors
 
     def _barrier_before_capture(self, call: _StepCall, why: str) -> str:
-        """Wait until all ranks are about to capture; returns this rank's reason.
+        """Waits until all ranks are about to capture; returns this rank's reason.
 
         Raises:
             LayoutError: some ranks run a kept program, or do something else.
@@ -702,7 +702,7 @@ class CompiledStep:
         return compile_part(program)
 
     def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
-        """Compile a program by the backend; returns the function that runs its graph."""
+        """Compiles a program by the backend; returns the function that runs its graph."""
         # Compiled code finds process groups by name; other wires exist only in Python.
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from partita.graph.backend.inductor import build

@@ -203,7 +203,7 @@ class RewrittenBlock:
 
 
 def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
-    """Replace calls of blocks by calls of sections with collectives between them.
+    """Replaces calls of blocks by calls of sections with collectives between them.
 
     Collectives and waits become nodes of the step's graph, where later passes place them. The parts
     between two of them become sections. Forward and backward never share a section. All blocks are

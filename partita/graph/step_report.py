@@ -183,7 +183,7 @@ def _record_changes(captured: CapturedForms) -> tuple[Any, list[Change], list[in
 
 
 def _run_and_record(captured: CapturedForms) -> Iterator[tuple[Program, Change]]:
-    """Run the passes on a captured program; yields the program and the change after each pass."""
+    """Runs the passes on a captured program; yields the program and the change after each pass."""
     blocks: list[RewrittenBlock] = []
     quiet = partial(warnings.catch_warnings, action="ignore")  # passes warned at capture
     with quiet():

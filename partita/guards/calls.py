@@ -219,7 +219,7 @@ class Calls:
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
-        """Ignore the garbage collector's calls (finalizers, callbacks) inside the `with` block.
+        """Ignores the garbage collector's calls (finalizers, callbacks) inside the `with` block.
 
         It runs at any time, in whichever thread allocates, and is not part of the step.
         """
@@ -332,7 +332,7 @@ class Calls:
             _refuse(self._record, _DRAWS, f"numpy.random.{name}")
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
-        """Handle a C function that Python's library calls. Only calls made for the user matter."""
+        """Handles a C function that Python's library calls. Only calls made for the user matter."""
         if function.__name__ in _WHOLE_READS:  # as copies and pickles do
             self._record.read_all_attributes(function.__self__)
         name, is_setting = _name_of_external_function(function), _is_setting_of_c(function)
@@ -407,7 +407,7 @@ _PROCESS_OBJECTS = {
 
 
 def _read_process_object(record: PlaceRecord, frame: FrameType) -> None:
-    """Record which object a lookup function returns to the step, by calling it once more."""
+    """Records which object a lookup function returns to the step, by calling it once more."""
     function = frame.f_globals[frame.f_code.co_name]
     given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
     name = f"{_PROCESS_OBJECTS[frame.f_code]}({', '.join(map(repr, given))})"
@@ -435,7 +435,7 @@ def _is_setting_of_c(function: Any) -> bool:
 
 
 def _read_setting(record: PlaceRecord, name: str, function: Callable[[], Any]) -> None:
-    """Record the result of a function without arguments, if it is a plain value."""
+    """Records the result of a function without arguments, if it is a plain value."""
     with record.without_recording(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -447,7 +447,7 @@ def _read_setting(record: PlaceRecord, name: str, function: Callable[[], Any]) -
 
 
 def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
-    """Record an environment variable; all of them if `key` is None."""
+    """Records an environment variable; all of them if `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.without_recording():
         if key is None:

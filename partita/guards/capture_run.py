@@ -205,7 +205,7 @@ def capture_step(request: CaptureRequest) -> CapturedProgram:
 
 
 def _note_guards(error: LayoutError, run: CaptureRun) -> None:
-    """Attach to an error the guards of what the step had read until then."""
+    """Attaches to an error the guards of what the step had read until then."""
     if isinstance(error, CaptureError):
         error.guards = run.guards(refused=True)
 
@@ -220,7 +220,7 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
 
 
 def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
-    """Raise CaptureError if `other`, a second run, changes again what `run` has changed.
+    """Raises CaptureError if `other`, a second run, changes again what `run` has changed.
 
     A counter would change again, and a graph would not count. A cache, or a value that each call
     sets to the same, is written once.
@@ -236,7 +236,7 @@ def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
 
 
 def _attach_guards(run: CaptureRun, program: CapturedProgram) -> bool:
-    """Give a program its guards, made from the state before the step, and its writes.
+    """Gives a program its guards, made from the state before the step, and its writes.
 
     Returns:
         False if code may compare a traced float by `is`. Another run is needed, in which the float
@@ -340,7 +340,7 @@ class CaptureRun:
         return program
 
     def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
-        """Give `wanted` a function that computes the values that the step read, and raise it.
+        """Gives `wanted` a function that computes the values that the step read, and raises it.
 
         Returns without an error if the values depend on marks (`read_marks`): another run is then
         needed.
@@ -434,7 +434,7 @@ class CaptureRun:
     # -- the run -----------------------------------------------------------------------------------
 
     def _trace_step(self) -> list[Any]:
-        """Run the step and return the outputs of the graph."""
+        """Runs the step and returns the outputs of the graph."""
         recorder = self.tracer.recorder
         recorder.note_read = self._note_read
         recorder.follows_from_integers = partial(self._follows_from_data, only_integers=True)
@@ -581,7 +581,7 @@ class CaptureRun:
 
     @contextmanager
     def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
-        """Put symbolic floats into variables inside the `with` block; yields (slot, float)."""
+        """Puts symbolic floats into variables inside the `with` block; yields (slot, float)."""
         found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
         try:
             held = []
@@ -692,7 +692,7 @@ class CaptureRun:
             write.undo()
 
     def _collect_writes(self) -> None:
-        """Find what the step has written outside its slots: `writes`, and tensors in attributes.
+        """Finds what the step has written outside its slots: `writes`, and tensors in attributes.
 
         Raises:
             CaptureError: a call could not repeat the write.
@@ -737,7 +737,7 @@ class CaptureRun:
     # -- collecting results ------------------------------------------------------------------------
 
     def _collect_outputs(self, result: Any) -> None:
-        """Add to `outputs` the step's result, and the new values of slots and gradients."""
+        """Adds to `outputs` the step's result, and the new values of slots and gradients."""
         outputs = self.outputs
         leaves, structure = flatten_call(result, self._is_returned_as_itself)
         self._returns_unknown_tensor = any(map(_is_real, leaves))
@@ -777,7 +777,7 @@ def _must_be_kept(write: Write, known: set[int]) -> bool:
 
 
 def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
-    """Erase the calls that do not affect the values of `wanted`.
+    """Erases the calls that do not affect the values of `wanted`.
 
     A write through another view is missed, and erased. So the values are only guesses, which each
     run of the program checks.
@@ -795,9 +795,11 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
 
 
 def check_arguments(call: Any, record: ReadRecord) -> None:
-    """Raises CaptureError if the step may compare an argument with an object by `is`.
+    """Raises CaptureError if the step may see that capture rebuilds an argument.
 
-    Capture rebuilds containers and objects among the arguments, so the comparison would be wrong.
+    Containers and objects among the arguments are rebuilt. So the step must not
+    - compare one by identity: by `is` or `id`, or without its own `__eq__` by `==` or as a key
+    - write the items of one that it also reaches by a name
 
     Args:
         call: the arguments and keyword arguments.
@@ -827,7 +829,7 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
 
 
 def _check_named(made_anew: Sequence[Any], record: ReadRecord) -> None:
-    """Raise CaptureError if the step may write a container that is an argument and has a name."""
+    """Raises CaptureError if the step may write a container that is an argument and has a name."""
     given = {id(v): v for v in made_anew if has_type(v, (dict, list, collections.deque))}
     code = next(filter(writes_items, record.codes.values()), None) if given else None
     for value, name in record.values_reached() if code is not None else ():
@@ -842,7 +844,7 @@ def _check_named(made_anew: Sequence[Any], record: ReadRecord) -> None:
 
 
 def _check_keys(made_anew: Sequence[Any], record: ReadRecord) -> None:
-    """Raise CaptureError if a dictionary or set may have an argument as a key, by identity."""
+    """Raises CaptureError if a dictionary or set may have an argument as a key, by identity."""
     for container, name in record.values_reached() if made_anew else ():
         keyed = has_type(container, (dict, set, frozenset)) and count_items(container) <= HUGE
         for key in items_of(container)[0] or () if keyed else ():

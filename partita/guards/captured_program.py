@@ -166,7 +166,7 @@ class CapturedProgram(Program):
     def _give_own_memory(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None
     ) -> bool:
-        """Give new memory to inputs whose memory the step replaces, as by `x.data = y`.
+        """Gives new memory to inputs whose memory the step replaces, as by `x.data = y`.
 
         The graph writes into the memory that it finds, which tensors outside of the step may share.
 

@@ -415,7 +415,7 @@ class Guards:
         return moved
 
     def _choose_comparisons(self) -> None:
-        """Choose for each place, by its key, how `hold_by_identity` compares it."""
+        """Chooses for each place, by its key, how `hold_by_identity` compares it."""
         # Values that are new objects in each call are compared by type or content.
         self._typed: list[tuple[int, type]] = []
         self._answers: list[int] = []
@@ -439,7 +439,7 @@ class Guards:
     def _expect_objects(
         self, found: Mapping[int, PlaceContent], walk: ContentWalk, moving: set[int]
     ) -> None:
-        """Store the current objects, for `hold_by_identity`.
+        """Stores the current objects, for `hold_by_identity`.
 
         Args:
             found: the contents of the places that `walk` has compared.

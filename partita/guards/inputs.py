@@ -451,7 +451,7 @@ class _Search:
     def _search_attributes(
         self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
     ) -> None:
-        """Search the attributes of an object for which `wanted(name, value)` is True."""
+        """Searches the attributes of an object for which `wanted(name, value)` is True."""
         is_class = has_type(owner, type)  # its `__dict__` is a new view each time, and read-only
         held = dict_of(owner) if is_class else self._note_dict(owner)
         home = Members(owner) if is_class else held
@@ -529,7 +529,7 @@ class _Search:
             self._search_holder(name, value)
 
     def _groups(self, name: str, optimizer: Optimizer) -> None:
-        """Search the groups of an optimizer, for parameters and for settings that are tensors.
+        """Searches the groups of an optimizer, for parameters and for settings that are tensors.
 
         `load_state_dict` replaces the dictionaries of all groups. The defaults have the same
         settings.
@@ -557,7 +557,7 @@ class _Search:
                     self.value(at, v, self._slot(at, "value", defaults, key))
 
     def _search_holder(self, name: str, value: Any) -> None:
-        """Search the attributes of a user's object for tensors, modules and floats."""
+        """Searches the attributes of a user's object for tensors, modules and floats."""
         package = type(value).__module__.split(".")[0]
         if has_type(value, (type, types.ModuleType)):
             return

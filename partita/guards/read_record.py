@@ -368,7 +368,7 @@ class ReadRecord(PlaceRecord):
             self._read_by_library = before
 
     def _read_of_module(self, module: types.ModuleType, name: str) -> None:
-        """Record that an attribute of a user's module is read."""
+        """Records that an attribute of a user's module is read."""
         held, called = dict_of(module), self._modules[id(module)][1]
         key = held.get("__name__")
         if self._finds_modules and sys.modules.get(key) is module:
@@ -394,7 +394,7 @@ class ReadRecord(PlaceRecord):
                 self._read_module_unseen(module, name)
 
     def _read_module_unseen(self, module: types.ModuleType, name: str) -> None:
-        """Record all names of a module, because code may read them past `__getattribute__`."""
+        """Records all names of a module, because code may read them past `__getattribute__`."""
         with self.reaching_by_name():
             _read_all_names(self, module, name)
 
@@ -596,7 +596,7 @@ class ReadRecord(PlaceRecord):
                 self.reach_value(v, f"{name}.{key}")
 
     def _reach_by_names(self, value: Any, name: str) -> None:
-        """Record the attributes of an object by the names that code may read.
+        """Records the attributes of an object by the names that code may read.
 
         partita's own objects are skipped, because no step reads them.
         """
@@ -665,7 +665,7 @@ class ReadRecord(PlaceRecord):
                             self._by_operators[id(f.__code__)] = (base, key)
 
     def _reach_method(self, f: types.FunctionType, name: str) -> None:
-        """Record a method. Its own attributes are recorded only if it is read itself."""
+        """Records a method. Its own attributes are recorded only if it is read itself."""
         before, self._reads_methods = self._reads_methods, True
         try:
             self.reach_value(f, name)
@@ -673,14 +673,14 @@ class ReadRecord(PlaceRecord):
             self._reads_methods = before
 
     def _reach_layer(self, kind: type) -> None:
-        """Record functions that a torch layer's class calls: the user may replace them."""
+        """Records functions that a torch layer's class calls: the user may replace them."""
         self._codes_of_functions.add(id(kind))
         for f in list(vars(kind).values()):
             if isinstance(f, types.FunctionType):
                 self._read_libraries(f.__code__, {"F": f.__globals__.get("F")})
 
     def _reach_cached_function(self, f: Any, name: str) -> None:
-        """Record at once what an `lru_cache` function reads: a call may return a cached result."""
+        """Records at once what an `lru_cache` function reads: a call may return a cached result."""
         self.reach_value(f, name)
         for waiting in self._waiting.pop(id(getattr(f, "__code__", None)), ()):
             self._enter_function(*waiting)
@@ -802,7 +802,7 @@ class ReadRecord(PlaceRecord):
             self._read_namespace(space, name, new)
 
     def _describe(self, value: Any, name: str) -> None:
-        """Record special attributes of a function or class if code names them, now or later."""
+        """Records special attributes of a function or class if code names them, now or later."""
         if id(value) not in self._described:
             self._described[id(value)] = value, name
             self._read_special(value, name, self._names_asked)
@@ -834,7 +834,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_special_attribute(f"default of {f.__name__}", f, key))
 
     def _read_builtin(self, name: str, variables: dict[str, Any]) -> None:
-        """Record a builtin: Python's own, or one that the user has added."""
+        """Records a builtin: Python's own, or one that the user has added."""
         held = variables.get("__builtins__", builtins)
         held = held if isinstance(held, dict) else vars(held)
         value = held.get(name, MISSING)
@@ -844,7 +844,7 @@ class ReadRecord(PlaceRecord):
     # -- by name -----------------------------------------------------------------------------------
 
     def _read_libraries(self, code: CodeType, variables: dict[str, Any]) -> None:
-        """Record the attributes of library modules that code reads, which the user may replace."""
+        """Records the attributes of library modules that code reads, which the user may replace."""
         for root, *names in dotted_names(code):
             value: Any = variables.get(root)
             called = root
@@ -862,7 +862,7 @@ class ReadRecord(PlaceRecord):
                     _read_registry(self, value, called)
 
     def _read_bases(self, kind: type) -> None:
-        """Record what `super()` may find: attributes of a base that another class overrides."""
+        """Records what `super()` may find: attributes of a base that another class overrides."""
         for base in kind.__mro__[1:]:
             if is_user_module(base.__module__):
                 for key in sorted(self._super_names & vars(base).keys()):
@@ -892,7 +892,7 @@ class ReadRecord(PlaceRecord):
                     self.read_place(Place(f"{name}.{key}", held, key), value, shallow=of_library)
 
     def _read_whole_namespace(self, space: Any, name: str) -> None:
-        """Record all variables of a function, a class or an object."""
+        """Records all variables of a function, a class or an object."""
         if has_type(space, type):
             users = [base for base in space.__mro__ if is_user_module(base.__module__)]
             self._read_namespace(space, name, {*itertools.chain(*map(vars, users))})
@@ -900,14 +900,14 @@ class ReadRecord(PlaceRecord):
             self._read_namespace(space, name, {*(dict_of(space) or ())})
 
     def _ask_all_names(self) -> None:
-        """Record all names from now on, because code may read any of them."""
+        """Records all names from now on, because code may read any of them."""
         if not self._all_names_asked:
             self._all_names_asked = True
             for space, name in list(self._namespaces.values()):
                 self._read_whole_namespace(space, name)
 
     def _read_objects_unseen(self) -> None:
-        """Record attributes by name, because code reads past the `__getattribute__` of classes."""
+        """Records attributes by name, because code reads past the `__getattribute__` of classes."""
         if not self._reads_unseen:
             self._reads_unseen = True
             for known in list(self._objects.values()):
@@ -944,7 +944,7 @@ def _is_users(value: Any) -> bool:
 
 
 def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
-    """Record the items of a container, and its keys."""
+    """Records the items of a container, and its keys."""
     record.snapshots.snapshot_container(value, name)
     if has_type(value, functools.partial):
         record.snapshots.snapshot_namespace(value, name)
@@ -966,14 +966,14 @@ def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
 
 
 def _read_factory(record: ReadRecord, value: collections.defaultdict[Any, Any], name: str) -> None:
-    """Record the `default_factory` of a defaultdict."""
+    """Records the `default_factory` of a defaultdict."""
     at = value, "default_factory"
     get, put = functools.partial(getattr, *at), functools.partial(setattr, *at)
     record.read_place(Place(f"{name}.default_factory", value, at[1:], get, put))
 
 
 def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
-    """Record a huge container by its entries; warn if an entry may change in place."""
+    """Records a huge container by its entries; warns if an entry may change in place."""
     record.huge[id(value)] = value
     keys, values = items_of(value)
     inner = next((v for v in (values or keys or ()) if not is_deeply_immutable(v)), None)
@@ -987,7 +987,7 @@ def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
 
 
 def _reach_local(record: ReadRecord, value: threading.local, name: str) -> None:
-    """Record this thread's attributes of a `threading.local`, and which thread it is."""
+    """Records this thread's attributes of a `threading.local`, and which thread it is."""
     record.read_place(Place("the thread", value, "thread", threading.current_thread), shallow=True)
     record.read_place(Place(name, value, "__dict__", lambda: value.__dict__))
     record.snapshots.snapshot_object(value, name)
@@ -1024,7 +1024,7 @@ def _names_in_c(kind: type) -> frozenset[str]:
 
 
 def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
-    """Record all names in a class, a module or a function, and that there are no others."""
+    """Records all names in a class, a module or a function, and that there are no others."""
     special: list[str] = []
     if has_type(space, type):
         if not is_user_module(space.__module__):
@@ -1065,7 +1065,7 @@ def _names_in_space(space: Any) -> tuple[Any, ...]:
 
 
 def _read_modules(record: ReadRecord, code: CodeType) -> None:
-    """Record a read of `sys.modules`: the modules that code names as strings, or all names."""
+    """Records a read of `sys.modules`: the modules that code names as strings, or all names."""
     spelled = [name for name in strings_of(code) if name.replace(".", "_").isidentifier()]
     for key in sorted(spelled):
         _read_module(record, key)
@@ -1077,13 +1077,13 @@ def _read_modules(record: ReadRecord, code: CodeType) -> None:
 
 
 def _read_module(record: ReadRecord, key: str) -> None:
-    """Record whether a module is imported, not what is in it."""
+    """Records whether a module is imported, not what is in it."""
     get = functools.partial(sys.modules.get, key)
     record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), shallow=True)
 
 
 def _read_registry(record: ReadRecord, kind: Any, name: str) -> None:
-    """Record which classes are registered as subclasses of `kind`, if it is an abstract class."""
+    """Records which classes are registered as subclasses of `kind`, if it is an abstract class."""
     if isinstance(kind, abc.ABCMeta) and not kind.__module__.startswith("torch"):
         known: list[Any] = [None, None]  # the token, which changes at any registration
 

@@ -218,7 +218,7 @@ class CaptureHistory:
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
-        """Warn about values that differ in each call.
+        """Warns about values that differ in each call.
 
         These may be Python values, int arguments, and floats that are read as numbers.
         """

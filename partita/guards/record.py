@@ -598,7 +598,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _reorder_keys(container: Any, keys: list[Any]) -> None:
-    """Put the items of a dictionary in the order of `keys`."""
+    """Puts the items of a dictionary in the order of `keys`."""
     base, held = base_of_container(container), _copy(container)
     for key in keys:
         base.pop(container, key, None)

@@ -772,7 +772,7 @@ def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Calla
 
 
 def _write_attribute(owner: Any, key: str, value: Any) -> None:
-    """Set an attribute of an object or class; delete it if `value` is MISSING."""
+    """Sets an attribute of an object or class; deletes it if `value` is MISSING."""
     if value is not MISSING:
         setattr(owner, key, value)
     elif key in dict_of(owner):

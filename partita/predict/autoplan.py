@@ -559,7 +559,7 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Returns a lower bound of a step's seconds: of computing, or of sending over one axis.
+    """Returns a lower bound of a step's seconds: the longer of computing and sending over an axis.
 
     A rank must compute its part of the model's matrix products. Over dp, each gradient is summed
     once per step. Stage 3 also gathers each weight once per micro-batch. Over tp, each block sums
@@ -694,7 +694,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> float:
 
 @contextmanager
 def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[None]:
-    """Count what the module does inside the `with` block into `needs`."""
+    """Counts what the module does inside the `with` block into `needs`."""
     own = {id(p) for p in module.parameters()}
     seen: dict[int, Tensor] = {}
 

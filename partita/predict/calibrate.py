@@ -198,7 +198,7 @@ def _fit_collectives(
 def _fit_lines(
     points: Mapping[int, Sequence[tuple[float, float]]],
 ) -> tuple[float, dict[int, float]]:
-    """Fit parallel lines to several sets of points. Returns the slope, and each intercept.
+    """Fits parallel lines to several sets of points. Returns the slope, and each intercept.
 
     No intercept is negative: if one would be, the slope is that of a line through 0.
     """
@@ -281,7 +281,7 @@ def _run_pass(
     found: list[list[tuple[float, float]]],
     met: list[dict[str, Any]],
 ) -> float:
-    """Run all calls and all collectives once; return the seconds of the pass.
+    """Runs all calls and all collectives once; returns the seconds of the pass.
 
     For each call `found` gets its processor time and its elapsed time.
     """

@@ -88,7 +88,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _check_function(fn: Any) -> None:
-    """Raise LayoutError if `fn` cannot be called, or if calling it runs nothing."""
+    """Raises LayoutError if `fn` cannot be called, or if calling it runs nothing."""
     if not callable(fn):
         fact = f"fn is {describe_value(fn)}, which cannot be called"
         raise make_refusal(fact, "pt.explain(F.linear, x, weight)", "pt.explain(model, x)")
@@ -101,7 +101,7 @@ def _check_function(fn: Any) -> None:
 
 
 def _check_operands(given: Any) -> None:
-    """Raise LayoutError if an argument is an iterator, which can be read only once."""
+    """Raises LayoutError if an argument is an iterator, which can be read only once."""
     for value in pytree.tree_leaves(given):
         if isinstance(value, Iterator):
             raise make_refusal(

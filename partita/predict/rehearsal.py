@@ -518,7 +518,7 @@ class _EagerFakes(LocalFakes):
 
 @contextmanager
 def _errors_explained() -> Iterator[None]:
-    """Explain torch's errors about fake tensors that occur inside the `with` block."""
+    """Explains torch's errors about fake tensors that occur inside the `with` block."""
     try:
         yield
     except VALUE_READ_ERRORS as error:

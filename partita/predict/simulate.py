@@ -135,7 +135,7 @@ def simulate(
 def _check_arguments(
     step_or_model: Any, args: Any, strategy: Any, tokens: Any, is_named: bool
 ) -> None:
-    """Raise StrategyError for arguments of a wrong type, and for those without effect."""
+    """Raises StrategyError for arguments of a wrong type, and for those without effect."""
     what = step_or_model
     is_step = callable(what) and not isinstance(what, type)
     allowed = "a step, a module, the name of a model or a ModelShape"
@@ -162,7 +162,7 @@ def _check_arguments(
 
 
 def _check_call(step: Any, args: Sequence[Any]) -> None:
-    """Raise StrategyError where a step does not take these arguments."""
+    """Raises StrategyError where a step does not take these arguments."""
     if _runs_last_program(step, args):
         return
     fn = _function_of_step(step)
@@ -336,7 +336,7 @@ def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
 def _check_mesh(
     program: Program, reached: Sequence[Wire], sizes: Mapping[str, int], mesh: Any
 ) -> None:
-    """Raise StrategyError if a step's tensors are on another mesh than the given one.
+    """Raises StrategyError if a step's tensors are on another mesh than the given one.
 
     They may be on sub-meshes of the given mesh. If only sizes are given, sub-meshes cannot be
     recognized; then the step must use each axis.

@@ -285,7 +285,7 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 
 def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
-    """Raise StrategyError for sizes that do not divide, and options without effect."""
+    """Raises StrategyError for sizes that do not divide, and options without effect."""
     for name, size in mesh.items():
         is_known = name in ("dp", "tp")
         refuse_if(not is_known, f"{name}={size} is not an axis of a named model: dp=N, tp=N")
@@ -306,7 +306,7 @@ def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) ->
 
 
 def _check_effects(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
-    """Raise StrategyError for options of a strategy that have no effect on this mesh."""
+    """Raises StrategyError for options of a strategy that have no effect on this mesh."""
     axes = ",".join(f"{name}={size}" for name, size in mesh.items())
     said = f"zero={of.zero} has no effect: ZeRO spreads over dp, and the mesh is {axes}"
     refuse_if(of.zero in (1, 2) and "dp" not in mesh, said)

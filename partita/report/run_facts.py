@@ -164,7 +164,7 @@ It raises ValueError if the value is wrong."""
 
 
 def _check_event(event: Any, facts: dict[str, Any]) -> None:
-    """Raise ValueError if an event lacks something that a report shows.
+    """Raises ValueError if an event lacks something that a report shows.
 
     Events that no report shows, and additional fields, are ignored.
     """

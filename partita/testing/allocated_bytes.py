@@ -74,7 +74,7 @@ def counts_of(step: Callable[[], Any]) -> int:
 
 @contextmanager
 def _waiting_long() -> Iterator[None]:
-    """Make functions called "wait" that are written in C take longer inside the `with` block."""
+    """Makes functions called "wait" that are written in C take longer inside the `with` block."""
 
     def seen(frame: Any, event: str, function: Any) -> None:
         if event != "c_return":

@@ -37,7 +37,7 @@ Case = tuple[str, int, str]
 def _serve_cases(
     end: Connection, rank: int, store: str, axes: Axes, inprocess: bool, samples: int
 ) -> None:
-    """Run cases until the pipe closes.
+    """Runs cases until the pipe closes.
 
     `(op, -1, "")` requests how many samples an op has, and how many one device refused. The result
     is a text if the op is not in the sweep.

@@ -293,7 +293,7 @@ def _delete_stale_libraries(folder: Path, marker: Path) -> None:
 
 
 def _delete_incomplete(folder: Path, marker: Path) -> None:
-    """Delete the half-written libraries that are not older than the marker."""
+    """Deletes the half-written libraries that are not older than the marker."""
     with suppress(OSError):
         begin = marker.stat().st_mtime
         for library in folder.glob("*/*.so"):

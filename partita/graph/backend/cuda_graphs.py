@@ -227,7 +227,7 @@ class HostSplit:
         return copy_node(self._graph, node, self._values.__getitem__)
 
     def _add_widened(self, node: fx.Node) -> fx.Node:
-        """Add a half-precision call that reads a number, computed in float32 and then rounded.
+        """Adds a half-precision call that reads a number, computed in float32 and then rounded.
 
         A kernel computes in float32 by itself if the number is on the host. But a number on the
         device would first be rounded to half precision: a rate of 0.001 by 0.2 %.

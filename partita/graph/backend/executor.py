@@ -66,7 +66,7 @@ def make_graph_function(
 
 
 def _note_place(error: BaseException, nodes: Mapping[CodeType, Sequence[fx.Node]]) -> None:
-    """Add a note of where an error comes from, and clear the values that the code held."""
+    """Adds a note of where an error comes from, and clears the values that the code held."""
     frames = walk_tb(error.__traceback__)
     found = [(frame, line) for frame, line in frames if frame.f_code in nodes]
     for frame, line in found[-1:]:  # within a section, if one was called

@@ -129,7 +129,7 @@ def _build_sections(
     wires: Sequence[Wire],
     note_section: NoteSection,
 ) -> Built:
-    """Build each different section as a program of its own, and the code that calls them."""
+    """Builds each different section as a program of its own, and the code that calls them."""
     wanted = []
     for i, section in enumerate(cut.different):
         what = f"{facts['what']}, section {i + 1} of {len(cut.different)}"
@@ -196,7 +196,7 @@ def build_together(
 def _compile_all(
     programs: Iterable[_BuildRequest], note: Callable[[_BuildRequest], None] = lambda program: None
 ) -> None:
-    """Compile the programs that are missing: first lower all, then wait for all their kernels."""
+    """Compiles the missing programs: first lowers all, then waits for all their kernels."""
     missing = [program for program in programs if program.is_missing]
     with KernelCompiler() as kernels:
         for program in missing:
@@ -227,7 +227,7 @@ def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
 
 
 def _raise_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> None:
-    """Raise the same LayoutError on all ranks if any rank has failed."""
+    """Raises the same LayoutError on all ranks if any rank has failed."""
     error = next((program.error for program in wanted if program.error is not None), None)
     text = ""
     if error is not None:
@@ -742,7 +742,7 @@ def _runs_by_itself(saved: bytes) -> bool:
 
 
 def _keep_compiler_away(stack: ExitStack) -> list[Any]:
-    """Make results load without an import of the compiler, until `stack` is closed.
+    """Makes results load without an import of the compiler, until `stack` is closed.
 
     Returns a list to which each loaded `CompiledFxGraph` is added. Results with Triton kernels need
     the compiler anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.

@@ -211,7 +211,7 @@ def lowering_buckets() -> Iterator[None]:
 
 @register_lowering(all_gather_pieces, type_promotion_kind=None)
 def _lower_all_gather_pieces(x: TensorBox, *given: Any) -> TensorBox:
-    """Lower partita's collective like torch's: the operand is kept until the wait for it."""
+    """Lowers partita's collective like torch's: the operand is kept until the wait for it."""
     begun: Any = _CollectiveKernel.create_out_of_place(all_gather_pieces, x, *given)
     return TensorBox.create(begun)
 

@@ -235,7 +235,7 @@ class _GraphCutter:
     # -- the outer graph ---------------------------------------------------------------------------
 
     def _have_operands(self, node: fx.Node) -> None:
-        """Add to the outer graph the views that a call of the outer graph reads."""
+        """Adds to the outer graph the views that a call of the outer graph reads."""
         for read in node.all_input_nodes:
             self._ensure_value(read)
 
@@ -246,14 +246,14 @@ class _GraphCutter:
             self._values[node] = _copy_with_note(self._outer, node, self._values)
 
     def _check_owned(self, outputs: Sequence[fx.Node]) -> None:
-        """Raise UnsureOfSections if a part returns a view of an input or of another result."""
+        """Raises UnsureOfSections if a part returns a view of an input or of another result."""
         shown = [s for node in outputs for s in self.storages.of[node]]
         parts = {self.of.get(self.storages.maker[s]) for s in shown}
         if len(set(shown)) < len(shown) or not parts <= {self.of[n] for n in outputs}:
             raise UnsureOfSections
 
     def _call_section(self, part: Sequence[fx.Node]) -> None:
-        """Add a call of the section that equals a part to the outer graph."""
+        """Adds a call of the section that equals a part to the outer graph."""
         made = _SectionGraph(self, part)
         if not made.has_effect_or_value:
             return

@@ -318,7 +318,7 @@ class Untrusted(Exception):
 
 
 def _open_trusted(path: Path) -> BinaryIO:
-    """Open a file for reading, in a folder that `check_folder` has passed.
+    """Opens a file for reading, in a folder that `check_folder` has passed.
 
     Raises:
         Untrusted: it is not a regular file, or others could have written it.

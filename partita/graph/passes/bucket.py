@@ -78,7 +78,7 @@ def bucket(program: Program) -> str:
 
 
 def _reduce_where_ready(graph: fx.Graph) -> None:
-    """Move reductions of an optimizer's step to where backward makes their operands."""
+    """Moves reductions of an optimizer's step to where backward makes their operands."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -103,7 +103,7 @@ def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
 
 
 def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
-    """Split members into parts that can be one collective: none needs the result of another.
+    """Splits members into parts that can be one collective: none needs the result of another.
 
     Joined gathers run in the place of the first, joined reductions in the place of the last.
     Collectives of an optimizer's step are cut into parts of `least` bytes.
@@ -118,7 +118,7 @@ def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
 
 
 def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
-    """Split members, in order, into parts of at least `least` bytes each, but for the last."""
+    """Splits members, in order, into parts of at least `least` bytes each, but for the last."""
     parts, size = list[list[fx.Node]](), least
     for node in members:
         if size >= least:
@@ -132,7 +132,7 @@ def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
 def _split_where(
     members: Iterable[fx.Node], joins: Callable[[fx.Node, list[fx.Node]], bool]
 ) -> list[list[fx.Node]]:
-    """Split members, in order, into parts; `joins(member, part)` extends the last part."""
+    """Splits members, in order, into parts; `joins(member, part)` extends the last part."""
     parts: list[list[fx.Node]] = []
     for node in members:
         if parts and joins(node, parts[-1]):
@@ -287,7 +287,7 @@ def _replace_members(
     dim: int,
     shown: Iterable[tuple[fx.Node, list[int] | None]],
 ) -> list[fx.Node]:
-    """Make the nodes that wait for `members` read pieces of a joint result. Returns the pieces.
+    """Makes the nodes that wait for `members` read pieces of a joint result. Returns the pieces.
 
     Args:
         dim: the dimension along which the pieces are in `whole`, end to end.
@@ -314,7 +314,7 @@ def _replace_members(
 
 
 def _sink_users(pieces: list[fx.Node]) -> None:
-    """Move nodes that read the pieces after the last piece, and keep their order."""
+    """Moves nodes that read the pieces after the last piece, and keeps their order."""
     behind = pieces[-1]
     for node in sorted(_find_dependents(pieces, behind)):
         behind.append(node)

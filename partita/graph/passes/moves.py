@@ -188,7 +188,7 @@ def merge_views(program: Program) -> str:
 
 
 def _try_show(shown: fx.Node, node: fx.Node) -> bool:
-    """Give the view `shown` the shape of its view `node`, unless strides would then differ.
+    """Gives the view `shown` the shape of its view `node`, unless strides would then differ.
 
     `shown` keeps its place in the graph, because it may be a copy, after which its operand is
     freed.

@@ -163,7 +163,7 @@ def _begin_early(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
-    """Move the wait for a collective to where the next one of its kind begins.
+    """Moves the wait for a collective to where the next one of its kind begins.
 
     Then move waits for reductions of an optimizer's step to after backward, the last one first,
     because its result has the shortest life.
@@ -187,7 +187,7 @@ def _wait_late(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
-    """Wait for the user's own collectives where a computation first reads their results.
+    """Waits for the user's own collectives where a computation first reads their results.
 
     Small ones that few calls make from inputs begin with the step: then only latency is left.
     """
@@ -206,7 +206,7 @@ def _carry_beside(order: _Order, limit: float) -> Iterable[bool]:
 
 
 def _try_with_step(order: _Order, wait: fx.Node, inputs: fx.Node, limit: float) -> bool:
-    """Begin a collective right behind the inputs, if few calls make its operand of them."""
+    """Begins a collective right behind the inputs, if few calls make its operand of them."""
     made: set[fx.Node] = set()
     waiting = [wait.args[0]]
     while waiting and len(made) <= _FEW:

@@ -125,7 +125,7 @@ def record_changes(program: Program) -> Iterator[Change]:
 
 
 def _run_one_by_one(program: Program) -> Iterator[tuple[str, Pass, str]]:
-    """Run the passes. After each, yield its name, itself, and its report of what it did."""
+    """Runs the passes. After each, yields its name, itself, and its report of what it did."""
     contract_of_graph = PassContract.of_program(program)
     each, last = verifies_each_pass(), ""
     for name, change in order_passes(program.options).items():
@@ -239,7 +239,7 @@ def _describe_value(node: Any) -> str:
 
 
 def _recompute_metadata(program: Program, name: str) -> None:
-    """Complete the metadata of nodes after a user's pass: fake values and notes.
+    """Completes the metadata of nodes after a user's pass: fake values and notes.
 
     Args:
         name: the name of the pass that has run.

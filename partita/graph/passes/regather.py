@@ -91,7 +91,7 @@ def _gather_again(graph: fx.Graph, parameter: GatheredParameter, users: list[fx.
 
 
 def _sink_to_first_use(parameter: GatheredParameter, first: fx.Node) -> None:
-    """Move the gather to right before its first use, however early its block was entered."""
+    """Moves the gather to right before its first use, however early its block was entered."""
     moved = [*_from_shard(parameter.gather), *parameter.chain]
     together = set(parameter.chain)
     for node in reversed(moved):

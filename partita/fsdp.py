@@ -324,7 +324,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """No effect: partita reduces the gradients of one block at a time."""
+        """No effect: partita limits the running reductions to one block, and much smaller ones."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

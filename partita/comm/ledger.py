@@ -390,7 +390,9 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Sends a message that this rank leaves its `check_ranks()` block: do not wait for it.
+        """Compares `text` with the other ranks when this rank leaves its `check_ranks()` block.
+
+        Ranks that are still in theirs raise an error, instead of waiting for this rank.
 
         Args:
             text: what this rank does, for the error of the others.

@@ -357,7 +357,7 @@ def patch_state_dicts(tensors: Any) -> None:
             `empty_like(x)`: CPU memory for a copy.
             `copy_on_cpu(x)`: a copy of this rank's piece.
             `give_memory(model, names)`: allocates a model's DTensors that are on the meta device.
-            `names` are those in the state dict; None on ranks that do not know them.
+            (`names` are those in the state dict; None on ranks that do not know them.)
     """
     after_import(_STATE_DICT_UTILS, lambda module: _patch_state_dict_utils(module, tensors))
     after_import(_STATE_DICT, lambda module: _patch_state_dict_module(module, tensors))

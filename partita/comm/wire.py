@@ -314,9 +314,9 @@ class Wire(Transport):
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The global ranks for which a collective may have to wait; [] if none can hang.
+        """The global ranks that a collective waits for, if it could hang.
 
-        Simulated ranks cannot hang.
+        [] for simulated ranks, which cannot hang.
         """
         return []
 

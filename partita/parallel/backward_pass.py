@@ -54,9 +54,9 @@ class BackwardPass:
         groups: the blocks that the pass has gathered, as keys in this order.
         came: the number of calls whose gradients have arrived, by (forward, block) or (forward,
             parameter with hooks). A block has an entry from the beginning of its backward.
-        complete: parameters with hooks whose gradient is complete, although their block's backward
+        complete: parameters that have hooks and a complete gradient, while their block's backward
             has not ended.
-        nested: parameters with hooks to whose gradient a nested pass has added.
+        nested: parameters that have hooks, if a nested pass has added to their gradient.
         held: gradients of blocks whose other calls have not arrived. The keys are the forward, and
             then the block and the index of the flat buffer.
         kept: the parameters whose gradient in this pass was added to one that `no_sync` keeps.

@@ -1106,9 +1106,9 @@ class ZeroState(ShardedState):
     ) -> dict[DTensor, torch.Tensor]:
         """Waits for the reductions of this backward pass, and returns their results.
 
-        It also reduces gradients of blocks with calls that backward did not reach. Outside of
-        `no_sync` it reduces gradients that were kept. Reductions of an enclosing backward pass are
-        left to that pass.
+        If backward did not reach all calls of a block, their gradients are reduced here. Outside of
+        `no_sync`, gradients that were kept are reduced, too. Reductions of an enclosing backward
+        pass are left to that pass.
 
         Args:
             groups: the blocks of the forward.
@@ -1349,7 +1349,7 @@ class ZeroState(ShardedState):
 
     @property
     def alive(self) -> int:
-        """Bytes of parameters that are gathered now, in all blocks."""
+        """Bytes of parameters that are gathered, or being gathered, now, in all blocks."""
         return sum([group.alive for group in self.in_memory])
 
     def note_gathered(self, group: FsdpGroup) -> None:

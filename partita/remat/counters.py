@@ -166,7 +166,7 @@ class MemoryCount:
                 self._update_peaks()
 
     def changed(self, held: HeldStorage, more: int) -> None:
-        """Adds `more` bytes (maybe negative), after a storage was created, resized or freed."""
+        """Adds `more` bytes (maybe negative) to the counts, because `held` has another size."""
         self.live += more
         self._change_live_bytes(held.labels, more)
 

@@ -86,7 +86,7 @@ class Read:
         source: the tensor that has the values between steps. `version` is its version when it was
             read.
         values: an alias of the tensor, which keeps its memory alive, as autograd does. None for a
-            parameter, which the key of the call identifies.
+            parameter: the call's key identifies it.
     """
 
     number: int
@@ -334,8 +334,8 @@ class ForwardRecord(_RegionRun):
         region: the `region.RematRegion`.
         budget_step: the step of the region's budget, or None.
         events: maps (key, ordinal) of a call to the call, in order.
-        redistributions: maps the key of each redistribution of the program to what the
-            redistribution read.
+        redistributions: maps the key of each redistribution of the program to a `RecordedCall`,
+            which has the tensor that was read.
         redistributed_results: maps the key of a redistribution to its kept result.
         saved: the number of slots.
         is_counted: True if the budget waits until this forward has been recomputed, to choose what

@@ -221,8 +221,9 @@ def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> b
     """True if ranks compare a tensor's origins before they redistribute it to the spec `after`.
 
     They compare small tensors, and all tensors in `full_tensor`, if the move needs all ranks of the
-    mesh. Gradients are not compared, nor are collectives in streams, nor reads, which are compared
-    elsewhere. Threads other than the main one do not compare: their exchanges could be mixed up.
+    mesh. They do not compare gradients, tensors that collectives in a stream move, and tensors that
+    `Wire.reading` compares. Only the main thread compares, because exchanges of several threads
+    could be mixed up.
 
     Args:
         op, reason: the op that needs the redistribution, and why, as for the ledger.

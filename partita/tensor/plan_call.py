@@ -269,7 +269,7 @@ def _bind_sentence(call: OpCall, text: str) -> Bound | None:
 def check_call_fits_rule(call: OpCall) -> None:
     """Raise LayoutError if a call does not fit a user's rule.
 
-    The call has a tensor that the rule does not declare, or lacks one that it declares.
+    This is so if it has a tensor that the rule does not declare, or lacks one that it declares.
     """
     rule = call.form.rule
     if rule is None or not rule.must_fit:

@@ -196,7 +196,7 @@ _WIDER = {
 class Transport:
     """The base of a rank's connection to a mesh: it runs collectives along mesh axes.
 
-    Subclasses implement them over process groups, threads, or without other ranks.
+    Subclasses run collectives over process groups, over threads, or without other ranks.
 
     Attributes:
         mesh: the axes and their sizes.

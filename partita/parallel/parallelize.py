@@ -315,8 +315,9 @@ def _place_on_axes(spec: Spec, places: Pairs) -> Spec:
 # -- entries of a plan -----------------------------------------------------------------------------
 
 Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
-"""Maps patterns of names to placements of parameters, or to boundaries of modules. `*` matches any
-characters, dots too; `?` matches one; `[ab]` matches one of these (as `fnmatch`).
+"""Maps patterns of names to placements of parameters, or to the `Inputs` and `Outputs` of modules.
+`*`
+matches any characters, dots too; `?` matches one; `[ab]` matches one of these (as `fnmatch`).
 """
 
 

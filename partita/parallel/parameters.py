@@ -331,10 +331,9 @@ def materialize(
         model: the model.
         device: the device of the new memory. None: the device of the mesh; the CPU for plain
             tensors.
-        init_fn: a function that gets the model after the allocation, and must write every parameter
-            and buffer. By default each module's `reset_parameters` is called, children first, as
-            constructors do. Afterwards `init_weights` is called, of the outermost modules that have
-            it.
+        init_fn: called as `init_fn(model)` after the allocation; it must write every parameter and
+            buffer. By default each module's `reset_parameters` is called, children first, as
+            constructors do. Then the outermost modules that have `init_weights` call it.
 
     Returns:
         `model`.

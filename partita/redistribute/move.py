@@ -133,8 +133,8 @@ class Move:
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """Returns the axes whose placement changes in a redistribution.
 
-    An axis that is Shard before and after is included in two cases: it splits another dimension, or
-    the axes that split its dimension further outside change.
+    A Shard also counts as changed if the axis then splits another dimension. So it does if the list
+    of axes that split its dimension changes at this axis or before it.
 
     Returns:
         `{axis: (placement before, placement after)}`, with placements "S", "R", "I" or a reduce op.

@@ -169,7 +169,8 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Computes torch.argmax (`sign` -1: argmin) of a DTensor: the first index of equal values.
+    """Computes torch.argmax (`sign` -1: argmin) of a DTensor. Of equal values, the first index
+    counts.
 
     Args:
         x: the DTensor.

@@ -381,8 +381,9 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """Returns the `PlanWork` of a plan, which open ledgers record: flops on the rank that computes
-    most.
+    """Returns the flops of a plan's matrix products, in the form that open ledgers record.
+
+    They are counted on the first rank, which has the largest shards.
 
     Args:
         plan: the plan of a call, with its rule (`bound`) and chosen rows (`choice`).

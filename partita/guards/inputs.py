@@ -271,7 +271,7 @@ def find_state(
     reached: Sequence[Place] = (),
     before: State | None = None,
 ) -> State:
-    """Finds all modules, optimizers and tensors of a step, in the same order on all ranks.
+    """Returns all modules, optimizers and tensors of a step, in the same order on all ranks.
 
     Args:
         given: the objects that the user has passed as `state=`.

@@ -380,7 +380,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(Place(f"{called}.{name}", held, name), value)
 
     def instrument_module(self, module: Any, name: str) -> None:
-        """Makes a module of the user record reads of its attributes from now on.
+        """Makes `module`, if it is the user's, record reads of its attributes from now on.
 
         Args:
             name: the module's name, for messages.

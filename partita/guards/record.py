@@ -477,7 +477,11 @@ class Snapshots:
         self._raw.append((place, read_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
-        """Yields each change that the step has made to a copied object and has not undone."""
+        """Yields each change that the step has made to a copied object and has not undone.
+
+        If torch has replaced a container by one with equal content, as a GradScaler does, the
+        changes of the old one are undone and not yielded.
+        """
         with_owner = {
             i
             for i, copied in self._containers.items()

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -26,7 +25,13 @@ from partita.graph.errors import not_captured
 from partita.graph.slots import Slot, is_no_tuple
 from partita.layout import Fix
 from partita.tensor.tensor_overrides import show_same_memory
-from partita.tensor.tensor_state import HERE, note_unseen_write, saving_hooks, without_history
+from partita.tensor.tensor_state import (
+    HERE,
+    HooksWithoutRerun,
+    note_unseen_write,
+    saving_hooks,
+    without_history,
+)
 from partita.tensor.trace_hooks import TraceHooks
 
 from .code_origin import is_user_module
@@ -153,7 +158,7 @@ def compiling() -> Iterator[None]:
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
     """Hides calls on fakes from remat regions and saved-tensor hooks, inside the `with` block."""
-    own = saved_tensors_hooks(without_history, lambda t: t)
+    own = HooksWithoutRerun(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
         yield

@@ -320,7 +320,7 @@ class FsdpGroup:
         for flat in self.flats:
             flat.release()
         self._kinds = kinds
-        self.needed = self.may_recompute_within
+        self.needed = False
         wholes = [self.zero.make_unsharded_spec(p._spec) for p in shards]
         by_kind: dict[tuple[_Dtypes, int | None], list[int]] = {}
         # On the largest rank, so that all ranks agree which groups are small.
@@ -426,18 +426,6 @@ class FsdpGroup:
         """True if a user has registered hooks on a parameter of the block."""
         return bool(find_hooked(self.shards()))
 
-    @property
-    def may_recompute_within(self) -> bool:
-        """True if a part of the block may be under an activation checkpoint: a child, or a wrapped
-        `forward`.
-
-        Then the checkpoint's hooks get the saved tensors, and the hooks of this group do not.
-        """
-        for m in self.modules:
-            if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
-                return True
-        return False
-
     # -- gather and release ------------------------------------------------------------------------
 
     @property
@@ -522,8 +510,8 @@ class FsdpGroup:
         before, now = saved.versions[number], self.versions[number]
         if saved.is_cast:
             before, now = before + saved.unseen_writes[number], now + self.unseen_writes[number]
-        if before == now and number in saved.written:
-            counted, unseen = saved.written[number]
+        if before == now and number in saved.call.written:
+            counted, unseen = saved.call.written[number]
             before, now = saved.version, counted + unseen if saved.is_cast else counted
         why = CAST_IS_MADE_AGAIN if saved.is_cast else ""
         replaced_at = state_of(self.gathered[number]).replaced_at
@@ -551,6 +539,7 @@ class FsdpGroup:
         """Release the block at the end of a backward pass that gathered it."""
         self.calls_in_backward.clear()
         if not self.depth:
+            self.end_forward()  # a hook may have written the gathered parameters
             self.put_shards_back()
         self.release()
 
@@ -596,15 +585,26 @@ class FsdpGroup:
             InstalledParameter(i, shards[i], whole, *before)
             for (i, whole), *before in zip(wholes, *counts, strict=True)
         ]
-        is_rerun = in_backward()  # of a checkpoint: hooks get the shards
         for one in self.installed:
-            if not is_rerun:
-                one.connect_shard()
+            one.connect_shard()
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
-    def write_back(self) -> dict[int, tuple[int, int]]:
+    def connect_shards(self) -> None:
+        """Make the shards view copies of the gathered parameters, while code of the block runs."""
+        for one in self.installed:
+            one.connect_again()
+
+    def disconnect_shards(self) -> None:
+        """End what `connect_shards` has begun. Gathered parameters stay in the modules."""
+        for one in self.installed:
+            one.release_shard()
+            one.follows = False
+
+    def end_forward(self) -> dict[int, tuple[int, int]]:
         """Copies values that the forward wrote into gathered parameters to this rank's shards.
+
+        The shards are then no longer connected to them.
 
         Returns:
             Maps the index of each written parameter to `(version, unseen)`: the version of the
@@ -622,10 +622,13 @@ class FsdpGroup:
         for one, now, unseen in zip(self.installed, *counts, strict=True):
             i, p, whole, before = one.number, one.shard, one.whole, one.writes
             keep_attributes(whole, p, one.attributes)
-            if now == before and not unseen:
+            is_written = one.was_written_itself()
+            # A hook in backward, where the shard is not connected, may have written only the shard.
+            if not (is_written or (one.follows and (now != before or unseen))):
                 continue
-            if one.was_written_itself():
+            if is_written:
                 self._copy_to_shard(i, p, whole, is_counted=now != before)
+                one.note_new_values()
             # Changed in place in the lists that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)
             if state_of(whole).replaced_at:  # saved views show the memory that it had before
@@ -635,6 +638,7 @@ class FsdpGroup:
                     note_unseen_write(p)
                 self.unseen_writes[i] = count_unseen_writes(p)
             written[i] = now, unseen
+        self.disconnect_shards()
         return written
 
     def _copy_to_shard(self, i: int, p: DTensor, whole: DTensor, *, is_counted: bool) -> None:
@@ -853,6 +857,9 @@ class ZeroState(ShardedState):
             if not group.alive:
                 # A recomputed region has several blocks: each is gathered again for its backward.
                 self.release()
+            elif not group.installed and not group.is_current:  # a hook has written a parameter
+                for flat in group.flats:
+                    flat.release()
             group.gather()
             return
         if not self.persistent:  # else a forward may need no gather, and be for one rank alone
@@ -1163,7 +1170,8 @@ class ZeroState(ShardedState):
             p for one in self._under_way if one.backward_pass != number for p in one.places
         )
         for p in find_hooked([*found]):
-            if p in waiting or (p in here.nested and not counts.hooked):
+            is_nested = p in here.nested and not counts.hooked
+            if p in waiting or is_nested or (around and self._is_held_up(p, around[0])):
                 raise LayoutError(
                     f"a hook of {self._name_of(p)} would run on the gradient of a reentrant "
                     "checkpoint before that of a direct call",
@@ -1181,6 +1189,14 @@ class ZeroState(ShardedState):
                 )
             for other in around:
                 other.nested.add(p)
+
+    def _is_held_up(self, p: DTensor, around: BackwardPass) -> bool:
+        """True if the pass `around` uses `p` directly, and adds its gradient with a token's."""
+        return any(
+            p in one.trained and not one.counts.hooked and one.node() is not None
+            for group in self.groups
+            for one in group._tokens
+        ) and p in self._find_direct_uses(around, HERE.roots[:-1])
 
     def _name_of(self, p: DTensor) -> str:
         for group in self.groups:
@@ -1219,15 +1235,20 @@ class ZeroState(ShardedState):
             if any(group.held_gradients for group in self.groups):
                 self.finish()
 
-    def _find_direct_uses(self) -> set[Any]:
-        """Returns the tensors whose gradients this pass does not compute by tokens alone.
+    def _find_direct_uses(
+        self, here: BackwardPass, all_roots: Sequence[Sequence[torch.Tensor]]
+    ) -> set[Any]:
+        """Returns the tensors whose gradients a pass does not compute by tokens alone.
 
         These are leaves that are also used outside of their block's forward, such as in a penalty.
+
+        Args:
+            here: the state of the pass.
+            all_roots: its roots, and those of passes around it.
         """
-        here = self.current_pass()
         if here.used_directly is None:
             here.used_directly, seen = set(), set()
-            waiting = [t.grad_fn for roots in HERE.roots[-1:] for t in roots]
+            waiting = [t.grad_fn for roots in all_roots for t in roots]
             while waiting:
                 node = waiting.pop()
                 if node is None or node in seen:
@@ -1281,7 +1302,7 @@ class ZeroState(ShardedState):
             return
         complete = [group for group in self.groups if group.has_all_gradients(here)]
         params = [p for group in complete for p in group.shards()]
-        left = {*find_hooked(params), *self._find_direct_uses()}
+        left = {*find_hooked(params), *self._find_direct_uses(here, HERE.roots[-1:])}
         params = [p for p in params if p not in left and self._are_added([p])]
         self.add_gradients({p: here.collected.pop(p) for p in params if p in here.collected})
         for one in under_way:

@@ -22,7 +22,6 @@ from torch import nn
 from torch._C import DisableTorchFunction  # also disables modes
 from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import user_line
 from partita.comm.device import empty
@@ -36,10 +35,12 @@ from partita.tensor.reruns import (
     find_forward_of_rerun,
     note_end_of_forward,
     note_forward,
+    note_partial_reruns,
 )
 from partita.tensor.tensor_state import (
     HERE,
     WRITTEN_UNSEEN,
+    HooksWithoutRerun,
     Spec,
     in_backward,
     next_node,
@@ -116,7 +117,10 @@ class _BlockHooks:
                 raise _make_rerun_error(group)
             # Also in backward: a rerun may contain checkpoints, which run again later.
             note = note_forward(group.identity, is_of_other_values=not holds_shards)
-            note.saves_unseen = rerun is not None and rerun.saves_unseen
+            if rerun is not None:
+                note.saves_unseen = rerun.saves_unseen
+                if (first := rerun.call()) is not None:
+                    first.has_rerun = True
         if group.depth or not holds_shards:
             group.depth += 1
             return None
@@ -131,6 +135,7 @@ class _BlockHooks:
             _install_gathered(group, call)
         if call is not None and not note.saves_unseen:
             group.open_forwards[-1] = _SavedTensorHooks(call, note)
+            note.call = ref(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
             call.since, call.rerunnable = next_node(), HERE.rerunnable
@@ -170,7 +175,8 @@ class _BlockHooks:
         if forward is not None:
             call = forward.call
             forward.note.saves_unseen = torch.is_grad_enabled() and not forward.has_notes
-            call.runs_again = HERE.rerunnable != call.rerunnable
+            if HERE.rerunnable != call.rerunnable:
+                call.needs = call.runs_again = call.group.needed = True
             with DisableTorchFunction():
                 for t in tensors_in(output):
                     if _requires_grad(t) and call.has_computed(t):
@@ -190,7 +196,7 @@ class _BlockHooks:
         note_end_of_forward()
         with DisableTorchFunction(), counting_versions(), outside_transforms():
             try:
-                written = group.write_back()
+                written = group.end_forward()
                 if forward is not None:
                     forward.call.written.update(written)
             finally:
@@ -229,14 +235,15 @@ class _ForwardCall:
     Attributes:
         trains: True if some of the block's parameters get gradients.
         counts: the counts of the calls that share its token; empty if it does not train.
-        written: what the forward wrote in place; see `FsdpGroup.write_back`.
+        written: what the forward wrote in place; see `FsdpGroup.end_forward`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.
         since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).
         needs: True if backward will read the parameters. (The backward of an embedding does not.)
-            What a checkpoint inside saves is not included.
+        has_rerun: True if a checkpoint has run this forward again. In one process backward then
+            uses parameters as they are now, also if the rerun has written them.
         node: a weak reference to the `_GatherBlock` node, which gives parameters their gradients.
         watches_inputs: True if the block is done only when its inputs' gradients have arrived. This
             is so only if a parameter gets no gradient. Otherwise no node reads a parameter after
@@ -245,13 +252,12 @@ class _ForwardCall:
 
     def __init__(self, group: FsdpGroup, graded: bool, shards: Sequence[DTensor] | None = None):
         self.group = group
-        self.needs = group.may_recompute_within
         self.shards = group.shards() if shards is None else shards
         with local_ops():
             self.wanting = [_requires_grad(p) for p in self.shards]
         self.trains = torch.is_grad_enabled() and any(self.wanting)
         self.since = self.rerunnable = 0
-        self.runs_again = False
+        self.needs = self.runs_again = self.has_rerun = False
         self.written: dict[int, tuple[int, int]] = {}
         self.watches_inputs = graded and not all(self.wanting)
         self.counts = CallCounts({}, False)
@@ -292,6 +298,8 @@ class _ForwardCall:
     def _install_for_reruns(self) -> None:
         with torch.enable_grad():
             _install_gathered(self.group, _ForwardCall(self.group, False))
+        self.group.disconnect_shards()  # until a rerun begins: hooks get the shards
+        note_partial_reruns(self.group)
 
     def gather_again(self) -> None:
         """Gather the block again, after a hook has written its parameters in a nested backward."""
@@ -333,6 +341,7 @@ class _ForwardCall:
             group = self.group
             group.calls_in_backward.pop(self, None)
             if not group.calls_in_backward and not group.depth:
+                group.end_forward()  # a hook may have written the gathered parameters
                 group.put_shards_back()
             group.release()
 
@@ -446,9 +455,8 @@ class _SavedTensorHooks:
         # With one gathered dtype, a tensor of that dtype is not a cast of a gathered parameter.
         self._no_cast = dtypes.pop() if len(dtypes) == 1 else None
         self._other = saving_hooks()
-        self._hooks = saved_tensors_hooks(self._pack, _unpack_saved_tensor)
+        self._hooks = HooksWithoutRerun(self._pack, _unpack_saved_tensor)
         self._hooks.__enter__()
-        HERE.rerunnable -= 1  # these hooks do not rerun any code
 
     def close(self) -> None:
         self._hooks.__exit__(None, None, None)
@@ -500,21 +508,20 @@ class _SavedNote(SavedVersions):
     is_cast = False
 
     def __init__(self, call: _ForwardCall, t: torch.Tensor, version: int):
-        self.group, self.version, self.written = call.group, version, call.written
-        self.shards = call.shards
+        self.group, self.version, self.call = call.group, version, call
         self.versions, self.unseen_writes = call.group.versions, call.group.unseen_writes
         self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
         self.offset = t.storage_offset()
 
     def tensor(self) -> torch.Tensor:
         group = self.group
-        group.gather(self.shards)
+        group.gather(self.call.shards)
         _keep_from_the_next_graph(group)
         if (
-            self.written
+            self.call.written
             or group.versions != self.versions
             or group.unseen_writes != self.unseen_writes
-        ):
+        ) and (self.is_cast or not self.call.has_rerun):
             group.check_unwritten(self.find_parameter(), self)
         with local_ops():
             return self.make_again()

@@ -6,7 +6,6 @@ counts by which backward detects that a parameter was written after autograd sav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from partita.tensor.tensor_state import (
     count_writes,
     own_state,
     state_of,
-    was_written_since,
 )
 
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -36,7 +34,7 @@ class SavedVersions:
     Attributes:
         versions, unseen_writes: the values of these attributes of the group at that time.
         version: the version of the gathered parameter.
-        written: the result of `FsdpGroup.write_back` at the end of the forward.
+        call: the forward, whose `written` is the result of `FsdpGroup.end_forward`.
         is_cast: True if the saved tensor is a cast. A cast has its own memory, so writes to the
             parameter do not change it.
     """
@@ -44,7 +42,7 @@ class SavedVersions:
     versions: list[int]
     unseen_writes: list[int]
     version: int
-    written: Mapping[int, tuple[int, int]]
+    call: Any
     is_cast: bool
 
 
@@ -64,7 +62,8 @@ class InstalledParameter(CopiedView):
             those that autograd counts, and others.
         unseen: the writes to `whole` that autograd does not count, at the last comparison.
         writes: the write count of `whole` when it was installed.
-        writes_in_shard: the write count of `whole` when its values were last copied to the shard.
+        writes_in_shard: two write counts of `whole` when its values were last copied to the shard:
+            those that autograd counts, and others.
         attributes: the attributes that were copied to `whole`.
     """
 
@@ -91,7 +90,7 @@ class InstalledParameter(CopiedView):
         layout = (spec.layout,)
         super().__init__(whole, redistribute_view, layout, {}, None, writes[0], graded=True)
         self.number, self.shard, self.whole, self.shard_spec = number, shard, whole, spec
-        self.writes = self.writes_in_shard = writes[0]
+        self.writes, self.writes_in_shard = writes[0], (writes[0], 0)
         self.shard_writes = writes[1:]
         self.follows, self.unseen, self.attributes = False, 0, copy_attributes(whole, shard)
 
@@ -108,17 +107,20 @@ class InstalledParameter(CopiedView):
 
     def note_new_values(self) -> None:
         if _dtype(self.whole) == _dtype(self.shard):
-            self.writes_in_shard = count_writes(self.whole)
+            self.writes_in_shard = self.count_writes_of_whole()
         self.shard_writes = count_writes(self.shard), count_unseen_writes(self.shard)
 
     def note_write_through(self, copy: Any) -> None:
         super().note_write_through(copy)
         self.note_new_values()
-        self.writes_in_shard = self.source_writes
+        self.writes_in_shard = self.count_writes_of_whole()
+
+    def count_writes_of_whole(self) -> tuple[int, int]:
+        return count_writes(self.whole), count_unseen_writes(self.whole)
 
     def was_written_itself(self) -> bool:
         """True if the program has written `whole`, and the shard lacks the values."""
-        return was_written_since(self.whole, self.writes_in_shard)
+        return self.count_writes_of_whole() != self.writes_in_shard
 
     def release_shard(self) -> None:
         """End the connection of the shard to the gathered parameter, which will be freed."""
@@ -137,8 +139,8 @@ class InstalledParameter(CopiedView):
         renew_copy(self.shard)
         self.release_shard()
 
-    def connect_after_step(self) -> None:
-        """Connect the shard again, after a step. Gathers its values if the step wrote them."""
+    def connect_again(self) -> None:
+        """Connect the shard again, as after a step. Gathers its values if it has been written."""
         self.connect_shard()
         self.source, self.source_writes = self.whole, count_writes(self.whole)
         if (count_writes(self.shard), count_unseen_writes(self.shard)) == self.shard_writes:

@@ -336,7 +336,7 @@ def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
         if count_writes(p) == count and not p.is_inference():
             increment_version(p.data)
     for one in _suspended.pop(optimizer, ()):
-        one.connect_after_step()
+        one.connect_again()
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:

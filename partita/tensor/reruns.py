@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 
 class ForwardNote:
@@ -23,14 +24,16 @@ class ForwardNote:
         is_of_other_values: True if the block's parameters had been replaced by other values.
         saves_unseen: True if hooks of a checkpoint took all saved tensors of the forward, so that
             the block's own hooks got none. The rerun also gives the block's own hooks none.
+        call: a weak reference to what the block itself has recorded of the forward.
         next: the next link.
     """
 
-    __slots__ = ("block", "is_of_other_values", "next", "saves_unseen")
+    __slots__ = ("block", "call", "is_of_other_values", "next", "saves_unseen")
 
     def __init__(self, block: object = None, is_of_other_values: bool = False):
         self.block, self.is_of_other_values = block, is_of_other_values
         self.saves_unseen = False
+        self.call: Callable[[], Any] = lambda: None
         self.next: ForwardNote | None = None
 
 
@@ -54,6 +57,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.last = ForwardNote()
         self.rerun: _Rerun | None = None
+        self.blocks = WeakKeyDictionary[Any, None]()
 
 
 _THREAD = _Thread()
@@ -105,6 +109,16 @@ def find_forward_of_rerun(block: object) -> ForwardNote | None:
     return None if _THREAD.rerun is None else _THREAD.rerun.find_next(block)
 
 
+def note_partial_reruns(block: Any) -> None:
+    """Records that a checkpoint may run a part of `block` again in the running backward pass.
+
+    Args:
+        block: an object whose methods `connect_shards` and `end_forward` are called before and
+            after each rerun.
+    """
+    _THREAD.blocks[block] = None
+
+
 @contextmanager
 def running_again(start: ForwardNote) -> Iterator[None]:
     """Treats calls inside the `with` block as a rerun of the checkpoint that began at `start`.
@@ -113,10 +127,15 @@ def running_again(start: ForwardNote) -> Iterator[None]:
         start: the position that `place_in_forward` returned when the checkpoint began.
     """
     before, _THREAD.rerun = _THREAD.rerun, _Rerun(start)
+    blocks = [*_THREAD.blocks] if before is None else []
     try:
+        for block in blocks:
+            block.connect_shards()
         yield
     finally:
         _THREAD.rerun = before
+        for block in blocks:
+            block.end_forward()
 
 
 class Rerunnable:

@@ -30,7 +30,7 @@ from torch._C import (
     _EnableTorchFunction,
 )
 from torch._C import DisableTorchFunctionSubclass as local_ops
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from partita.comm import Wire, is_alone, is_uneven, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
@@ -563,7 +563,7 @@ class CopiedView:
             if part.requires_grad and copy.retains_grad:
                 part.retain_grad()
         with DisableTorchFunction():
-            is_trained = copy.requires_grad and copy.is_leaf
+            is_trained = copy._base is None and copy.requires_grad and copy.is_leaf
         layout = copy._spec.layout
         if is_trained and part._spec.layout != layout:
             part = part.redistribute(placements=copy.placements)
@@ -734,6 +734,10 @@ def saving_hooks() -> tuple[Any, Any] | None:
     others to the hooks outside of them.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class HooksWithoutRerun(saved_tensors_hooks):
+    """Hooks of saved tensors that run no code of the program again in backward."""
 
 
 def without_history(t: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,7 @@ from .reruns import Rerunnable
 from .tensor_state import (
     HERE,
     Function,
+    HooksWithoutRerun,
     Kwargs,
     Spec,
     count_unseen_writes,
@@ -558,7 +559,7 @@ _enter_hooks = saved_tensors_hooks.__enter__
 
 
 def _count_and_enter(hooks: saved_tensors_hooks) -> None:
-    HERE.rerunnable += 1
+    HERE.rerunnable += not isinstance(hooks, HooksWithoutRerun)
     _enter_hooks(hooks)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
-from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import to_dlpack
 
@@ -32,7 +32,7 @@ from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_cal
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
-from .tensor_state import Function, Spec, count_holders, saving_hooks
+from .tensor_state import Function, HooksWithoutRerun, Spec, count_holders, saving_hooks
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # On every rank the memory of parameters, their gradients and optimizer state is as large as the
@@ -403,7 +403,7 @@ def _run_on_meta(
         with (
             _disable_current_modes(),
             torch.enable_grad(),
-            saved_tensors_hooks(note_saved, _unpack_meta),
+            HooksWithoutRerun(note_saved, _unpack_meta),
         ):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
@@ -430,7 +430,7 @@ def _order_of_gradients(outs: list[torch.Tensor], operands: dict[int, torch.Tens
         m.register_hook(lambda _, number=i: order.append(number)) for i, m in operands.items()
     ]
     roots = [t for t in outs if t.requires_grad]
-    hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
+    hooks = HooksWithoutRerun(torch.Tensor.detach, _unpack_meta)
     try:
         with _disable_current_modes(), hooks, suppress(RuntimeError, TypeError):
             seeds = [torch.empty_like(t) for t in roots]
@@ -617,7 +617,7 @@ def differentiate_meta(
         A gradient of `out` and the operands' gradients; None if backward needs values.
     """
     seed = torch.empty_like(out).requires_grad_(seed_has_history)
-    hooks = saved_tensors_hooks(torch.Tensor.detach, _unpack_meta)
+    hooks = HooksWithoutRerun(torch.Tensor.detach, _unpack_meta)
     again = torch.is_grad_enabled()
     try:
         # Torch's anomaly mode would look for NaN, and these tensors have no values.

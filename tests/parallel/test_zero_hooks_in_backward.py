@@ -291,8 +291,9 @@ def test_a_hook_that_is_set_after_the_forward_is_refused_where_its_order_is_not_
 
     for calls in ("direct", "checkpoint, checkpoint", "twice in one"):
         torch.testing.assert_close(program(calls), train_in_one_process(calls, "step"))
-    with pytest.raises(pt.LayoutError, match="before the forward"):
-        program("checkpoint, direct")
+    for calls in ("checkpoint, direct", "a part of a block"):
+        with pytest.raises(pt.LayoutError, match="before the forward"):
+            program(calls)
 
 
 def test_blocks_are_gathered_again_in_the_order_of_the_pass_around(monkeypatch):

@@ -293,3 +293,108 @@ def test_a_forward_that_reads_no_parameter_changes_nothing_for_the_rerun_of_anot
         return gradients_of(model)
 
     run(program, 3, ranks=2, make=make)
+
+
+class Part(nn.Linear):
+    """Runs again in backward, and writes its parameters each time."""
+
+    def forward(self, x):
+        if self.where == "within":
+            return checkpoint(self.compute, x, use_reentrant=self.reentrant)
+        return self.compute(x)
+
+    def compute(self, x):
+        with torch.no_grad():
+            self.write(self)
+        return super().forward(x).tanh()
+
+
+class Around(nn.Sequential):
+    def forward(self, x):
+        part, last = self
+        if part.where == "a part":
+            return last(checkpoint(part, x, use_reentrant=part.reentrant))
+        return last(part(x))
+
+
+class WrittenInReruns(nn.Module):
+    def __init__(self, where, reentrant):
+        super().__init__()
+        self.where, self.reentrant = where, reentrant
+        # A block of one layer, and one of which the layer is a part.
+        self.blocks = nn.ModuleList([Part(4, 4), Around(Part(4, 4), nn.Linear(4, 4))])
+        self.parts = self.blocks[0], self.blocks[1][0]
+        for part in self.parts:
+            part.where, part.reentrant = where, reentrant
+            part.write = lambda part: None
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.where == "around":
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+            else:
+                x = block(x)
+        return x
+
+
+def written_in_reruns(where, reentrant):
+    torch.manual_seed(0)
+    return WrittenInReruns(where, reentrant).double()
+
+
+def write_in_turn(part):
+    part.weight.mul_(0.7)
+    part.refs[0].add_(part.weight * 0.1)
+    part.refs[1].data.add_(1)
+    part.bias.data.mul_(0.5)
+
+
+def train_two_steps(model, spread):
+    found = []
+    for _ in range(2):
+        x = spread(X.clone()).requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward()
+        found += [whole(loss), whole(x.grad), *gradients_of(model)]
+        found += [whole(p) for p in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("where", ["around", "within", "a part"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda part: torch._foreach_mul_(part.refs, 0.7),
+        lambda part: part.refs[0].data.mul_(0.7),
+        write_in_turn,
+    ],
+    ids=["references", "data", "in turn"],
+)
+def test_a_parameter_that_a_rerun_writes_is_the_same_by_other_references(write, where, reentrant):
+    def program(model, spread, no_sync):
+        for part in model.parts:
+            part.refs, part.write = [*part.parameters()], write
+        return train_two_steps(model, spread)
+
+    # Three ranks: a wrapper of one rank's empty or short piece must not decide what all gather.
+    run(program, 3, make=partial(written_in_reruns, where, reentrant))
+
+
+@pytest.mark.parametrize("where, reentrant", [("around", False), ("a part", True)])
+def test_a_hook_in_backward_writes_a_parameter_of_a_block_that_runs_again(where, reentrant):
+    def program(model, spread, no_sync):
+        def write(part):
+            with torch.no_grad():
+                part.bias.data.mul_(0.5)
+                part.bias.add_(0.5)
+
+        def register(part, _, out):
+            if out.requires_grad:
+                out.register_hook(lambda g: write(part))
+
+        for part in model.parts:
+            part.register_forward_hook(register)
+        return train_two_steps(model, spread)
+
+    run(program, 3, make=partial(written_in_reruns, where, reentrant))

@@ -59,7 +59,7 @@ from .op_facts import Form, as_autocast_casts, facts_of_function, parameter_name
 from .plan import CallPlan, Choice, Target, work_of_plan
 from .random import with_generator_check
 from .tensor_state import HERE, Function, make_layout_error, spec_of
-from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
+from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces, wrap_keeping_strides
 
 
 def make_plan(call: OpCall) -> CallPlan | None:
@@ -244,6 +244,10 @@ def _plan_sentence(call: OpCall, answer: KernelRule) -> CallPlan | None:
         plan.may_copy = copies or first._spec.is_copy
         if not plan.may_copy and may_be_denser_than_whole(first._spec):
             plan.kernel = wrap_copying_as_on_one_device(plan.kernel or run, call.func, first._spec)
+    elif not (call.gives_view or form.inplace) and any(
+        x is not None and may_be_denser_than_whole(spec_of(x, wire)) for x in choice.inputs
+    ):
+        plan.kernel = wrap_keeping_strides(plan.kernel, call, plan)
     plan.bare = _find_bare_call(call) if plan.kernel is None else None
     work = work_of(bound, answer.work)
     if work:

@@ -64,9 +64,13 @@ Draw = Callable[[torch.Tensor, torch.Generator | None], torch.Tensor]
 
 @torch.no_grad()
 def _draw_piece(
-    call: KernelCall, names: Sequence[str], x: torch.Tensor, draw: Draw
+    call: KernelCall,
+    names: Sequence[str],
+    x: torch.Tensor,
+    draw: Draw,
+    memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
-    """Returns this rank's piece of the tensor that `draw` fills on one device."""
+    """Returns this rank's piece of the tensor like `x` that `draw` fills on one device."""
     if _MODE.get() == "pieces":
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         for name in names:
@@ -75,23 +79,17 @@ def _draw_piece(
         generator.manual_seed(seed)
         return draw(torch.empty_like(x, memory_format=torch.contiguous_format), generator)
     shape = call.shapes[0]
-    whole = torch.empty_strided(shape, _drawn_strides(x, shape), dtype=x.dtype, device=x.device)  # type: ignore[arg-type]
+    # Drawing fills memory in the order of the tensor's strides. If a rank has a single row, its own
+    # strides may not show that order.
+    lies = torch.empty_strided(shape, strides_of_whole(x, shape), device="meta")  # type: ignore[arg-type]
+    strides = torch.empty_like(lies, memory_format=memory_format).stride()
+    whole = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)  # type: ignore[arg-type]
     full = draw(whole, None)
     for dim, name in enumerate(names):
         if name in call.pieces:
             offset, length, _ = call.pieces[name]
             full = narrow_piece(full, dim, offset, length)
     return full
-
-
-def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of the tensor that one device draws into; `x` is a piece of it.
-
-    Drawing fills memory in the order of the tensor's strides. If a rank has a single row, its own
-    strides may not show that order.
-    """
-    lies = torch.empty_strided(shape, strides_of_whole(x, shape), device="meta")
-    return torch.empty_like(lies).stride()
 
 
 def _on_pieces(x: Any, run: Function) -> Callable[[KernelCall], Kernel | None]:
@@ -179,9 +177,9 @@ def _register_like(function: Function) -> None:
         run: Any, draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         requires = kwargs.pop("requires_grad", False)
-        kwargs.pop("memory_format", None)
-        out = draw_piece(_make_draw(run, args, kwargs))
-        return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
+        lies = kwargs.pop("memory_format", torch.preserve_format)
+        out = draw_piece(_make_draw(run, args, kwargs), lies)
+        return out.clone().requires_grad_(requires)
 
     def derive_like(x: Any) -> LikeRule:
         # The call may be of another form of the function, such as an ATen operator.

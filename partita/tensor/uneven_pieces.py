@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as local_ops
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import to_dlpack
@@ -28,6 +29,7 @@ from partita.comm.move_steps import contiguous_strides
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
+from .aliasing import strides_of_whole
 from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
@@ -231,6 +233,130 @@ def _fill_operand_padding(
     elif callable(value):
         value = value(args, kwargs)
     return wire.fill_padding(x, layout, value, fill.dims)
+
+
+# -- strides of pieces with a single row -----------------------------------------------------------
+
+_stride = torch._C.TensorBase.stride
+_RIGHT: list[Any] = []
+"""What `_find_strides` returns if the strides of all results are right."""
+_MOST_TRIED = 8
+"""The largest size of a dimension in a trial: strides depend only on which sizes are 1."""
+
+
+def wrap_keeping_strides(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function | None:
+    """Wraps a kernel for shards with a single row, so that the results show the global strides.
+
+    Torch ignores the stride of a dimension of one element, so a kernel gives it any. But ops decide
+    by the strides of the global tensor if they copy, and random numbers fill memory in that order.
+    The strides are found by a trial of the op on small tensors that lie as the global ones, once
+    for the strides of the operands.
+
+    Args:
+        kernel: the kernel; None means torch's function.
+        call: the first call, for which the plan is made.
+        plan: the plan of the call; its kernel is not set yet.
+    """
+    assert plan.choice is not None
+    form, names = call.form, plan.names
+    if _is_of_users(form):
+        return kernel  # a trial could have effects
+    inputs = {
+        path: layout.shape
+        for (path, _), layout in zip(call.operands, plan.choice.inputs, strict=True)
+        if layout is not None
+    }
+    whole = form.local or call.func
+    run = kernel or whole
+    draws = facts_of_function(form.name).draws  # a trial must not draw
+    known: dict[Any, Any] = {}
+    count = len(inputs)
+    is_usual = [*inputs] == [(i,) for i in range(count)]
+
+    def run_and_restride(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        if is_usual and not kwargs and len(args) >= count:
+            paths, given = [*inputs], args[:count]
+            key: Any = tuple(map(_stride, given))
+        else:
+            paths = [locate_in_call(path, names, args, kwargs) for path in inputs]
+            given = [get_at_path(args, kwargs, path) for path in paths]
+            key = (kwargs.get("memory_format"), *map(_stride, given))
+        found = known.get(key)
+        if found is None:
+            sizes = zip(paths, given, inputs.values(), strict=True)
+            small = {p: _make_small(t, shape, on_meta=draws) for p, t, shape in sizes}
+            outs = collect_tensors(out)
+            operands = {t.untyped_storage()._cdata for t in given}
+            if any(t.untyped_storage()._cdata in operands for t in outs):
+                outs = []  # a result that is an operand shows its strides
+            found = known[key] = _find_strides(whole, args, kwargs, small, outs)
+        if found is _RIGHT:
+            return out
+        restrided = map(_restride, collect_tensors(out), found)
+        return next(restrided) if isinstance(out, torch.Tensor) else type(out)(restrided)
+
+    return run_and_restride
+
+
+def _make_small(t: torch.Tensor, shape: Sequence[int], *, on_meta: bool) -> torch.Tensor:
+    """Returns a small tensor with the order in memory, and the gaps, of a global tensor.
+
+    Args:
+        t: this rank's shard of the global tensor.
+        shape: the global shape.
+        on_meta: True returns a "meta" tensor.
+    """
+    given, strides = strides_of_whole(t, shape), [0] * len(shape)
+    small = [min(n, _MOST_TRIED) for n in shape]
+    held = held_in_small = 1
+    for d in _order_in_memory(given, shape):
+        if given[d]:
+            strides[d] = held_in_small * (1 if given[d] <= held else 2)
+            held, held_in_small = given[d] * shape[d], strides[d] * max(small[d], 1)
+    with _disable_current_modes(), torch.no_grad():
+        device = "meta" if on_meta else t.device
+        return torch.empty_strided(small, strides, dtype=t.dtype, device=device).zero_()
+
+
+def _order_in_memory(strides: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Returns the dimensions of a tensor from the innermost to the outermost."""
+    return sorted(range(len(shape)), key=lambda d: (strides[d], shape[d] > 1, -d))
+
+
+def _find_strides(
+    whole: Function, args: Any, kwargs: Any, small: Any, outs: Sequence[torch.Tensor]
+) -> list[tuple[int, ...] | None]:
+    """Returns the strides that the results `outs` should have; None for those that are right."""
+    args, kwargs = replace_at_paths(args, kwargs, small)
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            tried = collect_tensors(whole(*args, **kwargs))
+    except (RuntimeError, TypeError, ValueError, IndexError):  # an argument is a size
+        return _RIGHT
+    found: list[tuple[int, ...] | None] = []
+    for out, t in zip(outs, tried, strict=False):
+        held, strides = 1, [0] * out.ndim
+        for d in _order_in_memory(t.stride(), t.shape):
+            strides[d] = held
+            held *= max(out.size(d), 1)
+        is_right = out.stride() == tuple(strides) or 0 in t.stride()
+        found.append(None if is_right else tuple(strides))
+    return found if any(found) else _RIGHT
+
+
+def _restride(t: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Returns `t` with the strides `strides`: itself, if no element lies elsewhere then."""
+    if strides is None or isinstance(t, DTensor):  # a call that returned its operand
+        return t
+    sizes = zip(t.shape, t.stride(), strides, strict=True)
+    if any(n > 1 and now != wanted for n, now, wanted in sizes):
+        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    if isinstance(t, FakeTensor) or t._base is not None:
+        return t.as_strided(t.shape, strides)
+    with torch.no_grad():
+        t.data = t.as_strided(t.shape, strides)  # it keeps its history and its version
+    return t
 
 
 # -- empty pieces ----------------------------------------------------------------------------------

@@ -99,3 +99,66 @@ def test_noise_like_an_einsum_is_that_of_one_device(equation, shapes, split, ran
     with pt.ranks(dp=ranks) as world:
         for found in world.run(body):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+BASES = {
+    "transposed": lambda b: b.t(),
+    "three dimensions": lambda b: b.unflatten(1, (4, 3)).transpose(0, 1),
+    "permuted": lambda b: b.unflatten(1, (4, 3)).permute(2, 1, 0),
+    "images": lambda b: b.view(-1, 2, 2, 3).contiguous(memory_format=torch.channels_last),
+    "a part": lambda b: b[:, 1:5].t(),
+}
+OPS = {
+    "exp": lambda x: x.exp(),
+    "two": lambda x: x.neg().exp() + x,
+    "dropout": lambda x: torch.dropout(torch.dropout(x.exp(), 0.5, True), 0.5, True),
+    "rand_like": lambda x: torch.rand_like(x) + x,
+    "randn_like": lambda x: torch.randn_like(torch.randn_like(x)).mul(x),
+    "stack": lambda x: torch.stack([x, x]),
+}
+
+
+@pytest.mark.parametrize("rows", [2, 3])  # on two ranks: 1 1, and 2 1
+@pytest.mark.parametrize("op", OPS)
+def test_a_result_of_single_rows_is_copied_and_filled_as_on_one_device(op, rows):
+    whole = torch.rand(rows, 12, dtype=torch.float64)
+
+    def compute(make, base):
+        torch.manual_seed(0)
+        base = base.requires_grad_()
+        y = OPS[op](make(base))
+        copy = y.contiguous()
+        (y.square() + torch.dropout(copy * 1, 0.5, True)).sum().backward()
+        with torch.no_grad():
+            copy.add_(1)
+        return [y.detach(), base.grad], y.stride()
+
+    def body(mesh):
+        for name, make in BASES.items():
+            expected, stride = compute(make, whole.clone())
+            for dim in (0, 1):
+                spread = pt.distribute_tensor(whole, mesh, [pt.Shard(dim)]).clone()
+                found, its_stride = compute(make, spread.detach())
+                found = [t.full_tensor() for t in found]
+                torch.testing.assert_close(found, expected)
+                assert its_stride == stride, (name, dim)
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+
+
+def test_a_captured_result_of_single_rows_is_copied_as_in_eager_code():
+    def step(x):
+        y = x.t().exp()
+        y.contiguous().add_(1)
+        return y * 1
+
+    whole = torch.rand(3, 5)
+
+    def body(mesh):
+        x = pt.distribute_tensor(whole, mesh, [pt.Shard(0)])
+        return pt.compile(step, backend="graph")(x).full_tensor()
+
+    with pt.ranks(dp=3) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, step(whole))

@@ -89,7 +89,7 @@ def bilinear(input1: Arg, input2: Arg, weight: Arg, bias: Arg | None = None) -> 
 
 
 @rule(torch.einsum)
-def einsum(equation: Any, *operands: Any) -> str | KernelRule | None:
+def einsum(equation: Any, *operands: Any) -> str | None:
     if not isinstance(equation, str):
         return None  # the form einsum(x, [0, 1], y, [1, 2])
     args = [x for item in operands for x in (item if isinstance(item, list | tuple) else [item])]
@@ -111,38 +111,7 @@ def einsum(equation: Any, *operands: Any) -> str | KernelRule | None:
         " ".join("1" if n == 1 != largest[name] and name != "..." else name for name, n in t)
         for t in spread
     ]
-    sentence = f"{'+ ' * (len(words) == 1)}{' * '.join(words)} -> {' '.join(out)}"
-
-    def make_einsum_kernel(call: KernelCall) -> Kernel | None:
-        if len(args) == 1 or all(length > 1 for _, length, _ in call.pieces.values()):
-            return None
-        wholes = [torch.empty(shape, device="meta") for shape in call.shapes if shape is not None]
-        strides = torch.einsum(equation, *wholes).stride()
-        # From the outermost dimension of the whole result to the innermost.
-        order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
-        return lambda *args: _lay_out(call.run(*args), order)
-
-    return KernelRule(sentence, make_einsum_kernel)
-
-
-def _lay_out(piece: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Returns the piece with dense memory in the given order of dimensions.
-
-    `torch.einsum` uses another order if an operand has a dimension of one element. But all pieces
-    must have the order of the global tensor, because random numbers drawn like it fill memory in
-    that order.
-    """
-    strides = [0] * piece.ndim
-    held = 1
-    for d in reversed(order):
-        strides[d] = held
-        held *= max(piece.shape[d], 1)
-    if list(piece.stride()) == strides:
-        return piece
-    if all(n < 2 or a == b for n, a, b in zip(piece.shape, piece.stride(), strides, strict=True)):
-        return piece.as_strided(piece.shape, strides)
-    back = [order.index(d) for d in range(piece.ndim)]
-    return piece.permute(*order).clone(memory_format=torch.contiguous_format).permute(*back)
+    return f"{'+ ' * (len(words) == 1)}{' * '.join(words)} -> {' '.join(out)}"
 
 
 def _with_sizes(term: list[str], arg: Arg) -> list[tuple[str, int]]:

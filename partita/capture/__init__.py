@@ -8,8 +8,8 @@ In reading order:
   strides of fakes), `optimizers`, `conditions` (checks of inputs before a later call).
 - The run: `capture_context` (settings and replacements during a run), `recorder` (the dispatch mode
   that turns calls into nodes), `function_mode` (intercepts functions called on tensors),
-  `equal_calls` (equal calls are traced once), `torch_settings`, `code_origin` (distinguishes the
-  user's code from a library's).
+  `equal_calls` (equal calls are traced once), `code_origin` (distinguishes the user's code from a
+  library's).
 - Outputs: `graph_outputs`, `differentiate` (gradients of a part of a model), `left_attributes`
   (tensors that a function stores in modules), `known_masks` (removes attention masks).
 - The graph without in-place writes: `functionalize`, `functional_calls` (single calls, and numbers

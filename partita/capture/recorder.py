@@ -42,6 +42,7 @@ from partita.graph.graph_nodes import (
     nodes_since,
     note_of,
 )
+from partita.graph.torch_settings import read_kernel_settings
 from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
@@ -67,7 +68,6 @@ from .functional_calls import REPLACED, replace_symbolic_numbers, with_exact_num
 from .functional_memory import ReplacedData
 from .graph_inputs import GraphInputs
 from .known_masks import KnownMasks
-from .torch_settings import read_kernel_settings
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default

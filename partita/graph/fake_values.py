@@ -5,7 +5,7 @@ operands (`key_of_call`). They share one FakeTensor (`call_without_memory`) as `
 So two nodes may share a fake, and thus a fake storage, although their values share no memory.
 
 Each capture has its own FakeTensorMode. A torch operator whose equal call ran in an earlier capture
-does not run again: its recorded metadata are reused.
+under the same settings of torch does not run again: its recorded metadata are reused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 from partita.comm.collective import WAIT
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
+
+from .torch_settings import read_settings
 
 _META = torch.device("meta")
 
@@ -148,6 +150,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     known: dict[Any, CallResult] | None = getattr(mode, "_partita_equal_calls", None)
     if known is None:
         known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
+        mode._partita_settings = read_settings()  # type: ignore[attr-defined]
     made = known.get(key)
     if made is None:
         made = known[key] = _make_once(target, args, kwargs, mode, key)
@@ -156,7 +159,8 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 
 def _make_once(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode, key: Any) -> CallResult:
     """Returns a call's result; if an equal call has run in another mode, from its metadata."""
-    key = type(mode), torch.get_default_dtype(), key
+    settings = mode._partita_settings  # type: ignore[attr-defined]
+    key = type(mode), torch.get_default_dtype(), settings, key
     left = results_of_calls.get(key)  # read once, because other threads clear it, too
     if left is not None:
         value = pytree.tree_map_only(_Metadata, lambda of: of.make_fake(mode), left.value)

@@ -40,9 +40,9 @@ from torch.utils import _pytree as pytree
 
 from partita.capture.capture_context import DeviceMode, function_modes
 from partita.capture.graph_inputs import OWN_ATTRIBUTES, user_attributes_of
-from partita.capture.torch_settings import read_settings
 from partita.comm import read_autocast_state
 from partita.graph.graph_nodes import ByIdentity
+from partita.graph.torch_settings import read_settings
 from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import state_of
 

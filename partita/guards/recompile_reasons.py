@@ -17,8 +17,8 @@ from torch._C import DisableTorchFunctionSubclass as local_ops
 from torch.utils import _pytree as pytree
 
 from partita.capture.graph_inputs import user_attributes_of
-from partita.capture.torch_settings import SETTINGS, read_settings
 from partita.comm import enabled_autocast_dtypes, read_autocast_state
+from partita.graph.torch_settings import SETTINGS, read_settings
 from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.dtensor_gradients import user_hooks_of
 

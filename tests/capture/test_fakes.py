@@ -154,6 +154,24 @@ def test_a_call_of_captures_with_another_default_dtype_runs_again():
     assert found == [torch.float32, torch.float64]
 
 
+def test_a_call_of_captures_under_another_setting_of_torch_runs_again(monkeypatch):
+    """Kernels of convolution and attention, and thus strides, depend on such settings."""
+    x, ran = torch.ones(19, 5), []
+    run = fake_values.call_and_describe
+    monkeypatch.setattr(fake_values, "results_of_calls", {})
+    monkeypatch.setattr(
+        fake_values, "call_and_describe", lambda *args: ran.append(args) or run(*args)
+    )
+    for enabled in (True, False, True):
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            call_in_new_mode(torch.ops.aten.exp.default, x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+    assert len(ran) == 2
+
+
 def test_an_operator_of_the_user_runs_in_each_capture():
     """It may have been defined again."""
     with torch.library._scoped_library("fakes_of_a_test", "DEF") as library:

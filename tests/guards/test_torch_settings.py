@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.capture.torch_settings import OF_C, SETTINGS, read_settings
+from partita.graph.torch_settings import OF_C, SETTINGS, read_settings
 
 Change = tuple[Callable[[], Any], Callable[[Any], None], Any]
 """How a setting is read, and set, and a value other than its default."""

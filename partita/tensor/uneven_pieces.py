@@ -276,7 +276,7 @@ def wrap_keeping_strides(kernel: Function | None, call: OpCall, plan: CallPlan) 
     def run_and_restride(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
         if is_usual and not kwargs and len(args) >= count:
-            paths, given = [*inputs], args[:count]
+            paths, given = [*inputs], [*args[:count]]
             key: Any = tuple(map(_stride, given))
         else:
             paths = [locate_in_call(path, names, args, kwargs) for path in inputs]

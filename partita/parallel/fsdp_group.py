@@ -245,8 +245,7 @@ class FsdpGroup:
 
     Attributes:
         depth: the number of forwards of the block that have begun and not ended.
-        needed: True if the last backward read the parameters. True before the first backward if
-            `may_recompute_within`.
+        needed: True if a backward reads the parameters, as far as is known.
         calls_in_backward: the forwards whose backward has begun and not ended, as keys of a dict.
             Gathers follow the order of the keys. (The order of a set would differ between ranks.)
         held_gradients: gradients that `no_sync` keeps unreduced, with the sharded parameters. The

@@ -232,7 +232,10 @@ class FactCondition:
 class Conditions(
     tuple["Condition | EqualInputs | GradientCondition | GradientObjects | FactCondition", ...]
 ):
-    """All conditions under which a captured program may run."""
+    """Conditions on the leaves of a call: a captured program may run only if all hold.
+
+    Guards, answers and `OverlapCheck` also decide whether it may run.
+    """
 
     def failed(self, tensors: Sequence[Any]) -> str | None:
         """Returns why a program may not run with the leaves `tensors`; None if it may."""

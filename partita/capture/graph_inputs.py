@@ -51,13 +51,13 @@ class GraphInputs:
         all: the inputs in the graph's order: coordinates, tensors, gradients and marks, numbers.
         fakes: the fake tensor of each input.
         identities: the ids of the fakes.
-        renewed: the ids of the fakes of gradients that have other memory now, because the step has
-            reduced them, or added to them after they were reduced.
-        shared_gradients: maps the index of a leaf whose `.grad` an earlier leaf has, too, to the
-            input of that gradient.
+        renewed: the ids of the fakes of gradients whose memory the step has replaced, by a
+            reduction or by an addition after it.
+        shared_gradients: for a leaf that shares its `.grad` object with an earlier leaf: maps its
+            index to the input of that gradient.
         leaves: the leaves of the call: the tensors and numbers of its state and arguments
             (`tensors_of_call`).
-        marked: the indices of the leaves that have a mark.
+        marked: the indices of the leaves that got a mark at first.
         asked_gradients: the indices of the leaves whose `.grad` the step compares with None.
 
     Args:

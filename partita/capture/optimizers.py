@@ -440,7 +440,7 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """Returns the positions among the graph's `inputs` of each group of equal step counts.
+    """Returns for each group of equal step counts their positions among the graph's `inputs`.
 
     `equal` is the result of `find_equal_counts`.
     """
@@ -451,8 +451,8 @@ def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> li
 def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
     """Rewrites an update so that values that depend only on equal step counts are computed once.
 
-    The graph has only writes into inputs, at its end, and each input is still written. Two results
-    may become one node: see `functional_memory.keep_apart`.
+    All writes into inputs must be at the end of the graph; they remain. Two results may become one
+    node, so the caller calls `functional_memory.keep_apart` afterwards.
 
     Args:
         equal: groups of inputs that hold the same number.

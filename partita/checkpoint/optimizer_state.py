@@ -169,8 +169,9 @@ class OpenedOptimizer:
         tree: the state. It contains the optimizer's own tensors, and new tensors for state that the
             optimizer does not have yet.
         load_back: a function that loads the tree into the optimizer.
-        missing: names of parameters that the checkpoint does not have.
-        unexpected: names of parameters that only the checkpoint has.
+        missing: `PATH.state.NAME` of each parameter whose state neither the checkpoint nor the
+            optimizer has.
+        unexpected: `PATH.state.NAME` of each parameter that only the checkpoint has.
         wrong: lines about entries that cannot be loaded.
     """
 

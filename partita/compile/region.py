@@ -335,10 +335,10 @@ class ForwardBackwardPair:
 def split_program(program: Program) -> ForwardBackwardPair:
     """Returns a region's program split into forward and backward. Changes its graph.
 
-    Backward gets the nodes that results do not need: nodes that depend on gradients, and nodes that
-    passes added to recompute values. Forward does not save a view of all elements of a tensor, or a
-    cast of an input. Backward makes it again, from the base or the input. A parameter that backward
-    gathers again is saved as a shard. Its gathered value can be freed in between.
+    Backward gets the nodes that no result needs: those that depend on gradients, and those that
+    graph passes have added for recomputation. Forward does not save a view of all elements of a
+    tensor, or a cast of an input. Backward makes it again, from the base or the input. A parameter
+    that backward gathers again is saved as a shard. Its gathered value can be freed in between.
     """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))

@@ -145,7 +145,8 @@ def copy_node(
 
     Args:
         of: a function that returns the copy of an operand.
-        name: the name of the copy, to which fx appends a number; by default the name of the node.
+        name: the name of the copy; by default the name of the node. If `graph` already has this
+            name, fx appends a number.
     """
     made = graph.create_node(node.op, node.target, name=name or node.name, type_expr=node.type)
     _set_args(made, fx.node.map_arg(node.args, of))

@@ -172,8 +172,8 @@ class State:
     def settings(self) -> Iterator[tuple[str, Any]]:
         """Yields `(name, value)` of settings that must be equal for calls to share a program.
 
-        They are `training` of all modules, and for each optimizer the numbers of parameters in a
-        group and of entries in a parameter's state.
+        They are `training` of all modules. For each optimizer they are how many parameters each
+        group has, and how many entries the state of each parameter has.
         """
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from partita.checkpoint import full_state_dict
-from partita.comm.device import HOST
+from partita.comm.device import HOST, choose_device
 
 from .sharded_run import ShardedRun, split_rows, to_whole
 
@@ -41,8 +41,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     Args:
         mesh: the mesh for the module; all ranks of the job by default.
         stage: the ZeRO stage, 0 to 3, for a module that is not on a mesh yet.
-        device: this rank's device; by default the accelerator with the local rank's index, or the
-            CPU.
+        device: this rank's device. By default, it has the device type of the mesh, and the local
+            rank's index. A job of one rank takes the accelerator, or the CPU if there is none.
         options: the options of Lightning's `SingleDeviceStrategy`.
     """
 
@@ -55,7 +55,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         rank = self._run.rank
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         if device is None:
-            kind = HOST.type if self._run.mesh is None else self._run.mesh.device_type
+            mesh = self._run.mesh
+            kind = choose_device("auto").type if mesh is None else mesh.device_type
             device = HOST if kind == HOST.type else torch.device(kind, local_rank)
         super().__init__(device, **options)
         self.global_rank, self.local_rank = rank, local_rank

@@ -447,7 +447,7 @@ class KeptCall(_KeptResult):
 
     Attributes:
         out: the call's result, with a `_Result` in place of each tensor.
-        inside: the tensors that autograd saved inside it.
+        inside: the tensors that autograd saved during the call.
     """
 
     def __init__(self, out: Any, inside: list[torch.Tensor]):

@@ -477,7 +477,8 @@ class Call:
     Attributes:
         op: the op's name: "matmul" for `torch.matmul`, `Tensor.matmul` and `@`. For a
             redistribution, the kinds of its moves: "all_gather".
-        function: a function of torch, an `autograd.Function`, or what `pt.one_call` returned.
+        function: a function of torch, an `autograd.Function`, or what `pt.one_call` returned. For a
+            redistribution, its `Plan`.
         inputs: shape and dtype of each input tensor; the global shape of a DTensor.
         is_collective: True for a redistribution that sends bytes.
         name: the name that the program gives its result by `checkpoint_name`, if known.

@@ -334,8 +334,8 @@ def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None
             `{x}`: the names of the input's dimensions.
             `{whole}`: the same names, with `!` after the name of `dim`, which must not be sharded.
             `{left}`: the names of the result of a reduction over `dim` (`Names.without`).
-        split: a function that is called in place of the given functions if dimension `dim` is
-            sharded.
+        split: a function that replaces the given functions if dimension `dim` is sharded. The
+            sentence is not used then.
     """
 
     @rule_by_name(takes, *functions)

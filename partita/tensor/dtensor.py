@@ -735,7 +735,7 @@ def _format_placement(p: Placement) -> str:
 
 
 def piece_held(x: torch.Tensor) -> Piece:
-    """Returns the part of `x` that this rank saves in a checkpoint, in the memory of `x`.
+    """Returns the part of `x` that this rank saves in a checkpoint: an alias, not a copy.
 
     For a plain tensor, that is the whole tensor.
 

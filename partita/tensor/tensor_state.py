@@ -355,8 +355,8 @@ class ZeroLayouts:
 class RetypedValue:
     """A cached alias of a tensor in the spec that an op needed. No data was sent to make it.
 
-    For example, a Replicate alias of an Invariant value has a gradient that is reduced. The alias
-    may be used while the tensor's version and grad_fn are unchanged.
+    For example, an op needs an Invariant value as Replicate. Backward then reduces the gradient of
+    the alias. It may be used while the tensor's memory, version and grad_fn are unchanged.
 
     Attributes:
         spec: the spec of the alias.

@@ -129,3 +129,11 @@ def test_a_module_is_copied_and_pickled_and_each_logs_its_own_whole_tensors() ->
     for found in run_ranks(as_under_torchrun, 2, 2, log_in_copies):
         for i, logged in enumerate(found):
             assert logged == [("loss", torch.Tensor, {"number": i})]
+
+
+def test_a_job_of_one_rank_runs_on_the_accelerator(monkeypatch):
+    from partita.comm.device import Device
+    from partita.integrations import lightning
+
+    monkeypatch.setattr(lightning, "choose_device", lambda name: Device("cuda"))
+    assert lightning.MeshStrategy().root_device == torch.device("cuda", 0)

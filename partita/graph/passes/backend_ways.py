@@ -39,8 +39,9 @@ def backend_ways(program: Program) -> str:
     """Collectives take the form that their backend uses in eager code, so that the bits are equal.
 
     A gather may become a broadcast by each rank. Partial values may be exchanged and summed in rank
-    order. If the sum is read much later, it is computed early, so that the exchanged values are
-    freed. (They are larger, by a factor of the number of ranks.)
+    order. The sum of a reduce-scatter is computed on arrival if other collectives run before its
+    first read. So the exchanged values are freed, which are larger by a factor of the number of
+    ranks.
     """
     graph = program.graph.graph
     changed = 0

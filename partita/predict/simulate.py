@@ -26,14 +26,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from partita.capture.fakes import captured_for
 from partita.comm import Wire, is_part_of_mesh, own_lines_shown, sizes_of_mesh
+from partita.comm.collective import WAIT
 from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
+from partita.compile.collector import collector_paused
+from partita.graph.fake_values import tensors_in
 from partita.graph.graph_nodes import is_collective, note_of
 from partita.graph.memory import Buffer, HeldInput, Memory, held_inputs, scheduled
 from partita.graph.program import Program, local_of
@@ -76,6 +78,7 @@ from .strategy import (
 from .strategy import __file__ as strategy_file
 
 
+@collector_paused()
 def simulate(
     step_or_model: Any,
     mesh: Any,
@@ -467,7 +470,7 @@ class _Player:
                 continue
             if is_collective(node):
                 self._issue_collective(node)
-            elif _is_wait(node):
+            elif node.target is WAIT:
                 self._wait_for_collective(node.all_input_nodes[0])
             else:
                 self._run_kernel(node, kernels[node])
@@ -497,7 +500,7 @@ class _Player:
         self._record_event(node, stream, start, seconds, kind, sent)
         if self.machine.overlaps:
             return
-        if kind == "all_reduce" and all(_is_wait(user) for user in node.users):
+        if kind == "all_reduce" and all(user.target is WAIT for user in node.users):
             # It may run while others compute, which sending its bytes slows down.
             latency = self._seconds_of_collective(kind, ranks, 0.0, axes, sizes)
             self.now += max(seconds - latency, 0.0)
@@ -551,10 +554,6 @@ def bytes_per_axis(program: Program) -> dict[str, int]:
         stream = " ".join(record.axes)
         found[stream] = found.get(stream, 0) + record.nbytes
     return found
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return "wait_tensor" in str(node.target)
 
 
 def _kind_of_collective(node: fx.Node) -> str:
@@ -680,10 +679,10 @@ def _kind_of(node: fx.Node) -> str:
     if is_collective(node):
         return "collective"
     facts = facts_of(node.target)
-    if _is_wait(node) or (facts.is_view and not facts.writes):
+    if node.target is WAIT or (facts.is_view and not facts.writes):
         return "free" if not _makes_copy(node) else "elementwise"
-    held = (t for n in (node, *node.all_input_nodes) for t in _collect_tensors(n.meta.get("val")))
-    if not any(math.prod(t.shape) > 1 for t in held):
+    held = (t for n in (node, *node.all_input_nodes) for t in tensors_in(n.meta.get("val")))
+    if not any(t.numel() > 1 for t in held):
         return "free"  # numbers of an optimizer, which the host computes
     name = _name_of_op(node)
     if "scaled_dot_product" in name or "flash_attention" in name:
@@ -781,13 +780,8 @@ def _name_of_op(node: fx.Node) -> str:
     return str(schema.name if schema is not None else getattr(node.target, "__name__", node.target))
 
 
-def _collect_tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _nbytes_of_node(node: fx.Node) -> int:
-    tensors = _collect_tensors(node.meta.get("val"))
-    return sum(math.prod(t.shape) * t.element_size() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in tensors_in(node.meta.get("val")))
 
 
 def _shape_of_node(node: Any) -> tuple[int, ...]:
@@ -796,8 +790,8 @@ def _shape_of_node(node: Any) -> tuple[int, ...]:
 
 def _dtype_of_operands(node: fx.Node) -> str:
     for operand in node.all_input_nodes:
-        for tensor in _collect_tensors(operand.meta.get("val")):
-            if tensor.is_floating_point():
+        for tensor in tensors_in(operand.meta.get("val")):
+            if tensor.dtype.is_floating_point:
                 return str(tensor.dtype).removeprefix("torch.")
     return "float32"
 

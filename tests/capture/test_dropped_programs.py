@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import partita as pt
 from partita.comm import TraceWire
-from partita.compile import pipeline
-from partita.compile.pipeline import OldObjects
+from partita.compile import collector
+from partita.compile.collector import OldObjects
 from partita.tensor.plan import CallPlan
 from tests.programs.steps import squares
 
@@ -77,7 +77,7 @@ def test_dropped_programs_are_collected_though_nobody_calls_the_collector(monkey
     gc.collect()
     # As in a process with few objects, so that two captures are as many.
     collections = gc.get_stats()[2]["collections"]
-    monkeypatch.setattr(pipeline, "OLD_OBJECTS", OldObjects(0, collections, total=10_000))
+    monkeypatch.setattr(collector, "OLD_OBJECTS", OldObjects(0, collections, total=10_000))
     first = capture()
     assert first() is not None
     capture(), capture()

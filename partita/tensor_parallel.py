@@ -415,23 +415,26 @@ _STYLES: dict[str, Any] = {
 """Styles by the strings of Hugging Face transformers."""
 
 
-def list_placements(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns parameter placements for a tensor-parallel plan of Hugging Face transformers.
+def list_plan(module: nn.Module, styles: Mapping[str, str], axis: str) -> dict[str, Any] | None:
+    """Returns a plan for `pt.parallelize` from a tensor-parallel plan of Hugging Face transformers.
 
-    The keys are parameter names or patterns. Returns None if the plan has an unknown style, or
-    names a module that `module` lacks or that is neither nn.Linear nor nn.Embedding.
+    It has the placements of parameters, and of the inputs and outputs of modules. Returns None if
+    `styles` has an unknown style, or names a module that `module` lacks or that is neither
+    nn.Linear nor nn.Embedding.
 
     Args:
-        plan: maps a pattern of module names to a style's name, such as "colwise".
+        styles: maps a pattern of module names to a style's name, such as "colwise".
+        axis: the mesh axis.
     """
     found: dict[str, Any] = {}
     try:
-        for pattern, style in plan.items():
+        for pattern, style in styles.items():
             made = _make_style(style)
             for inner in _find_modules(module, pattern):
                 for name, placement in made._list_parameters(inner).items():
                     if _has_attribute(inner, name):
-                        found[f"{pattern}.{name}"] = placement
+                        found[f"{pattern}.{name}"] = {axis: placement}
+                found[pattern] = made._list_boundaries(inner, axis)
     except (ValueError, NotImplementedError, LayoutError):
         return None
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partita.tensor_parallel import list_placements
+from partita.tensor_parallel import list_plan
 
 from .strategy import ModelShape, StrategyError, check_argument, refuse_if
 
@@ -162,8 +162,13 @@ def _find_tensor_plan(model: nn.Module) -> dict[str, Any]:
     It is empty if the model has none, or one with styles that are not placements of parameters.
     """
     inner: Any = model.model
-    placements = list_placements(inner, getattr(inner, "tp_plan", None) or {})
-    return {f"model.{name}": {"tp": placement} for name, placement in (placements or {}).items()}
+    # The loss takes logits of which each rank has a part, so the head gathers nothing.
+    styles = {
+        name: "colwise" if style == "colwise_gather_output" else style
+        for name, style in (getattr(inner, "tp_plan", None) or {}).items()
+    }
+    plan = list_plan(inner, styles, "tp") or {}
+    return {f"model.{name}": entry for name, entry in plan.items()}
 
 
 def _get_plan(plan: dict[str, Any], sequence: bool = False) -> dict[str, Any]:

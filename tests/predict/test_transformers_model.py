@@ -80,6 +80,10 @@ def test_transformers_own_plan_is_that_of_tensor_parallelism():
     whole = pt.Strategy(precision="float32", layers=1)
     found = pt.simulate(shape, {"dp": 2, "tp": 2}, strategy=whole)
     assert found.peak < pt.simulate(shape, {"dp": 2}, strategy=pt.Strategy(layers=1)).peak * 2
+    sent = [e for e in found.events if e.stream == "tp" and e.phase == "forward"]
+    size = 64 * 32 * 4  # bytes of a result of a block
+    # The results of the embedding and of the block's two row-parallel layers are summed.
+    assert [e.kind for e in sent if e.nbytes >= size] == 3 * ["all_reduce"]
     with pytest.raises(StrategyError, match="tp=4 does not divide the 2 key and value heads"):
         pt.simulate(shape, {"tp": 4})
     with pytest.raises(StrategyError, match="tp=2 does not divide the 1 heads"):  # it has no plan

@@ -32,7 +32,6 @@ from partita.graph.fake_values import (
     make_fake,
 )
 from partita.graph.graph_nodes import add_call
-from partita.graph.shared_memory import have_same_memory_format
 from partita.tensor.op_facts import facts_of
 
 from .fakes import is_symbolic
@@ -90,22 +89,15 @@ def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
 
 # -- calls that are not traced again ---------------------------------------------------------------
 
-DETACH = torch.ops.aten.detach.default
 _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls that a capture has traced. A later equal call only gets a node, which is faster.
-
-    Attributes:
-        shared: the nodes that compute several tensor objects, because `detach` adds no node: a
-            tensor and its detached copies have one node.
-    """
+    """The calls that a capture has traced. A later equal call only gets a node, which is faster."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self._graph, self._mode = graph, mode
         self._known: dict[Any, torch.Tensor] = {}
-        self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns a key that is equal for equal calls of an ATen op.
@@ -145,30 +137,6 @@ class RepeatedCalls:
             return written
         (out,) = tensors_of([node], [like], self._mode)
         return out
-
-    def detach(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Returns `x.detach()` without tracing it: the result has the node of `x`.
-
-        Returns None if the call must be traced. Autograd detaches each gradient when it accumulates
-        it, and again when it is read.
-        """
-        if not isinstance(x, FakeTensor):
-            return None
-        with DisableTorchFunction(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
-                return None
-            node = known_node_of(x)
-            if node is None:
-                return None
-            like = node.meta.get("val")
-            if not isinstance(like, FakeTensor) or not have_same_memory_format(x, like):
-                return None
-            if x.storage_offset() != like.storage_offset():
-                return None
-            made = make_fake(self._mode, x.detach(), x.fake_device)
-        self.shared.add(node)
-        set_node_of(made, node)
-        return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Adds a node for a call over lists (`_foreach_*`), untraced. Returns the call's value.

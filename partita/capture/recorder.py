@@ -47,16 +47,13 @@ from partita.redistribute.move import bytes_sent
 from partita.tensor.aliasing import checks_overlap, refuse_overlap_of_parts
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
-from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_overrides import is_read_in_part
 from partita.tensor.tensor_state import HERE, next_node, note_unseen_write, own_state
 
 from .capture_context import FakeRunHooks, attribute_set, unprofiled
 from .equal_calls import (
-    DETACH,
     RepeatedCalls,
     is_over_lists,
-    known_node_of,
     node_of,
     set_node_of,
 )
@@ -70,6 +67,7 @@ _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
 _READ = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+_DETACH = _aten.detach.default
 
 
 def _shape_of_value(value: Any) -> Any:
@@ -241,10 +239,6 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists read it several times for each operand: a sixth of a trace.
             return args[0].device
-        if func is DETACH:
-            out = unprofiled(self._repeated.detach, args[0])
-            if out is not None:
-                return out
         return unprofiled(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -266,8 +260,6 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
             raise not_an_input(user_line())
         if written and checks_overlap(func._opname.removesuffix("_")):
             _refuse_overlaps(written, args)
-        if facts_of(func).changes_metadata:
-            self._separate_written(func, args, kwargs)
         args, kwargs = replace_symbolic_numbers(func, args, kwargs)
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
@@ -304,12 +296,6 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
 
         with self, DisableTorchFunction():
             return call(count, *args, **kwargs)
-
-    def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Gives each tensor whose shape or storage a call will change its own node."""
-        for written in tensors_written(func, args, kwargs):
-            if known_node_of(written) in self._repeated.shared:
-                self.add_alias(written)
 
     def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
@@ -507,7 +493,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         """Adds a node that is an alias of a fake tensor. Later reads of `made` use this node."""
         shown = node_of(made)
         assert shown is not None
-        node = add_call(self.graph, DETACH, (shown,))
+        node = add_call(self.graph, _DETACH, (shown,))
         node.meta["val"] = shown.meta["val"]
         self._note_nodes([node], note_of(shown))
         set_node_of(made, node)

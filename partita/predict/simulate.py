@@ -286,6 +286,7 @@ def simulate_program(
         peak=sum(classes.values()),
         classes=classes,
         holders=tuple(holders[:16]),
+        lines=_sum_by_line(played.events, holders),
         timeline=played,
         facts={"memory": facts, "moves": moves, "layouts": layouts},
         **{name: getattr(played, name) for name in timed},
@@ -802,6 +803,44 @@ _CLASSES = "weights gathered gradients optimizer activations workspace arguments
 _SHOWN = 8
 
 
+@dataclass
+class LineCost:
+    """The cost of a source line in a simulated step, on one rank.
+
+    Attributes:
+        source: the user's "file:line".
+        seconds: the seconds of its kernels, in forward, backward and update.
+        sent: the bytes that its collectives send.
+        held: the bytes that its buffers hold at the peak.
+    """
+
+    source: str
+    seconds: float = 0.0
+    sent: float = 0.0
+    held: int = 0
+
+
+def _sum_by_line(
+    events: Sequence[TimelineEvent], holders: Sequence[Buffer]
+) -> tuple[LineCost, ...]:
+    """Returns the cost of each source line, the line with the most seconds first.
+
+    Args:
+        events: the kernels and collectives of the step.
+        holders: the buffers that are alive at the peak.
+    """
+    found: dict[str, LineCost] = {}
+    for event in events:
+        line = found.setdefault(event.source, LineCost(event.source))
+        if event.stream == _COMPUTE:
+            line.seconds += event.seconds
+        else:
+            line.sent += event.nbytes
+    for buffer in holders:
+        found.setdefault(buffer.source, LineCost(buffer.source)).held += buffer.nbytes
+    return tuple(sorted(found.values(), key=lambda line: -line.seconds))
+
+
 @dataclass(frozen=True)
 class Simulation:
     """Predicted time, memory and traffic of one training step, for one rank.
@@ -831,6 +870,7 @@ class Simulation:
             collective reduces. "activations" are results of forward. All other results of backward
             are "workspace".
         holders: the buffers that are alive at the peak.
+        lines: what each source line costs, the line with the most seconds first.
         timeline: the events of each stream, for `save_trace`.
         facts: data for `report`: bytes over the step, moves by line, layouts of parameters.
     """
@@ -850,6 +890,7 @@ class Simulation:
     peak: int
     classes: Mapping[str, int]
     holders: tuple[Buffer, ...] = ()
+    lines: tuple[LineCost, ...] = ()
     timeline: SimulatedStep = field(default_factory=SimulatedStep, repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -909,7 +950,9 @@ class Simulation:
 
     def make_run_facts(self) -> RunFacts:
         """Returns the data of the simulation in the form that a report page shows."""
-        run = RunFacts(self.title, figures=self._make_rows(), **self.facts)
+        run = RunFacts(
+            self.title, figures=[*self._make_rows(), *self._make_line_rows()], **self.facts
+        )
         run.timeline, run.timeline_source = [*self.events], self.source
         return run
 
@@ -939,9 +982,21 @@ class Simulation:
         rows += [(f"  {name}", human(size), "") for name, size in self.classes.items() if size]
         return rows
 
+    def _make_line_rows(self) -> list[tuple[str, str, str]]:
+        """Returns rows for the source lines with the most seconds: line, seconds, and bytes."""
+        rows = []
+        for line in self.lines[:_SHOWN]:
+            sizes = (int(line.sent), "sent"), (line.held, "at the peak")
+            said = ", ".join(f"{human(size)} {what}" for size, what in sizes if size)
+            rows.append((line.source or "(no line)", format_seconds(line.seconds), said))
+        return rows
+
     def __str__(self) -> str:
         table = format_table(self._make_rows(), {1}).splitlines()
         lines = [self.title, *(f"  {line}" for line in table)]
+        if self.lines:
+            table = format_table(self._make_line_rows(), {1}).splitlines()
+            lines += ["  seconds of kernels by source line", *(f"    {line}" for line in table)]
         if self.holders:
             lines.append("  largest buffers at the peak")
             for buffer in self.holders[:_SHOWN]:

@@ -496,6 +496,12 @@ def test_what_holds_and_sends_in_a_named_model_has_the_models_own_lines():
     assert lines == {"partita/app/models/decoder.py", "partita/app/models/gpt.py",
                      "partita/predict/strategy.py"}  # fmt: skip
     assert any("decoder.py" in holder.source for holder in found.holders)
+    costs = found.lines
+    assert sum(line.seconds for line in costs) == pytest.approx(found.compute_seconds)
+    assert round(sum(line.sent for line in costs)) == sum(found.nbytes.values())
+    assert sum(line.held for line in costs) >= sum(buffer.nbytes for buffer in found.holders)
+    assert costs[0].source in str(found)
+    assert costs[0].source in [name for name, _, _ in found.make_run_facts().figures]
 
 
 def one_step(mesh):

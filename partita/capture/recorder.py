@@ -44,7 +44,7 @@ from partita.graph.torch_settings import read_kernel_settings
 from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
-from partita.tensor.aliasing import checks_overlap, refuse_overlap_of_parts
+from partita.tensor.aliasing import SOME_OVERLAP, checks_overlap, do_parts_overlap
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_overrides import is_read_in_part
@@ -173,8 +173,9 @@ def _refuse_overlaps(written: Sequence[torch.Tensor], operands: Sequence[Any]) -
                 continue
             memory = into.untyped_storage()._cdata
             for read in reads:
-                if read is not into and read.untyped_storage()._cdata == memory:
-                    refuse_overlap_of_parts(into, read)
+                is_shared = read is not into and read.untyped_storage()._cdata == memory
+                if is_shared and do_parts_overlap(into, read):
+                    raise RuntimeError(SOME_OVERLAP)
 
 
 class Recorder(FakeRunHooks, TorchDispatchMode):

@@ -209,7 +209,7 @@ def _refuse_overlapping_pieces(copy: DTensor) -> None:
     if misses and is_item:  # then no other element of the base is written
         misses = not is_without_overlap(make_meta_twin(part))
     wire = base._spec.wire
-    if _has_short_pieces(base._spec) and not is_alone(wire):  # all ranks raise, or none does
+    if has_short_pieces(base._spec) and not is_alone(wire):  # all ranks raise, or none does
         misses = any(n for (n,) in wire.gather_ints((misses,), "whether elements share memory"))
     if misses:
         raise LayoutError(
@@ -270,14 +270,23 @@ def refuse_partial_overlap(
     """
     if not (isinstance(written, DTensor) and checks_overlap(name)):
         return
-    base = _list_views(written)[0]
+    is_short = has_short_pieces(written._spec)
+    if is_short and written._spec.shape.numel():
+        with local_ops():
+            strides = zip(written._spec.shape, written.stride(), strict=True)
+        if any(n > 1 and not stride for n, stride in strides):
+            raise RuntimeError(MORE_THAN_ONE)  # kernels raise it where the piece has elements
+    base, overlaps, shares = _list_views(written)[0], False, False
     for other in tree_leaves(operands):
         if not isinstance(other, DTensor) or (other is written and part is None):
             continue
         its_base = _list_views(other)[0]
         if not _share_memory(base, its_base):
             continue
+        shares, is_short = True, is_short or has_short_pieces(other._spec)
         with _disable_current_modes(), local_ops():
+            if part is None and _share_memory(written, other):  # as the kernel compares them
+                overlaps |= do_parts_overlap(written, other)
             into: torch.Tensor | None = written
             read: torch.Tensor | None = other
             if base.storage_offset() == its_base.storage_offset():
@@ -285,7 +294,12 @@ def refuse_partial_overlap(
             elif base is not written or its_base is not other:
                 continue  # nothing says where the views are in a whole that both are parts of
             if into is not None and read is not None:
-                refuse_overlap_of_parts(into if part is None else part(into), read)
+                overlaps |= do_parts_overlap(into if part is None else part(into), read)
+    wire = written._spec.wire
+    if shares and is_short and not is_alone(wire):  # all ranks raise, or none does
+        overlaps = any(n for (n,) in wire.gather_ints((overlaps,), "whether operands overlap"))
+    if overlaps:
+        raise RuntimeError(SOME_OVERLAP)
 
 
 def _locate_in_base(x: DTensor) -> torch.Tensor | None:
@@ -296,34 +310,36 @@ def _locate_in_base(x: DTensor) -> torch.Tensor | None:
     base, views = _list_views(x)
     if any(isinstance(a, torch.Tensor) for a in tree_leaves([(v.args, v.kwargs) for v in views])):
         return None
-    whole = make_meta_twin(base, dense=_has_short_pieces(base._spec))
+    whole = make_meta_twin(base, dense=has_short_pieces(base._spec))
     part: torch.Tensor = _compose_views(views)(whole)
     return part
 
 
-def refuse_overlap_of_parts(written: torch.Tensor, read: torch.Tensor) -> None:
-    """Raises torch's RuntimeError if two views of one memory overlap, unless they are the same
-    part.
+MORE_THAN_ONE = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single "
+    "memory location. Please clone() the tensor before performing the operation."
+)
+SOME_OVERLAP = (
+    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+    "single memory location. Please clone() the tensor before performing the operation."
+)
+
+
+def do_parts_overlap(written: torch.Tensor, read: torch.Tensor) -> bool:
+    """True if two views of one memory overlap, and are not the same part.
 
     Like torch, this does not compare tensors with gaps.
     """
     ranges = []
     for t in (written, read):
         if not t.numel() or not is_without_overlap(t):
-            return
+            return False
         if 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) != t.numel():
-            return
+            return False
         first = t.storage_offset() * t.itemsize
-        order = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
-        ranges.append((first, first + t.numel() * t.itemsize, order))
-    (first, end, order), (its_first, its_end, its_order) = ranges
-    is_same = (first, end, order) == (its_first, its_end, its_order)
-    if not is_same and first < its_end and its_first < end:
-        raise RuntimeError(
-            "unsupported operation: some elements of the input tensor and the written-to tensor "
-            "refer to a single memory location. Please clone() the tensor before performing the "
-            "operation."
-        )
+        ranges.append((first, first + t.numel() * t.itemsize, t.stride()))
+    (first, end, _), (its_first, its_end, _) = ranges
+    return ranges[0] != ranges[1] and first < its_end and its_first < end
 
 
 def first_base_of(copy: DTensor) -> tuple[DTensor, Callable[[Any], Any] | None, bool]:
@@ -504,7 +520,7 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
 
-def _has_short_pieces(spec: Spec) -> bool:
+def has_short_pieces(spec: Spec) -> bool:
     """True if pieces of some ranks, but not of all, have fewer than two elements in a dimension.
 
     The strides of such pieces may show another order in memory.
@@ -548,7 +564,7 @@ def copy_as_on_one_device(
         )
         there = func(alike, *others, **named)
         views = _share_memory(there, alike)
-    if moved and _has_short_pieces(source._spec) and not is_alone(source._spec.wire):
+    if moved and has_short_pieces(source._spec) and not is_alone(source._spec.wire):
         # All ranks mark the result, or none does. The first one's piece shows the strides best.
         views = bool(
             source._spec.wire.gather_ints((views,), f"whether {func.__name__} copies")[0][0]

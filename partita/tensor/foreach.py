@@ -26,6 +26,7 @@ from partita.comm import Wire
 from partita.layout import Layout
 from partita.redistribute import plan
 
+from .aliasing import refuse_partial_overlap
 from .arguments import OpCall, check_plain_tensor, replace_at_paths
 from .dtensor import DTensor, as_dtensor, move_local
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
@@ -43,17 +44,21 @@ class _ListPlan:
         wires: the wire of each position, if not all are on one mesh; None for plain tensors.
         places: the plan of each position; None if the op is called on DTensors.
         clean: True if the native kernel runs: nothing moves, and no position has its own kernel.
+        short: the positions whose operands are compared before a write (see `CallPlan.is_short`).
         specs: the specs of the results, set by the first call.
         hits: the number of calls that have used this plan.
     """
 
-    __slots__ = ("clean", "hits", "places", "specs", "wires")
+    __slots__ = ("clean", "hits", "places", "short", "specs", "wires")
 
     def __init__(self, places: list[CallPlan | None], wires: Sequence[Wire | None] = ()):
         self.hits = 0
         self.places, self.wires = places, wires
         self.specs: list[Spec] | None = None
         self.clean = not wires and all(p is not None and _is_clean(p) for p in places)
+        self.short = [i for i, p in enumerate(places) if p is not None and p.is_short]
+        for i in self.short:  # compared for all positions at once, however they are run
+            places[i].is_short = False  # type: ignore[union-attr]
 
 
 def _is_clean(plan: CallPlan) -> bool:
@@ -77,6 +82,9 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
             plan = _ListPlan([_plan_place(i, args, kwargs, op) for i in range(count)])
         op.plans.remember(key, plan)
     plan.hits += 1
+    for i in plan.short:
+        written, *others = _arguments_at_place(i, args)
+        refuse_partial_overlap(op.form.name, written, (others, kwargs))
     # One autograd node for all places would give zeros, and not no gradient, to the operands of a
     # result that is not used.
     if not plan.clean or (torch.is_grad_enabled() and _require_gradients(args)):

@@ -134,6 +134,7 @@ class CallPlan:
         work: the matrix products of a call, for ledgers.
         make_output_spec: a function that computes each result's spec (data-dependent shapes).
         inplace: True if the op writes its first operand.
+        is_short: True if it does, and on some ranks only the piece has a single row, or none.
         hits: the number of calls that have used this plan.
     """
 
@@ -157,6 +158,7 @@ class CallPlan:
     work: PlanWork | None = None
     make_output_spec: Callable[[torch.Tensor], Spec] | None = None
     inplace: bool = False
+    is_short: bool = False
     hits: int = field(default=0)
 
     def count_flops(self, on: bool) -> None:
@@ -177,7 +179,7 @@ class CallPlan:
         if not args and self.names and self.names[0] in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
-        if self.inplace and (self.view_copies or self.targets):
+        if self.inplace and (self.view_copies or self.targets or self.is_short):
             refuse_partial_overlap(self.op, args[0], (args[1:], kwargs))
         if self.view_copies:
             paths = [locate_in_call(path, self.names, args, kwargs) for path in self.view_copies]
@@ -302,6 +304,7 @@ class CallPlan:
             or self.may_copy
             or self.view_copies
             or self.rewrite
+            or self.is_short
         )
 
     def _make_broken_plan_error(self, out: torch.Tensor, spec: Spec | None) -> LayoutError:

@@ -47,6 +47,7 @@ from partita.rules import (
 from partita.rules.sentence import Dim
 
 from .aliasing import (
+    has_short_pieces,
     may_be_denser_than_whole,
     reshape_copy,
     wrap_copying_as_on_one_device,
@@ -94,6 +95,8 @@ def make_plan(call: OpCall) -> CallPlan | None:
     plan = _plan_sentence(call, answer)
     if plan is not None:
         plan.inplace = form.inplace
+        spec = call.args[0]._spec if form.inplace else None
+        plan.is_short = spec is not None and len(spec.shape) > 1 and has_short_pieces(spec)
     return plan
 
 
@@ -245,7 +248,8 @@ def _plan_sentence(call: OpCall, answer: KernelRule) -> CallPlan | None:
         if not plan.may_copy and may_be_denser_than_whole(first._spec):
             plan.kernel = wrap_copying_as_on_one_device(plan.kernel or run, call.func, first._spec)
     elif not (call.gives_view or form.inplace) and any(
-        x is not None and may_be_denser_than_whole(spec_of(x, wire)) for x in choice.inputs
+        x is not None and len(x.shape) > 1 and may_be_denser_than_whole(spec_of(x, wire))
+        for x in choice.inputs
     ):
         plan.kernel = wrap_keeping_strides(plan.kernel, call, plan)
     plan.bare = _find_bare_call(call) if plan.kernel is None else None

@@ -262,3 +262,29 @@ def wrong(rank: int) -> list[str]:
 
 def test_losses_norms_and_attention_are_right_where_a_rank_has_no_rows():
     assert run_ranks(wrong, 3) == [[], [], []]
+
+
+WRITES_OF_OVERLAPS = {
+    "columns": lambda b: b[:, 1:].add_(b[:, :-1]),
+    "lists": lambda b: torch._foreach_add_([b[:, 1:]], [b[:, :-1]]),
+    "a row": lambda b: b.copy_(b[0]),
+    "more than one element": lambda b: b[:1].expand(3, -1).mul_(2),
+    "out": lambda b: torch.add(b[:, :-1], 1, out=b[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_OF_OVERLAPS.values(), ids=WRITES_OF_OVERLAPS)
+def test_a_write_that_overlaps_its_operand_is_refused_on_all_ranks_or_on_none(write):
+    def find_error(mesh, rows, dim):
+        x = pt.distribute_tensor(torch.arange(4.0 * rows).view(rows, 4), mesh, [pt.Shard(dim)])
+        try:
+            write(x)
+        except RuntimeError as error:
+            return str(error)[:60]
+        return ""
+
+    with pt.ranks(dp=3) as world:
+        for rows, dim in ((1, 0), (1, 1), (2, 0), (3, 1)):
+            first, *others = world.run(lambda mesh, n=rows, dim=dim: find_error(mesh, n, dim))
+            assert all(found == first for found in others), (rows, dim)
+            assert first or rows > 1  # as in one process, where the memory has no gaps

@@ -326,9 +326,9 @@ class OverlapCheck:
         self._storages = {*starts}
         self._held = {s for s, (_, near) in zip(starts, self._state, strict=True) if near}
         together = len(self._storages) < len(starts)
-        self._overlaps = (
-            together and self._find_conflict(self._find_shared(tensors)) != _NO_CONFLICT
-        )
+        shared = self._find_shared(tensors) if together else []
+        is_found = self._find_conflict(shared) != _NO_CONFLICT
+        self._overlaps = is_found or bool(_wires_of_uneven(shared))
 
     def _is_copy(self, given: Input) -> bool:
         return given.kind != "gradient" and given.index in self.program.view_copies
@@ -357,17 +357,8 @@ class OverlapCheck:
         """
         shared = self._find_shared(tensors)
         found = self._find_conflict(shared)
-        wires = [
-            spec.wire
-            for together in shared
-            # Pieces of gradients that ZeRO has reduced share a buffer on some ranks only.
-            if any(given.kind == "argument" for _, given in together)
-            for t, _ in together
-            if (spec := getattr(t, "_spec", None)) is not None and spec.is_uneven
-        ]
-        for wire in dict.fromkeys(wires):
-            if not is_alone(wire):
-                found = max(wire.gather_ints(found, "whether inputs of a step overlap"))
+        for wire in _wires_of_uneven(shared):
+            found = max(wire.gather_ints(found, "whether inputs of a step overlap"))
         if found == _NO_CONFLICT:
             return None
         return _make_sharing_error(*(self.program.inputs[i] for i in found))
@@ -416,6 +407,19 @@ class OverlapCheck:
                         if self._is_written(written):
                             return places[id(written)], places[id(beside)]
         return _NO_CONFLICT
+
+
+def _wires_of_uneven(shared: list[list[tuple[Any, Input]]]) -> list[Any]:
+    """Returns the wires of uneven inputs among inputs that share storages."""
+    wires = [
+        spec.wire
+        for together in shared
+        # Pieces of gradients that ZeRO has reduced share a buffer on some ranks only.
+        if any(given.kind != "gradient" for _, given in together)
+        for t, _ in together
+        if (spec := getattr(t, "_spec", None)) is not None and spec.is_uneven
+    ]
+    return [wire for wire in dict.fromkeys(wires) if not is_alone(wire)]
 
 
 def _span_of_bytes(t: torch.Tensor) -> tuple[int, int]:

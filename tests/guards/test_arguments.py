@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import types
 import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,11 +284,14 @@ def test_a_container_that_is_an_argument_and_has_a_name_is_only_read(program):
         assert compiled(given) == step(given)
 
 
+@pytest.mark.parametrize("is_state", [False, True])
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize(
     ("rows", "second"), [(2, lambda x: x), (2, lambda x: x[:, :1]), (5, lambda x: x[:, 1:])]
 )
-def test_ranks_whose_pieces_do_not_overlap_refuse_inputs_as_the_others_do(rows, second, is_first):
+def test_ranks_whose_pieces_do_not_overlap_refuse_inputs_as_the_others_do(
+    rows, second, is_first, is_state
+):
     """An empty piece overlaps nothing, and two columns of a single row have no memory in common."""
 
     def run(mesh):
@@ -299,15 +303,23 @@ def test_ranks_whose_pieces_do_not_overlap_refuse_inputs_as_the_others_do(rows, 
             a.mul_(2)
             return b * 1
 
-        step, x = pt.compile(step, backend="graph"), make()
+        held = SimpleNamespace(a=None, b=None)
+        step_of_state = pt.compile(lambda: step(held.a, held.b), backend="graph")
+        step_of_arguments, x = pt.compile(step, backend="graph"), make()
+
+        def call(a, b):
+            held.a, held.b = a, b
+            return step_of_state() if is_state else step_of_arguments(a, b)
+
         if not is_first:
-            step(make()[:, :1], second(make()))
+            call(make()[:, :1], second(make()))
         with pytest.raises(pt.CaptureError) as caught:
-            step(x[:, :1], second(x))
+            call(x[:, :1], second(x))
         return str(caught.value), x.full_tensor().tolist()
 
     with pt.ranks(dp=4) as world:
         (text, x), *others = world.run(run)
-    assert "argument[0] and argument[1] share memory" in text
+    names = ("held.a", "held.b") if is_state else ("argument[0]", "argument[1]")
+    assert " and ".join(names) + " share memory" in text
     assert x == torch.arange(2.0 * rows).view(rows, 2).tolist()
     assert others == [(text, x)] * 3

@@ -548,6 +548,15 @@ class GradReducer(ShardedState):
     def complete_gradients(self) -> None:
         self.finish()
 
+    def reduce_postponed(self, p: DTensor | None = None) -> None:
+        """Finishes the running reduction before a program reads or clears one of its gradients.
+
+        Otherwise the program would get the gradient as it was, and it would be reduced again.
+        """
+        bucket = self._under_way
+        if bucket is not None and (p is None or any(p is other for other in bucket.params)):
+            self.finish()
+
     def finish(self) -> None:
         """Wait for the running reduction, and store its sums in the gradients.
 

@@ -190,6 +190,8 @@ class CallPlan:
             return mark_copies(out, func, args, kwargs) if self.result_is_view_copy else out
         given_args, given_kwargs = args, kwargs
         if self.targets:
+            if self._reduce_gradients(args, kwargs):
+                return func(*args, **kwargs)  # by another plan, for the layouts of now
             args, kwargs = self._move_operands(args, kwargs)
         with local_ops():
             out = (self.kernel or func)(*args, **kwargs)
@@ -205,15 +207,30 @@ class CallPlan:
             )
         return mark_copies(out, func, given_args, given_kwargs) if copied else out
 
+    def _reduce_gradients(self, args: Args, kwargs: Kwargs) -> bool:
+        """Reduces Partial gradients among the operands, if they must be redistributed.
+
+        Each stays the same object, which other arguments of the call may be, too.
+
+        Returns True if a layout has changed.
+        """
+        found = []
+        for target in self.targets:
+            if target.plain is None and not target.spec.is_pending:
+                path = locate_in_call(target.path, self.names, args, kwargs)
+                value = get_at_path(args, kwargs, path)
+                if value._spec.is_pending:
+                    found.append((value, value._spec))
+        if found:
+            reduce_pending_gradients(pending_gradients(value for value, _ in found))
+        return any(value._spec is not spec for value, spec in found)
+
     def _move_operands(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         new = {}
         for target in self.targets:
             path = locate_in_call(target.path, self.names, args, kwargs)
             value = get_at_path(args, kwargs, path)
             if target.plain is None:
-                if value._spec.is_pending and not target.spec.is_pending:
-                    # This also reduces the gradient that its owner holds.
-                    reduce_pending_gradients(pending_gradients((value,)))
                 new[path] = _move_operand(value, target.spec, self.op)
             else:
                 check_plain_tensor(value, self.wire, self.op, path, with_gradient=True)

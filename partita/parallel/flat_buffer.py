@@ -354,7 +354,7 @@ class FlatBuffer:
             for w, p in zip(flats, self.pieces, strict=True)
             for pair in p.blocks(w.view(-1), self._of_each(out, p))
         ]
-        torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
+        _copy_pairs(pairs)
         for w, flat in zip(wholes, flats, strict=True):
             if flat is not w:
                 w.copy_(flat)
@@ -439,8 +439,7 @@ class FlatBuffer:
         pairs: list[Any] = []
         for rows, p in zip(come, self.pieces, strict=True):
             pairs += p.blocks(self._room_of(p), rows)
-        if pairs:  # a rank of another axis may have no elements
-            torch._foreach_copy_([to for to, _ in pairs], [rows for _, rows in pairs])
+        _copy_pairs(pairs)
 
     def _of_each(self, flat: torch.Tensor, piece: _FlatPiece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
@@ -556,6 +555,12 @@ class FlatBuffer:
             return [g.view(shape) for g, shape in zip(parts, shapes, strict=True)]
 
         return wait_for_reduce_scatter
+
+
+def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second tensor of each pair into the first."""
+    if pairs:  # parameters, or a rank of another axis, may have no elements
+        torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
 
 
 # -- views of released memory ----------------------------------------------------------------------

@@ -46,9 +46,7 @@ def use_gradients(layer, x, use):
 
 def use_in_hook(layer, x, use):
     seen = []
-    layer.weight.register_post_accumulate_grad_hook(
-        lambda p: seen.append(whole(p.grad * p.grad))
-    )
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad * p.grad)))
     layer(x).square().mean().backward()
     return seen
 

@@ -702,3 +702,30 @@ def test_a_copy_of_a_model_is_one_of_its_own_only_before_it_is_sharded():
 
     with pt.ranks(dp=2) as world:
         assert all(world.run(run))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_block_may_have_no_elements(stage):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.empty, self.layer = nn.Parameter(torch.zeros(0, 3)), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x) + self.empty.sum()
+
+    def step(mesh=None):
+        torch.manual_seed(0)
+        model, x = Model(), torch.arange(12.0).view(4, 3)
+        if mesh is not None:
+            pt.zero(model, mesh, stage=stage)
+            x = pt.distribute_batch(x, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x).square().mean().backward()
+        optimizer.step()
+        weight = model.layer.weight
+        return weight.detach() if mesh is None else weight.full_tensor().detach()
+
+    with pt.ranks(dp=3) as world:
+        for found in world.run(step):
+            torch.testing.assert_close(found, step())

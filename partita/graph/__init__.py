@@ -7,7 +7,7 @@ In reading order:
   result), `torch_settings`, `verify` (the grammar of graphs), `errors`.
 - Its memory: `shared_memory` (which nodes share memory), `memory` (the schedule).
 - Its blocks: `subgraphs` (inlining of their calls), `step_forms` (blocks as calls or inlined; how
-  much is recomputed for a budget).
+  much is recomputed for a budget), `repeat_block` (a deeper step than the captured one).
 - Rewrites: `passes/`.
 - Execution: `backend/` (node by node, Inductor, CUDA graphs).
 - Texts: `graph_text` (a printed graph, and the key that ranks compare), `step_report`.

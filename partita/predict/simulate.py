@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,12 @@ from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.collector import collector_paused
 from partita.graph.fake_values import tensors_in
-from partita.graph.graph_nodes import is_collective, note_of
+from partita.graph.graph_nodes import call_backward, is_collective, note_of, subgraph_of
 from partita.graph.memory import Buffer, HeldInput, Memory, held_inputs, scheduled
-from partita.graph.program import Program, local_of
+from partita.graph.passes import PASSES
+from partita.graph.program import Program, StepOptions, local_of
+from partita.graph.repeat_block import repeat_block
+from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
 from partita.guards.captured_program import CapturedProgram, list_sent_moves
 from partita.guards.inputs import find_state, tensors_of_call
@@ -239,10 +242,89 @@ def capture_model(
         StrategyError: an unknown model, or a mesh that does not divide it.
     """
     shape = shape_of(model)
+    layers = strategy.layers or shape.layers
+    recomputes_some = strategy.remat and strategy.remat_every > 1
     with own_lines_shown(strategy_file):
+        if layers > 2 * _FEW and not recomputes_some and are_blocks_alike(shape, layers, strategy):
+            few = replace(strategy, layers=_FEW)
+            if (found := _capture_deep(shape, mesh, few, layers)) is not None:
+                return found
         step, args, tokens = make_step(shape, mesh, strategy)
         program = _capture_step(step, args)
     return program, tokens, _count_unread_bytes(step, args, program)
+
+
+_FEW = 4
+"""The blocks of a deep model that are captured; the others are copies in the graph."""
+
+
+def _capture_deep(
+    shape: ModelShape, mesh: Mapping[str, int], few: Strategy, layers: int
+) -> tuple[Program, int, int] | None:
+    """Captures a model with few blocks, and repeats one of them in the graph.
+
+    Args:
+        few: the strategy, with the number of blocks to capture.
+        layers: the number of blocks of the model.
+
+    Returns:
+        The result of `capture_model` for all blocks. None if the blocks are not equal, or the graph
+        is too small to be compiled block by block.
+    """
+    step, args, tokens = make_step(shape, mesh, few)
+    module: Any = find_state(step, (), args, {}).modules["module"]
+    names = [name for name, part in module.named_modules() if part is module.blocks]
+    if not names:
+        return None
+    # The passes run over the deeper graph alone.
+    compiled = compile_step(
+        step, backend="graph", blocks=[*module.blocks], sections=True, without=PASSES
+    )
+    captured = _capture_step(compiled, args)
+    assert captured.captured is not None
+    program, more = captured.captured.rebuild(), layers - _FEW
+    if not repeat_block(program, names[0], more):
+        return None
+    program.options = options = StepOptions(backend="graph")
+    if _count_nodes(program) < (options.section_threshold or 0):
+        return None
+    last = module.blocks[-1]
+    held = sum(local_of(t).nbytes for t in (*last.parameters(), *last.buffers()))
+    of_last = (i for i in held_inputs(captured) if f"{names[0]}.{_FEW - 1}." in i.name)
+    unread_of_block = held - sum(i.nbytes for i in of_last if i.kind in ("parameter", "buffer"))
+    unread = _count_unread_bytes(step, args, captured) + more * unread_of_block
+    return FormSearch(CapturedForms(program)).first_within(None), tokens, unread
+
+
+def _count_nodes(program: Program) -> int:
+    """Returns the nodes of a program before the passes, if its blocks are inlined."""
+    nodes = program.graph.graph.nodes
+    parts = ((n, subgraph_of(n)) for n in nodes)
+    return sum(1 if of is None else len(of.nodes_of(n.target is call_backward)) for n, of in parts)
+
+
+@lru_cache(maxsize=8)
+def are_blocks_alike(shape: ModelShape, layers: int, strategy: Strategy) -> bool:
+    """True if a model's blocks are equal, except that each may store its own index."""
+    with torch.device("meta"):
+        blocks = getattr(shape.make(layers, strategy.context or shape.context), "blocks", ())
+    found = [dict(_describe_block(block)) for block in blocks]
+    same_parts = len(found) == layers and all(one.keys() == found[0].keys() for one in found)
+    return same_parts and all(
+        (of_key := [one[key] for one in found]) == of_key[:1] * layers or of_key == [*range(layers)]
+        for key in found[0]
+    )
+
+
+def _describe_block(block: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yields the classes of a block's modules, and their plain attributes and tensors, by name."""
+    for name, part in block.named_modules():
+        yield name, type(part)
+        for key, value in {**vars(part), **part._parameters, **part._buffers}.items():
+            if isinstance(value, torch.Tensor):
+                yield (name, key), (value.dtype, value.shape)
+            elif value is None or isinstance(value, int | float | str):
+                yield (name, key), value
 
 
 def simulate_program(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from partita.predict.strategy import Way, make_step
 
 transformers = pytest.importorskip("transformers")
 way_search = importlib.import_module("partita.predict.autoplan")
+simulations = importlib.import_module("partita.predict.simulate")
+graph_program = importlib.import_module("partita.graph.program")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -116,6 +119,36 @@ def test_a_plan_is_found_within_the_memory():
     found = pt.autoplan(shape_of("dense"), 4, "1GB", most=1)
     assert found.best.peak < 1e9
     assert "shape.make(2, 64)" in found.code
+
+
+DEEP = {
+    "dense": {"zero": 3},
+    "grouped heads": {"zero": 2, "remat": False, "micro_batches": 2},
+    "experts": {"zero": 1, "remat": False},
+    "tied": {"zero": 0, "micro_batches": 2},
+    "vision": {"zero": 3, "remat": False},
+}
+
+
+@pytest.mark.slow  # it captures nine blocks, to compare with
+@pytest.mark.parametrize("name", DEEP)
+def test_a_deep_model_costs_what_a_capture_of_all_its_blocks_says(name, monkeypatch):
+    monkeypatch.setattr(graph_program, "OUTLINED_ABOVE", 0)  # a small graph has blocks, too
+    shape, strategy, machine = shape_of(name), pt.Strategy(layers=9, **DEEP[name]), "h100"
+    deep = pt.simulate(shape, {"dp": 2}, machine, strategy=strategy)
+    monkeypatch.setattr(simulations, "repeat_block", lambda *given: pytest.fail("not whole"))
+    monkeypatch.setattr(simulations, "are_blocks_alike", lambda *given: False)
+    whole = pt.simulate(shape, {"dp": 2}, machine, strategy=strategy)
+    assert [b.nbytes for b in deep.holders] == [b.nbytes for b in whole.holders]
+    assert replace(deep, holders=()) == replace(whole, holders=())  # which name other nodes
+
+
+def test_blocks_that_differ_are_all_captured():
+    shape = shape_of("grouped heads")
+    assert simulations.are_blocks_alike(shape, 9, pt.Strategy())
+    config = CONFIGS["grouped heads"]()
+    config.layer_types = ["full_attention", "sliding_attention"] * 5
+    assert not simulations.are_blocks_alike(shape_of_config(config), 9, pt.Strategy())
 
 
 @pytest.mark.slow

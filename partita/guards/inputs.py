@@ -6,9 +6,10 @@ has read, and `state=`. Each tensor gets a *slot*, the place where it is stored.
 call are the values of all slots, then the leaves of the arguments (`tensors_of_call`). Inputs of a
 graph refer to them by index.
 
-A slot is identified by the path on which it was found. If an object on the path has been replaced,
-a new search gives the slots their new places (`State.has_changed`). Guards check that the step
-reads the same leaves as the graph.
+A slot is identified by its place. If an object on the way to it has been replaced, a new search
+moves the slot to the place on the same path (`State.has_changed`). A slot whose own place is still
+found is never moved: two places may have one name, and be found in another order. Guards check that
+the step reads the same leaves as the graph.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from .values import (
     walk_containers,
 )
 
-SlotsByPath = weakref.WeakValueDictionary[str, Slot]
+SlotsByPath = weakref.WeakValueDictionary[tuple[str, type, int], Slot]
 
 _SEARCHES = 4  # the most times that runs for one call may add state
 
@@ -301,6 +302,7 @@ def _search_state(
     search.state.given = given
     for value in given:  # tensors among the arguments are inputs anyway
         search.value(type(value).__name__.lower(), value, None)
+    search.follow_replaced_objects()
     search.name_parameters_of_optimizers()
     return search.state
 
@@ -312,7 +314,9 @@ class _Search:
         self, step: Callable[..., Any], named: Sequence[Any], by_path: SlotsByPath
     ) -> None:
         self.state = State(by_path=by_path)
-        self._paths: collections.Counter[str] = collections.Counter()
+        self._known = {(s.name, s.kind, s.identity): s for s in by_path.values()}
+        self._paths: dict[Slot, tuple[str, type, int]] = {}  # of each slot that is found
+        self._counts: collections.Counter[tuple[str, type]] = collections.Counter()
         self._named = {id(value) for value in named}  # `given` searches all that they hold
         self._step = step
         self._seen: set[int] = set()
@@ -327,15 +331,33 @@ class _Search:
         return True
 
     def _slot(self, name: str, kind: str, home: Any, key: Any) -> Slot:
-        """Returns the slot on the path `name`, with this home; an existing one if it is known."""
-        self._paths[name] += 1
-        path = f"{name} {self._paths[name]}"
-        slot = self.state.by_path.get(path)
-        if slot is None:
-            slot = self.state.by_path[path] = Slot(name, kind, home, key)
-        else:
-            slot.kind, slot.home, slot.key = kind, home, key
+        """Returns the slot of the place `home[key]`; an existing one if the place is known."""
+        slot = Slot(name, kind, home, key)
+        slot = self._known.setdefault((name, kind, slot.identity), slot)
+        if slot not in self._paths:
+            owner = home.owner.home if isinstance(home, PlaceAsItem) else home
+            at = name, type(owner)
+            self._counts[at] += 1
+            self._paths[slot] = (*at, self._counts[at])
         return slot
+
+    def follow_replaced_objects(self) -> None:
+        """Moves earlier slots whose places are gone to the new places on the same paths.
+
+        The path is the name, the type of the home, and a number if several places have these.
+        """
+        by_path, there = self.state.by_path, {*self._paths}
+        moved: dict[Slot, Slot] = {}
+        for slot, path in self._paths.items():
+            before = by_path.get(path)
+            if before is not None and before not in there:
+                before.kind, before.home, before.key = slot.kind, slot.home, slot.key
+                there.add(before)
+                moved[slot] = before
+        for slot, path in self._paths.items():
+            by_path[path] = moved.get(slot, slot)
+        for slots in (self.state.slots, self.state.values, self._of_optimizers):
+            slots[:] = dict.fromkeys(moved.get(slot, slot) for slot in slots)
 
     def _note_dict(self, owner: Any) -> dict[str, Any]:
         """Returns the `__dict__` of an object that is searched, and stores the link to it."""

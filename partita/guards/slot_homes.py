@@ -6,7 +6,6 @@ arguments of a function, closure cells and attributes.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 from partita.graph.slots import SlotHome
@@ -37,19 +36,16 @@ class Items(SlotHome):
         base_of_container(self.owner).__setitem__(self.owner, key, value)
 
 
-class Defaults:
+class Defaults(SlotHome):
     """Wraps a function, so that `[i]` reads and writes its default arguments."""
 
-    def __init__(self, function: types.FunctionType):
-        self.function = function
-
     def __getitem__(self, i: int) -> Any:
-        return (self.function.__defaults__ or ())[i]
+        return (self.owner.__defaults__ or ())[i]
 
     def __setitem__(self, i: int, value: Any) -> None:
-        found = list(self.function.__defaults__ or ())
+        found = list(self.owner.__defaults__ or ())
         found[i] = value
-        self.function.__defaults__ = tuple(found)
+        self.owner.__defaults__ = tuple(found)
 
 
 class Members(SlotHome):
@@ -62,19 +58,16 @@ class Members(SlotHome):
         setattr(self.owner, name, value)
 
 
-class Arguments:
+class Arguments(SlotHome):
     """Wraps a `functools.partial`, so that `[i]` reads and writes its positional arguments."""
 
-    def __init__(self, function: Any):
-        self.function = function
-
     def __getitem__(self, i: int) -> Any:
-        return self.function.args[i]
+        return self.owner.args[i]
 
     def __setitem__(self, i: int, value: Any) -> None:
-        function, args, *rest = self.function.__reduce__()[2]
+        function, args, *rest = self.owner.__reduce__()[2]
         args = (*args[:i], value, *args[i + 1 :])
-        self.function.__setstate__((function, args, *rest))
+        self.owner.__setstate__((function, args, *rest))
 
 
 class PlaceAsItem(SlotHome):

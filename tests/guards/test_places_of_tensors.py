@@ -7,9 +7,11 @@ import dataclasses
 import enum
 import gc
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -186,6 +188,33 @@ def test_a_tensor_is_read_and_left_as_in_eager(place: str, use: str) -> None:
     found, captures = contextvars.copy_context().run(run, place, use, True)
     torch.testing.assert_close(found, want)
     assert captures <= MOST_CAPTURES.get(use, 1)
+
+
+def call_functions_of_two_modules(line: str, compiled: bool) -> list[Any]:
+    """Returns results and values of steps with a global `cv` and a variable "cv" in two modules.
+
+    Reading NumPy's memory makes capture search the step's state a second time.
+    """
+    modules = [types.ModuleType(name) for name in ("one", "other")]
+    for i, module in enumerate(modules):
+        vars(module).update(torch=torch, array=np.ones(2), cv=contextvars.ContextVar("cv"))
+        exec(f"def read(x):\n    {line}\n    return y * torch.from_numpy(array)", vars(module))
+        module.cv.set(torch.full((2,), i + 2.0))
+    one, other = modules
+    found = []
+    for step in (one.read, lambda x: one.read(x) - 3 * other.read(x)):
+        step = pt.compile(step, backend="graph") if compiled else step
+        for i in range(3):
+            found.append(step(torch.tensor([1.0, 2.0]) * (i + 1)))
+            found += [module.cv.get().clone() for module in modules]
+    return found
+
+
+@pytest.mark.parametrize("line", ["y = x; cv.set(x * 2)", "y = x * cv.get()"])
+def test_places_of_one_name_are_not_taken_for_each_other(line: str) -> None:
+    want = contextvars.copy_context().run(call_functions_of_two_modules, line, False)
+    found = contextvars.copy_context().run(call_functions_of_two_modules, line, True)
+    torch.testing.assert_close(found, want)
 
 
 def test_a_tensor_that_a_step_deletes_is_one_clear_error() -> None:

@@ -35,7 +35,11 @@ _SPENT = (
     "Trying to backward through the graph a second time",
     "modified by an inplace operation",
 )
-"""Autograd's messages after a backward has freed a history, or an update has changed it."""
+"""Autograd's messages after a backward has freed a history, or a write has changed it."""
+
+
+class SpentHistory(Exception):
+    """Raised if autograd refuses to go backward, with autograd's message."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +89,21 @@ def _is_computed(value: torch.Tensor) -> bool:
 
 
 def differentiate(
-    results: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    recorder: Recorder,
-    again: bool = False,
-) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
+    results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], recorder: Recorder
+) -> tuple[list[Seed], list[torch.Tensor | None]]:
     """Traces backward into the graph: the gradients of `inputs` with respect to `results`.
+
+    The autograd graph is retained.
 
     Args:
         recorder: the recorder of the capture.
-        again: True to retain the autograd graph, so that `differentiate` can be called again.
 
     Returns:
-        The seeds (gradients of `results`), and for each of `inputs` its gradient or None. None in
-        place of both if there are no inputs, or if the function's own backward has freed the
-            history.
+        The seeds (gradients of `results`), and for each of `inputs` its gradient or None.
+
+    Raises:
+        SpentHistory: the function has freed the history, or has written a tensor that it needs.
     """
-    if not inputs:
-        return None
     seeds, values = [], []
     with recorder.behind_forward():
         for number, result in enumerate(results):
@@ -113,14 +114,30 @@ def differentiate(
             values.append(value if spec is None else as_dtensor(value, spec.gradient))
         try:
             found = torch.autograd.grad(
-                results, inputs, values, retain_graph=again, allow_unused=True
+                results, inputs, values, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
             if any(message in str(error) for message in _SPENT):
-                return None
+                raise SpentHistory(str(error)) from error
             raise
         with local_ops():
             return seeds, [None if g is None else g.detach() for g in found]
+
+
+def find_spent(results: Sequence[torch.Tensor], recorder: Recorder) -> dict[int, str]:
+    """Returns autograd's message for each result whose backward it refuses, by index.
+
+    The nodes that this adds to the graph have no users.
+    """
+    found = {}
+    for number, result in enumerate(results):
+        leaves = find_leaves([result])
+        try:
+            if leaves:  # else the step has frozen them
+                differentiate([result], leaves, recorder)
+        except SpentHistory as error:
+            found[number] = str(error)
+    return found
 
 
 def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:

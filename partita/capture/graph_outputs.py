@@ -21,7 +21,15 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire
 from partita.graph.errors import not_captured
 from partita.graph.graph_nodes import drop_unused, subgraph_of, written_operands
-from partita.graph.program import Input, Output, Program, ResultPlace, ViewOf, padding_boundary
+from partita.graph.program import (
+    Input,
+    Output,
+    Program,
+    ResultPlace,
+    SpentBackward,
+    ViewOf,
+    padding_boundary,
+)
 from partita.graph.shared_memory import part_of_storage
 from partita.graph.slots import Slot
 from partita.layout import Fix
@@ -32,10 +40,12 @@ from partita.tensor.tensor_state import Spec, current, spec_of, state_of
 
 from .differentiate import (
     Seed,
+    SpentHistory,
     asks_gradient,
     cut_history,
     differentiate,
     find_leaves,
+    find_spent,
     has_history,
     part_results,
     requires_grad,
@@ -223,13 +233,39 @@ class GraphOutputs:
     def add_cotangents(self, recorder: Recorder) -> None:
         """Traces the backward of results that require grad; adds gradients of inputs as outputs.
 
-        These gradients are "cotangent" outputs. None is added if the step has freed the results'
-        autograd history.
+        These gradients are "cotangent" outputs. Results with a spent history have none.
 
         Args:
             recorder: the recorder of the capture.
         """
-        self._refuse_made_leaves(recorder)
+        try:
+            self._refuse_made_leaves(recorder)
+            self._trace_parts(recorder)
+        except SpentHistory:
+            if not (spent := find_spent(self.differentiable, recorder)):
+                raise
+            self._set_apart(spent)
+            self.add_cotangents(recorder)
+
+    def _set_apart(self, spent: dict[int, str]) -> None:
+        """Removes results from `differentiable`, and notes in their outputs that they are spent.
+
+        Args:
+            spent: autograd's messages, by the index of the result.
+        """
+        kept = [n for n in range(len(self.differentiable)) if n not in spent]
+        for i, output in enumerate(self.all):
+            if output.number in spent:
+                leaves = find_leaves([self.differentiable[output.number]])
+                given = [self._inputs.input_of(t) for t in leaves]
+                places = [one.index for one in given if one and one.kind not in _NO_RESULTS]
+                history = SpentBackward(spent[output.number], tuple(places))
+                self.all[i] = replace(output, number=-1, spent=history)
+            elif output.number >= 0:
+                self.all[i] = replace(output, number=kept.index(output.number))
+        self.differentiable = [self.differentiable[n] for n in kept]
+
+    def _trace_parts(self, recorder: Recorder) -> None:
         wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
@@ -249,16 +285,13 @@ class GraphOutputs:
             ancestors = [self.differentiable[n] for n in part.ancestors]
             takes = [*ancestors, *(t for _, t in wanted)]
             with cut_history(ancestors):
-                gradients = differentiate(results, takes, recorder, again=number + 1 < len(parts))
-            if gradients is None:
-                found, seeds = [], []
-                break
-            for seed in gradients[0]:
+                own_seeds, gradients = differentiate(results, takes, recorder)
+            for seed in own_seeds:
                 spec = _untraced_spec(seed.spec)
                 seeds.append(replace(seed, spec=spec, number=part.results[seed.number]))
             places: list[dict[str, Any]] = [*({"number": n} for n in part.ancestors)]
             places += [{"index": given.index} for given, _ in wanted]
-            for place, taken, grad in zip(places, takes, gradients[1], strict=True):
+            for place, taken, grad in zip(places, takes, gradients, strict=True):
                 if grad is not None:
                     spec = getattr(taken, "_spec", None)
                     real = _untraced_spec(spec and spec.gradient)
@@ -277,7 +310,8 @@ class GraphOutputs:
         made = [t for t in leaves if self._inputs.input_of(t) is None]
         if len(made) < len(leaves):
             made = [t for t in made if id(t) in outputs]
-        if made and differentiate(self.differentiable, made, recorder, again=True) is not None:
+        if made:
+            differentiate(self.differentiable, made, recorder)
             raise not_captured(
                 "the step returns a result that is computed from a leaf that it makes",
                 "in the next calls that result's history does not reach the leaf, which would get "

@@ -221,7 +221,9 @@ class Region(CapturedProgram):
             for part in reversed(self.parts):  # ancestors first
                 takes = [*(results[i] for i in part.ancestors), *(tensors[i] for i in part.graded)]
                 values = [results[i] for i in part.results]
-                given = _RegionPart.apply(part, values, [saved[n] for n in part.saved], *takes)
+                kept = [saved[n] for n in part.saved]
+                with torch.enable_grad():  # for a step that enables gradients itself
+                    given = _RegionPart.apply(part, values, kept, *takes)
                 for i, result in zip(part.results, given, strict=True):
                     results[i] = result
                 hooks_miss_gradient = [

@@ -212,6 +212,20 @@ class ViewOf(NamedTuple):
     graded: bool
 
 
+class SpentBackward(NamedTuple):
+    """The backward of an output whose autograd history is spent. It raises autograd's error.
+
+    A history is spent after the step's own backward, or after a write to a tensor that it needs.
+
+    Attributes:
+        message: the error's message.
+        leaves: the indices of the leaves of a call from which the output is computed.
+    """
+
+    message: str
+    leaves: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
     """One output of a captured graph, and where its value goes after a call.
@@ -250,6 +264,7 @@ class Output:
         view_of: the base of a view copy, if the base is an input or an output too.
         held: if the output is the object that was the `.grad` of an input before the step: the
             index of that input. Otherwise -1.
+        spent: how backward through the output fails, if autograd refuses it in the step itself.
     """
 
     kind: str
@@ -266,6 +281,7 @@ class Output:
     is_parameter: bool = False
     view_of: ViewOf | None = None
     held: int = -1
+    spent: SpentBackward | None = None
 
 
 @dataclass(frozen=True)

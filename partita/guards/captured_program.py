@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as local_ops
+from torch.autograd import Function
 
 from partita.capture.block_choice import BlocksTraced
 from partita.capture.conditions import Conditions, OverlapCheck
@@ -230,6 +231,11 @@ class CapturedProgram(Program):
         made: dict[int, Any] = {}
         value: Any
         for i, (output, value) in enumerate(zip(self.forward_outputs, found, strict=True)):
+            if output.spent is not None:
+                message, places = output.spent
+                with local_ops(), torch.enable_grad():
+                    takes = [torch.empty(0, requires_grad=True), *(tensors[n] for n in places)]
+                    value = _SpentHistory.apply(message, [value.detach()], *takes)
             if output.asks_gradient:  # for an input, an alias and not the caller's tensor
                 value = (value.detach() if i in self.returned_inputs else value).requires_grad_()
             if output.spec is not None:
@@ -270,6 +276,21 @@ class CapturedProgram(Program):
         of: dict[str, Any] = {"result": leaves, "input": tensors, "gradient": held}
         whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
         return unflatten_call(whole, self.result)
+
+
+class _SpentHistory(Function):
+    """The autograd node of an output whose history is spent. Its backward raises an error."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, message: str, value: list[torch.Tensor], *takes: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.message = message
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.message)
 
 
 # -- the check of replicated inputs ----------------------------------------------------------------

@@ -202,3 +202,153 @@ def test_a_result_of_a_tensor_that_is_frozen_afterwards_has_no_gradient(others):
         return results[0].detach(), frozen.requires_grad, frozen.grad, trained.grad
 
     torch.testing.assert_close(run(pt.compile(backend="graph")), run(lambda f: f))
+
+
+# -- results through which autograd refuses to go backward -----------------------------------------
+
+
+def logged(x, w):
+    q = x.exp()
+    q.mul_(100)
+    return x.softmax(1) * w, q
+
+
+def logged_of_a_trunk(x, w):
+    h = (x * w).exp()
+    q = h.exp()
+    q.mul_(100)
+    return h * 2, q
+
+
+def logged_after_a_result(x, w):
+    y = x * w
+    q = y.exp()
+    q.mul_(100)
+    return y, q
+
+
+def written_after_a_result(x, w):
+    y = x.exp()
+    z = y * w
+    y.mul_(2)
+    return z, y, x * w
+
+
+def differentiated(x, w):
+    s = (x * x).sum()
+    (slope,) = torch.autograd.grad(s, x)
+    return (x * w).sin() * slope, s
+
+
+def gone_backward(x, w):
+    loss = (x * w).square().sum()
+    loss.backward()
+    return (loss,)
+
+
+def written_alone(x, w):
+    h = (x * w).sigmoid()
+    h *= 2
+    return (h,)
+
+
+def updated(x, w):
+    y = x * w
+    with torch.no_grad():
+        w.add_(1)
+    return (y, x.sin())
+
+
+def of_a_leaf_of_its_own(x, w):
+    made = torch.ones(3, requires_grad=True)
+    q = (made * x).exp()
+    q.mul_(2)
+    return x * w, q
+
+
+def gradients_enabled_within(x, w):
+    with torch.enable_grad():
+        q = x.exp()
+        q.mul_(2)
+        return x * w, q
+
+
+SPENT = [
+    *(logged, logged_of_a_trunk, logged_after_a_result, written_after_a_result, differentiated),
+    *(gone_backward, written_alone, updated, of_a_leaf_of_its_own, gradients_enabled_within),
+]
+
+
+def go_backward(run, choose, grad=True):
+    """Returns the gradients of chosen results, or the first words of autograd's error."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    w = torch.full((3,), 1.5, dtype=torch.float64, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        results = run(x, w)
+    assert all(t.requires_grad for t in results)
+    loss = x.sum() + sum(t.sum() for t in choose(results))
+    try:
+        return torch.autograd.grad(loss, [x, w], allow_unused=True)
+    except RuntimeError as error:
+        return str(error)[:40]
+
+
+@pytest.mark.parametrize("program", SPENT)
+def test_a_result_that_cannot_go_backward_is_an_error_there_and_changes_no_other(program):
+    region = compiled(program)
+    firsts, lasts, wholes = (
+        [
+            go_backward(run, choose, program is not gradients_enabled_within)
+            for run in (region, program)
+        ]
+        for choose in (lambda r: r[:1], lambda r: r[-1:], lambda r: r)
+    )
+    assert isinstance(wholes[1], str)
+    for found, wanted in (firsts, lasts, wholes):
+        if isinstance(wanted, str):
+            assert found == wanted
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+
+
+class Gated(nn.Module):
+    """A block with a result that is only logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        q = self.gate(x).exp()
+        q.mul_(3)
+        return self.first(x).tanh(), q
+
+
+def train_before_a_head(block, head, x):
+    """Returns the losses of a head after a block."""
+    optimizer, losses = torch.optim.SGD([*block.parameters(), *head.parameters()], 0.1), []
+    for _ in range(3):
+        y, q = block(x)
+        assert q.requires_grad
+        loss = head(y).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value_of(loss.detach()))
+    return losses
+
+
+def test_a_block_with_a_result_that_cannot_go_backward_is_trained():
+    torch.manual_seed(0)
+    block, head = Gated(), nn.Linear(4, 1, dtype=torch.float64)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    wanted = train_before_a_head(copy.deepcopy(block), copy.deepcopy(head), x)
+
+    def body(mesh):
+        model = pt.parallelize(nn.Sequential(copy.deepcopy(block), copy.deepcopy(head)), mesh)
+        rows = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        return train_before_a_head(compiled(model[0]), model[1], rows)
+
+    with pt.ranks(dp=2) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)

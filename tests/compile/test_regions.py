@@ -242,33 +242,6 @@ def test_a_gradient_penalty_within_a_region_is_differentiated():
         close(found, want)
 
 
-def test_a_step_that_went_backward_has_results_without_a_history():
-    w = torch.randn(4, 4, requires_grad=True)
-
-    def step(x):
-        loss = torch.tanh(x @ w).sum()
-        loss.backward()
-        return loss
-
-    loss = compiled(step)(torch.randn(3, 4))
-    assert not loss.requires_grad and w.grad is not None
-
-
-def test_a_history_that_an_update_has_spent_is_an_error_in_backward():
-    def program(x, w):
-        y = torch.tanh(x @ w) * w
-        with torch.no_grad():
-            w.add_(1)
-        return y
-
-    for fn in (program, compiled(program)):
-        w = torch.ones(4, 4, requires_grad=True)
-        y = fn(torch.ones(4, 4), w)
-        assert torch.equal(w.detach(), torch.full((4, 4), 2.0))
-        with pytest.raises(RuntimeError):
-            y.sum().backward()
-
-
 def test_a_backward_that_would_leave_the_region_through_its_inputs_is_an_error():
     w = torch.randn(4, 4, requires_grad=True)
 

@@ -310,9 +310,12 @@ def make_left_error(name: str, value: Any = None) -> Exception:
         )
     return not_captured(
         f"the step leaves {what} in {name}",
-        "a list, a dictionary or a variable would be written only once, not in each call",
+        "only the capture would store it there, not each call",
         Fix("return it"),
-        Fix("self.name = x", "in a module, whose attributes a step may set"),
+        Fix("self.name = x", "in a module, where x is one tensor and no nn.Parameter"),
+        Fix(
+            "call it outside the step", "what stores it there, such as scheduler.step() or a cache"
+        ),
     )
 
 

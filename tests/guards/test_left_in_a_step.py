@@ -298,3 +298,38 @@ def test_without_a_fallback_later_calls_of_such_a_step_raise(call_three_times):
 def test_an_op_without_a_fake_implementation_is_refused_by_its_name(call_three_times):
     error = "capture: the step calls tests_of_left::twice, which needs memory"
     assert call_three_times(twice, None) == ([error] * 3, 3)
+
+
+def test_the_error_for_a_tensor_that_is_left_offers_what_works():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def update(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def schedules(x):
+        update(x)
+        scheduler.step()
+
+    def stores(x):
+        model.seen = torch.nn.Parameter(x * 2, requires_grad=False)
+
+    def stores_a_tensor(x):
+        model.seen = x * 2
+
+    x = torch.ones(2)
+    with pytest.raises(pt.CaptureError, match=r"_last_lr(?s:.*)call it outside the step"):
+        pt.compile(schedules, backend="graph")(x)
+    before = model.bias.detach().clone()
+    fast = pt.compile(update, backend="graph")
+    fast(x)
+    scheduler.step()
+    fast(x)
+    torch.testing.assert_close(model.bias, before - 0.1 - 0.01)
+    with pytest.raises(pt.CaptureError, match=r"model\.seen(?s:.*)one tensor and no nn.Parameter"):
+        pt.compile(stores, backend="graph")(x)
+    pt.compile(stores_a_tensor, backend="graph")(x)
+    assert torch.equal(model.seen, x * 2)

@@ -39,7 +39,7 @@ from partita.graph.verify import SPACES
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of, find_unknown_effect
 from partita.tensor.plan import forget_plans_on
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, count_writes_of
 
 from .block_choice import BlockChoice
 from .block_updates import BlockUpdates
@@ -411,7 +411,16 @@ class Tracer:
         if self.outputs.differentiable:
             for hook in self._hooks:  # the real tensors' hooks get the gradients of backward
                 hook.remove()
+            before = count_writes_of(self.inputs.fakes)
             self.outputs.add_cotangents(self.recorder)
+            counts = zip(self.inputs.all, before, count_writes_of(self.inputs.fakes), strict=False)
+            if written := [given.name for given, then, now in counts if then != now]:
+                raise not_captured(
+                    f"a hook, or a backward of the program's own, writes {written[0]}",
+                    "it runs when the caller goes backward, but the write would be made in each "
+                    "forward",
+                    Fix("write it outside the compiled function", "in a hook on its result"),
+                )
         admitted = [value for trace in self.wires.values() for value in trace.admitted]
         self.outputs.add_unreturned("admitted", admitted)
 

@@ -352,3 +352,21 @@ def test_a_block_with_a_result_that_cannot_go_backward_is_trained():
     with pt.ranks(dp=2) as world:
         for found in world.run(body):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("amount", [lambda grad: 1, lambda grad: grad.sum()])
+def test_a_hook_that_writes_in_backward_is_refused(amount):
+    hits = torch.zeros((), dtype=torch.float64)
+
+    def count(grad):
+        hits.add_(amount(grad))
+
+    def region(x):
+        y = x.sin() * 2
+        y.register_hook(count)
+        return y
+
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(pt.CaptureError, match="a hook, or a backward of the .* writes hits"):
+        pt.compile(region, backend="graph")(x)
+    assert hits.item() == 0

@@ -367,6 +367,6 @@ def test_a_hook_that_writes_in_backward_is_refused(amount):
         return y
 
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(pt.CaptureError, match="a hook, or a backward of the .* writes hits"):
+    with pytest.raises(pt.CaptureError, match=r"a hook, or a backward of the .* writes hits"):
         pt.compile(region, backend="graph")(x)
     assert hits.item() == 0

@@ -271,7 +271,7 @@ def refuse_partial_overlap(
     if not (isinstance(written, DTensor) and checks_overlap(name)):
         return
     is_short = has_short_pieces(written._spec)
-    if is_short and written._spec.shape.numel():
+    if is_short and part is None and written._spec.shape.numel():
         with local_ops():
             strides = zip(written._spec.shape, written.stride(), strict=True)
         if any(n > 1 and not stride for n, stride in strides):

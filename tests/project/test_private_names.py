@@ -109,7 +109,7 @@ def test_a_name_that_is_gone_is_found():
 
 _OURS = frozenset(
     """_input_specs _output_specs _saved_specs _layouts _from_verdict _partita_equal_calls
-    _partita_own _partita_usual _zero""".split()
+    _partita_own _partita_settings _partita_usual _zero""".split()
 )
 """Which the package itself sets on objects of others."""
 _OF_OTHERS = frozenset("_fields _init_weights _reset_parameters".split())

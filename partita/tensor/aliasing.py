@@ -271,12 +271,9 @@ def refuse_partial_overlap(
     if not (isinstance(written, DTensor) and checks_overlap(name)):
         return
     is_short = has_short_pieces(written._spec)
-    if is_short and part is None and written._spec.shape.numel():
-        with local_ops():
-            strides = zip(written._spec.shape, written.stride(), strict=True)
-        if any(n > 1 and not stride for n, stride in strides):
-            raise RuntimeError(MORE_THAN_ONE)  # kernels raise it where the piece has elements
     base, overlaps, shares = _list_views(written)[0], False, False
+    if is_short and part is None and _is_expanded(written):
+        raise RuntimeError(MORE_THAN_ONE)  # kernels raise it where the piece has elements
     for other in tree_leaves(operands):
         if not isinstance(other, DTensor) or (other is written and part is None):
             continue
@@ -313,6 +310,18 @@ def _locate_in_base(x: DTensor) -> torch.Tensor | None:
     whole = make_meta_twin(base, dense=has_short_pieces(base._spec))
     part: torch.Tensor = _compose_views(views)(whole)
     return part
+
+
+def _is_expanded(x: DTensor) -> bool:
+    """True if a view has repeated the elements of `x`, as `expand` does.
+
+    The strides of a short piece that is no view show nothing: any may be 0.
+    """
+    shape = x._spec.shape
+    with local_ops():
+        if x._base is None or 0 in x._base.stride() or not shape.numel():
+            return False
+        return any(n > 1 and not stride for n, stride in zip(shape, x.stride(), strict=True))
 
 
 MORE_THAN_ONE = (

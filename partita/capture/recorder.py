@@ -2,7 +2,8 @@
 
 It adds a node for the call, with a `Note`: the user's line (in backward: the line of the forward
 call whose gradient it is), the phase of the step and, inside a redistribution, the redistribution.
-Of equal calls only the first is traced (`RepeatedCalls`), which is much faster.
+Equal calls and redistributions are traced once, and their nodes are copied (`RepeatedCalls`,
+`RepeatedMoves`), which is much faster.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._C import DisableTorchFunction
 from torch._C import DisableTorchFunctionSubclass as local_ops
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +38,7 @@ from partita.graph.graph_nodes import (
     NOTE,
     Note,
     add_call,
+    copy_node,
     nodes_since,
     note_of,
 )
@@ -56,6 +58,7 @@ from .equal_calls import (
     is_over_lists,
     node_of,
     set_node_of,
+    tensors_of,
 )
 from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .functional_calls import REPLACED, replace_symbolic_numbers, with_exact_numbers
@@ -490,6 +493,11 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
                 self._note_nodes([node], unprofiled(self._make_note))
         self._last = self.newest_node()
 
+    def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
+        """Writes notes on `nodes`, copies of an earlier trace; `made` computes the value `out`."""
+        self.note_made(*nodes)
+        self._made.append((made, out))
+
     def add_alias(self, made: torch.Tensor) -> fx.Node:
         """Adds a node that is an alias of a fake tensor. Later reads of `made` use this node."""
         shown = node_of(made)
@@ -551,3 +559,76 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def newest_node(self) -> fx.Node:
         """Returns the node that was added to the graph last."""
         return self.graph._root.prev
+
+
+# -- repeated moves --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A redistribution that was traced.
+
+    Attributes:
+        move: kept, so that its id stays unique: the key contains the id.
+        given, made: the nodes of its operand and of its result.
+        nodes: the nodes of the redistribution, in order.
+        like: the fake value of its result.
+    """
+
+    move: Move
+    given: fx.Node
+    made: fx.Node
+    nodes: list[fx.Node]
+    like: torch.Tensor
+
+
+class RepeatedMoves:
+    """The redistributions that a capture has traced. An equal one copies their nodes."""
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode):
+        self._recorder, self._mode = recorder, mode
+        self._known: dict[Any, _Traced | None] = {}
+
+    def carry(
+        self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns `x` redistributed by `move`: traced, or copied from an equal redistribution.
+
+        Args:
+            wire: the wire (connection to the ranks) that makes the redistribution.
+            run: traces the redistribution. It is called if there was no equal one.
+        """
+        given = node_of(x) if isinstance(x, FakeTensor) else None
+        if given is None:
+            return run()
+        with DisableTorchFunction():
+            key = (id(wire), id(move), wire.zeros, x.shape, x.stride(), x.dtype, x.device)
+        known = self._known.get(key)
+        if known is not None:
+            return self._copy_move(known, given)
+        first = self._recorder.newest_node()
+        out = run()
+        if key not in self._known:
+            self._known[key] = self._traced(move, given, x, out, first)
+        return out
+
+    def _traced(
+        self, move: Move, given: fx.Node, x: torch.Tensor, out: torch.Tensor, first: fx.Node
+    ) -> _Traced | None:
+        nodes = [*nodes_since(self._recorder.graph, first)][::-1]
+        made = node_of(out)
+        with DisableTorchFunction():
+            shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata
+        if made is None or made not in nodes or shows:
+            return None  # the result is an alias of the operand
+        return _Traced(move, given, made, nodes, made.meta["val"])
+
+    def _copy_move(self, known: _Traced, given: fx.Node) -> torch.Tensor:
+        graph = self._recorder.graph
+        of = {known.given: given}
+        for node in known.nodes:
+            of[node] = copy_node(graph, node, lambda n: of.get(n, n))
+        made = of[known.made]
+        (out,) = tensors_of([made], [known.like], self._mode)
+        self._recorder.note_copies([of[n] for n in known.nodes], made, out)
+        return out

@@ -60,7 +60,7 @@ from .optimizers import (
     make_optimizer_state,
     places_of_equal,
 )
-from .recorder import Recorder
+from .recorder import Recorder, RepeatedMoves
 
 # -- a function over declared state ----------------------------------------------------------------
 
@@ -314,6 +314,7 @@ class Tracer:
         _keep_dead_code(mode.tracer.graph)
         self.nodes = self.inputs.add_placeholders(mode.tracer.graph)
         self.recorder = Recorder(mode.tracer.graph, self.inputs)
+        self._repeated = RepeatedMoves(self.recorder, self.inputs.mode)
         found = run()
         self.recorder.finish()
         return [*found]
@@ -353,6 +354,7 @@ class Tracer:
                 wire = spec.wire
                 trace = TraceWire(wire, self.inputs.coordinates(wire))
                 trace.noting = partial(self.recorder.noting, trace)
+                trace.repeating = self._repeated.carry
                 self.wires[wire] = trace
 
     @contextmanager

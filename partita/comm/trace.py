@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ from .move_steps import (
 from .wire import Wire
 
 _Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
+_Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
+
+
+def _no_repeating(
+    wire: TraceWire, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    return run()
 
 
 def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractContextManager[None]:
@@ -72,6 +80,8 @@ class TraceWire(Wire):
         zeros: True while redistributions pad with zeros, as for gradients.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: `noting(move, itemsize, op, reason)` returns a context manager for the move's nodes.
+        repeating: `repeating(wire, move, x, run)` traces a move by `run()`, or copies the nodes of
+            an equal move. It returns the result.
         admitted: copies of the plain tensors that the step uses as equal on all ranks.
         paddings: masks of padding, and other tensors that calls share, by the names that are passed
             to `share`.
@@ -85,6 +95,7 @@ class TraceWire(Wire):
         super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
         self.real, self.coordinate = real, coordinate
         self.noting: _Noting = _no_noting
+        self.repeating: _Repeating = _no_repeating
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
@@ -101,6 +112,7 @@ class TraceWire(Wire):
         The plan cache may keep this wire alive for longer.
         """
         self.coordinate, self.noting = {}, _no_noting
+        self.repeating = _no_repeating
         self._steps.clear()
         self._instead.clear()
         self.admitted.clear()
@@ -233,7 +245,10 @@ class TraceWire(Wire):
         before, self.zeros = self.zeros, reason in ("gradient", "settle")
         try:
             with self.noting(move, x.element_size(), op, reason):
-                return super().carry(move, x, op=op, reason=reason)
+                if self.scope.strict and move.sends and reason == "implicit":
+                    return super().carry(move, x, op=op, reason=reason)
+                run = partial(super().carry, move, x, op=op, reason=reason)
+                return self.repeating(self, move, x, run)
         finally:
             self.zeros = before
 

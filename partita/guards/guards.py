@@ -531,6 +531,8 @@ class WatchedItems:
     """
 
     def __init__(self, parts: dict[int, Parts]):
+        self._empty: list[Any] = []
+        self._places_of_empty: list[list[int]] = []
         self._sources: list[Any] = []  # iterables whose items are compared by identity
         self._compared: list[tuple[Any, Any, list[int]]] = []  # by content, with key and places
         self._places: list[list[int]] = []  # of each source
@@ -557,6 +559,10 @@ class WatchedItems:
             return
         base = base_of_container(part)
         source = part if reads_like_base(part) else _BaseItems(part, base)
+        if not len(source):
+            self._empty.append(source)
+            self._places_of_empty.append(places)
+            return
         sources = [source, base.values(part)] if issubclass(base, dict) else [source]
         if isinstance(key, ContainerKey) and any(isinstance(k, ByType) for k in key.parts):
             sources[-1] = _ItemsWithInputs(sources[-1], key)
@@ -566,13 +572,15 @@ class WatchedItems:
     def unchanged(self) -> bool:
         """True if all watched objects have the same items as before."""
         return (
-            [*map(len, self._sources)] == self._lengths
+            not any(self._empty)
+            and [*map(len, self._sources)] == self._lengths
             and all(map(is_, chain.from_iterable(self._sources), self._items))
             and all(content_key(part) == key for part, key, _ in self._compared)
         )
 
     def find_changed(self) -> Iterator[int]:
         """Yields the indices of places whose value contains a container with changed items."""
+        yield from chain(*compress(self._places_of_empty, self._empty))
         items = iter(self._items)
         for source, length, places in zip(self._sources, self._lengths, self._places, strict=True):
             were = [*islice(items, length)]

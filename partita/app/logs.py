@@ -369,7 +369,7 @@ class Progress:
             shown(**facts)
 
     def stop(self) -> None:
-        """Does nothing. A subclass that changes the terminal restores it."""
+        """Restores the terminal, in subclasses that change it. Here it does nothing."""
 
     def say(self, line: str = "") -> None:
         """Prints a line. Unprintable characters, as in a file name or a sample, are escaped."""

@@ -78,9 +78,10 @@ DTensor.__create_chunk_list__ = _create_chunk_list  # type: ignore[attr-defined]
 DTensor.__get_tensor_shard__ = lambda self, index: piece_held(self).local  # type: ignore[attr-defined]
 
 Strict = bool | Literal["state"]
-"""Which names are errors. True: names that only the state or only the checkpoint has. "state":
-names
-that only the state has. False: none.
+"""The names for which loading raises an error.
+
+True: names that only the state or only the checkpoint has. "state": names that only the state has.
+False: none.
 """
 
 

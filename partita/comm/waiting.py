@@ -306,9 +306,9 @@ def _watch_for_deadlock() -> None:
 # -- posts of waiting ranks and deadlocks ----------------------------------------------------------
 
 Post = dict[str, Any]
-"""What a waiting rank writes to the store. `make_post` makes it, with the keys "text", "id",
-"ranks",
-"group", "meets", "number", "numbers", "requests" and "begun".
+"""The message of a waiting rank in the store, made by `make_post`.
+
+Its keys are "text", "id", "ranks", "group", "meets", "number", "numbers", "requests" and "begun".
 """
 _VERDICT = "partita/waits/verdict"
 _SAME_CALLS = Fix(

@@ -2,8 +2,7 @@
 
 `distribute_batch` converts the data that ranks have read to DTensors. Either each rank has read the
 whole batch and keeps its piece, or each has read its own piece. Some values must be equal on
-several
-ranks. Their checksums are compared in the first, second, fourth, eighth ... call of a line.
+several ranks. Their checksums are compared in the first, second, fourth, eighth ... call of a line.
 """
 
 from __future__ import annotations

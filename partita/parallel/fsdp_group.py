@@ -848,9 +848,10 @@ class ZeroState(ShardedState):
         )
 
     def enter_forward(self, group: FsdpGroup) -> None:
-        """Gathers the block `group`, whose forward begins. Prefetches the block that was next in
-        the last
-        step. (When backward runs a forward again, nothing is prefetched.)
+        """Gathers the block `group`, whose forward begins.
+
+        It prefetches the block that was next in the last step, unless backward runs a forward
+        again.
         """
         if in_backward():
             if not group.alive:

@@ -46,7 +46,7 @@ from .strategy import (
 )
 
 MOST = 6
-"""How many ways are simulated at most, by default."""
+"""The default number of simulations, at most."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _find_tensor_plan(model: nn.Module) -> dict[str, Any]:
     It is empty if the model has none, or one with styles that are not placements of parameters.
     """
     inner: Any = model.model
-    # The loss takes logits of which each rank has a part, so the head gathers nothing.
+    # The loss takes sharded logits, so the head gathers nothing.
     styles = {
         name: "colwise" if style == "colwise_gather_output" else style
         for name, style in (getattr(inner, "tp_plan", None) or {}).items()

@@ -211,9 +211,9 @@ def _gradient_of_layout(layout: Layout, mesh: Mesh, move: Move) -> Layout:
 LATENCY = 20e-6
 """Seconds to start a collective."""
 AT_ONCE = 32
-"""The number of messages that a rank of an all-to-all sends at once; the others wait. Libraries
-give
-the messages of a rank a few dozen channels.
+"""The number of messages that a rank of an all-to-all sends together; the others wait.
+
+Communication libraries have a few dozen channels for the messages of a rank.
 """
 BANDWIDTH = 50e9
 """Bytes per second that one rank sends."""

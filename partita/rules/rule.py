@@ -186,9 +186,9 @@ class Rule:
 
 
 RULES: dict[Callable[..., Any], Rule] = {}
-"""Maps each function that has a rule to the rule. Methods, in-place and foreach forms find theirs
-by
-name.
+"""Maps each function that has a rule to the rule.
+
+Methods, in-place and foreach forms find their rule by name.
 """
 
 

@@ -325,9 +325,9 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
 # -- state of a tensor -----------------------------------------------------------------------------
 
 WRITTEN_UNSEEN = "written_unseen"
-"""The attribute that marks a storage which a program may write through `x.data`. Torch does not
-count
-these writes.
+"""The attribute of a storage that a program may write through `x.data`.
+
+Torch does not count these writes.
 """
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE, "_origin"))

@@ -239,7 +239,7 @@ def _fill_operand_padding(
 
 _stride = torch._C.TensorBase.stride
 _RIGHT: list[Any] = []
-"""What `_find_strides` returns if the strides of all results are right."""
+"""The result of `_find_strides` if all strides are right."""
 _MOST_TRIED = 8
 """The largest size of a dimension in a trial: strides depend only on which sizes are 1."""
 

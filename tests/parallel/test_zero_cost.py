@@ -1,4 +1,4 @@
-"""What a block costs the host in a step of ZeRO-3 does not grow with the number of blocks."""
+"""The host's work for a block of ZeRO-3 does not grow with the number of blocks."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ class WrittenInReruns(nn.Module):
     def __init__(self, where, reentrant):
         super().__init__()
         self.where, self.reentrant = where, reentrant
-        # A block of one layer, and one of which the layer is a part.
+        # The first block is a layer. The second contains a layer.
         self.blocks = nn.ModuleList([Part(4, 4), Around(Part(4, 4), nn.Linear(4, 4))])
         self.parts = self.blocks[0], self.blocks[1][0]
         for part in self.parts:

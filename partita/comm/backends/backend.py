@@ -16,10 +16,11 @@ from ..collective import PendingSum, PendingWork, Request, Splits
 from ..device import Device, empty_like
 
 WayOfSum = Literal["own", "gather", "exchange"]
-"""The way an all-reduce sums. "own": the process group's all-reduce. "gather": each rank gathers
-all
-shares and adds them in rank order. "exchange": each rank gets one part of every share and adds
-these in rank order; then the sums are gathered.
+"""The way an all-reduce sums.
+
+"own": the process group's all-reduce. "gather": each rank gathers all shares and adds them in rank
+order. "exchange": each rank gets one part of every share and adds these in rank order; then the
+sums are gathered.
 """
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -80,9 +80,10 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     torch.Tensor.__getitem__: _NOTHING,
     picked: _NOTHING,
 }
-"""For each function: `{operand: value}`, the padding value of each operand. If the operands have
-these
-values, the padding does not change the result. A broadcast operand gets its value, too.
+"""For each function: `{operand: value}`, the padding value of each operand.
+
+If the operands have these values, the padding does not change the result. A broadcast operand gets
+its value, too.
 """
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -885,7 +886,7 @@ _CLASSES = "weights gathered gradients optimizer activations workspace arguments
 _SHOWN = 8
 
 
-@dataclass
+@dataclass(frozen=True)
 class LineCost:
     """The cost of a source line in a simulated step, on one rank.
 
@@ -897,9 +898,9 @@ class LineCost:
     """
 
     source: str
-    seconds: float = 0.0
-    sent: float = 0.0
-    held: int = 0
+    seconds: float
+    sent: float
+    held: int
 
 
 def _sum_by_line(
@@ -911,16 +912,18 @@ def _sum_by_line(
         events: the kernels and collectives of the step.
         holders: the buffers that are alive at the peak.
     """
-    found: dict[str, LineCost] = {}
+    seconds, sent = defaultdict[str, float](float), defaultdict[str, float](float)
+    held = defaultdict[str, int](int)
     for event in events:
-        line = found.setdefault(event.source, LineCost(event.source))
         if event.stream == _COMPUTE:
-            line.seconds += event.seconds
+            seconds[event.source] += event.seconds
         else:
-            line.sent += event.nbytes
+            sent[event.source] += event.nbytes
     for buffer in holders:
-        found.setdefault(buffer.source, LineCost(buffer.source)).held += buffer.nbytes
-    return tuple(sorted(found.values(), key=lambda line: -line.seconds))
+        held[buffer.source] += buffer.nbytes
+    sources = dict.fromkeys((*(event.source for event in events), *held))
+    lines = (LineCost(s, seconds[s], sent[s], held[s]) for s in sources)
+    return tuple(sorted(lines, key=lambda line: -line.seconds))
 
 
 @dataclass(frozen=True)
@@ -1069,8 +1072,8 @@ class Simulation:
         rows = []
         for line in self.lines[:_SHOWN]:
             sizes = (int(line.sent), "sent"), (line.held, "at the peak")
-            said = ", ".join(f"{human(size)} {what}" for size, what in sizes if size)
-            rows.append((line.source or "(no line)", format_seconds(line.seconds), said))
+            text = ", ".join(f"{human(size)} {what}" for size, what in sizes if size)
+            rows.append((line.source or "(no line)", format_seconds(line.seconds), text))
         return rows
 
     def __str__(self) -> str:
